@@ -2,8 +2,7 @@
 
 Heads of classifiers and reward models read single tokens of a row, or the mean of the row. The layers below
 the head run on the pack. Their outputs become padded rows, in groups of similar length, for the head.
-
-Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, D hidden size.
+Legend: T slots in a pack, N rows of a group, L slots of its longest row, D hidden size.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def adopt_classifier(model_class: Any) -> None:
 
 
 def class_pools(model_class: Any) -> bool:
-    """Return whether a class may pool a pack: its name is not token-level, or its outputs are pooled."""
+    """Return whether a class may pool a pack: by its name or, for a ``...Model``, by its outputs' names."""
     if not _TOKEN_LEVEL.search(model_class.__name__):
         return True
     if not model_class.__name__.endswith("Model"):
@@ -56,7 +55,7 @@ def class_pools(model_class: Any) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
-    """Replace an encoder's ``pooler_output`` ``[1, D]`` by one row per sequence; return None without one."""
+    """Replace an encoder's ``pooler_output`` ``[1, D]`` by a row per sequence; return None if it has none."""
     pooled = _pool(model, pack, output)
     if outermost:
         refuse_pooled_pack(model, pack, output)
@@ -97,7 +96,7 @@ def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
 
 
 def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse one row for all sequences: any output of a tuple, or one that ``_POOLED_OUTPUTS`` names."""
+    """Refuse an output with one row for all sequences: any of a tuple, or one with a pooled output's name."""
     named: list[tuple[str, Any]] = []
     if isinstance(output, tuple):
         named = [(f"output {i}", value) for i, value in enumerate(output)]
@@ -135,7 +134,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
             f"{type(model).__name__} computes one row per sequence, which needs whole sequences that are not "
-            "empty. Train it without context parallelism and without CUDA graphs."
+            "empty. Train it without context parallelism, CUDA graphs and empty sequences."
         )
     labels = given.pop("labels", None)
     outputs: list[Any] = []
@@ -168,7 +167,7 @@ def _padding_id(model: Any) -> int:
 
 @contextmanager
 def _base_returns(model: Any, output: Any) -> Generator[None]:
-    """Make the base model return ``output``, and the head expect our padding id, inside this context."""
+    """Make the base model return ``output``, and the head expect ``_padding_id``, inside this context."""
     scope, base, text = current_scope(), model.base_model, model.config.get_text_config()
     assert scope is not None
     pad, text.pad_token_id = text.pad_token_id, _padding_id(model)

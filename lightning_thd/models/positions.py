@@ -5,9 +5,10 @@ Classes are patched once. Without a pack they work as before.
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens.
 - Longrope and dynamic ropes depend on the longest position in the whole call. So each sequence that is
   longer than the trained length gets a separate call.
-- ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
+- ESM scales a row by its share of masked tokens, and Llama 4 scales queries by their slot in the row. Here
+  each sequence has its own share, and slots count from its start.
 - Gemma3n's padding token has a zero embedding, at which a norm has an infinite gradient. Multiplied by the
-  zero gradient of a trailing pad, that gives NaN.
+  zero gradient of a trailing pad, that gives NaN. So zeros become tiny numbers.
 
 Legend: T slots in a pack.
 """
@@ -70,7 +71,8 @@ def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
-    # The first tokens of a sequence may be on another rank, or in the slots of another sequence.
+    # The first tokens of a sequence may be on another rank or, if a prefix is shared, in the slots of another
+    # sequence. Then padding tokens before a token cannot be counted, and none are skipped.
     if pack.shard is not None or pack.prefixes is not None:
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
@@ -88,7 +90,7 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
-    """Zero ESM's masked tokens, and scale each sequence by the share of its tokens that is masked."""
+    """Zero ESM's masked tokens, and scale each sequence by 0.88 / (its share of tokens not masked)."""
     members, offsets = pack.seq_idx[0].long(), pack.cu_seqlens_q
     lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
@@ -115,7 +117,7 @@ def adopt_row_scales(model_class: type) -> None:
 
 
 class _CacheOfOffsets:
-    """An empty key-value cache whose length is one offset per slot, so that every sequence counts from 0."""
+    """An empty cache with a length per slot, ``[T]``: slot + length is the position inside the sequence."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -139,7 +141,7 @@ def _scale_by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             limit = getattr(self, "floor_scale", 0)
             if max(shard.padded_lengths) >= limit:
                 pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
-            counted = torch.zeros_like(slots)
+            counted = torch.zeros_like(slots)  # below the limit all positions have the same scale
         return forward(self, *args, **{**kwargs, "past_key_values": _CacheOfOffsets(counted - slots)})
 
     return forward_in_pack
@@ -215,7 +217,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _one_by_one(
     run: Callable[..., Any], pack: Pack, position_ids: Tensor, limit: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute rotary embeddings of all short sequences in one call, and of each long one in its own call."""
+    """Compute rotary embeddings: sequences up to ``limit`` tokens in one call, each longer one in its own."""
     lengths = pack.real_lengths
     is_long = uploaded(np.repeat(np.array(lengths) > limit, pack.lengths), position_ids.device)
     short = position_ids.masked_fill(is_long, 0)
@@ -278,9 +280,9 @@ def _restore(rotary: Any) -> None:
 
 # ---- Embeddings of padding that are zero
 
-# The square of _TINY is far above the smallest number of float32 and bfloat16, and far below any epsilon.
+# Its square is far above the smallest positive number of float32 and bfloat16, and far below any epsilon.
 _TINY = 1e-12
-_TINY_HALF = 2.0**-11  # the square, 2**-22, is one of the smallest numbers of float16
+_TINY_HALF = 2.0**-11  # its square, 2**-22, is one of float16's smallest positive numbers
 
 
 def adopt_zero_embeddings(model_class: type) -> None:

@@ -1,9 +1,8 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
 The probe runs packs of random tokens and changes one sequence at a time. A change in another sequence's
-logits is a leak, and so is a gradient at that sequence's inputs. A sequence must give the same result in a
-pack of its own, and with transformers' eager attention. A trailing pad must not change any gradient.
-
+logits is a leak, and so is a gradient of one sequence's logits at another's inputs. A sequence must give the
+same result in its own pack, and with transformers' eager attention. A trailing pad must not change gradients.
 Legend: T slots in a pack, V vocabulary.
 """
 
@@ -40,13 +39,13 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Tolerances relative to the largest logit or gradient. A leak compares runs of equal shapes, which differ by
-# the order of sums in expert kernels only. An error compares runs of different shapes, so rounding differs.
+# Tolerances relative to the largest logit or gradient. Leak checks compare runs of equal shapes, which differ
+# only by the order of sums in expert kernels. Error checks compare different shapes, which round differently.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
 _PAD = 5  # slots of the trailing pad
-_MANY = 300_000_000  # parameters; up to this number two copies of the gradients should fit too
+_MANY = 300_000_000  # parameters; up to this number, two sets of gradients or an fp32 copy should fit
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
@@ -84,7 +83,7 @@ def check_packing(
             ``model(**batch.hf_kwargs())`` if the model is from transformers or takes ``input_ids``, else
             ``model(batch)``.
         tolerance: the largest allowed difference between a sequence in the pack and in its own pack, relative
-            to the largest logit; None chooses it by the dtype.
+            to the largest logit or gradient; None chooses it by the dtype.
         raise_on_leak: raise an error instead of returning a report that is not ok.
         seed: the seed of the random tokens.
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
@@ -92,12 +91,12 @@ def check_packing(
             below 1,024 tokens. Limits from 1,024 on are set to 9 during the check.
 
     Returns:
-        The report, which prints as a table. If a model in half precision differs without a leak, a second
-        run with its weights in fp32 decides.
+        The report, which prints as a table. If a model in half precision differs without a leak and
+        ``tolerance`` is None, a second run in fp32 decides, if that works and its weights are at most 3e8.
 
     Raises:
         PackingLeakError: if any check fails; it names the first wrong module, if one is found.
-        ValueError: for fewer than two lengths, an unknown vocabulary, or logits that are all zero.
+        ValueError: for fewer than two lengths, a length of 0, an unknown vocabulary, or all logits zero.
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     lengths = host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist()
@@ -309,7 +308,7 @@ class _Probe:
         )
 
     def culprit(self, report: PackingReport) -> str | None:
-        """Return the first module whose outputs differ in two runs that should agree, or None."""
+        """Return the name for ``PackingReport.module``: a batch norm, or the first module that differs."""
         with torch.no_grad():
             if report.batch_norms and report.same and not report.leaks:
                 return report.batch_norms[0]

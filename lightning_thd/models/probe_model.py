@@ -58,7 +58,7 @@ def no_zero_weights(model: nn.Module) -> Generator[None]:
 
 
 def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
-    """Return the least precise dtype of a model's weights, autocast and logits."""
+    """Return the least precise dtype of a model's weight matrices, autocast and logits."""
     device = logits.device.type
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.ndim > 1} | {logits.dtype}
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -114,13 +114,13 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 
 # ---- Stock attention
 
-# In slots. Sequences beyond _REACH make the probe slow on a CPU, so the probe lowers larger limits to _LOW.
+# In slots. Longer sequences make the probe slow on a CPU, so it lowers limits from _REACH on to _LOW.
 _REACH, _LOW = 1024, 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
 )
-# How the names of attributes end in which dynamic rotary embeddings keep lengths.
+# Endings of the names under which dynamic rotary embeddings keep lengths; a layer type may come first.
 _ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
@@ -140,7 +140,7 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
-    """Find a length beyond windows, chunks and rope limits below ``_REACH``, unless ``longest`` is one."""
+    """Return a length beyond all limits below ``_REACH``, or no length if ``longest`` is beyond them."""
     near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
     return [max(near) + 5] if near else []
 
@@ -153,7 +153,7 @@ def lowered_limits(model: nn.Module) -> Generator[None]:
     try:
         for holder, name, _ in far:
             _set(holder, name, _LOW)
-        for module, name, _ in noted if far else ():  # notes of lowered limits would be wrong
+        for module, name, _ in noted if far else ():  # notes hold the old limits
             del module.__dict__[name]
         yield
     finally:
@@ -186,7 +186,7 @@ def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs from which layers read their attention, except those of vision towers."""
+    """Return the configs of layers that use the model's attention; a vision tower may use another."""
     found: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
     chosen = getattr(root, "_attn_implementation_internal", None)

@@ -27,7 +27,8 @@ class PackingReport:
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
         skipped: the checks that were skipped, and why.
-        module: first batch norm, or module whose inputs agree and outputs differ; None if none is found.
+        module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
+            that should agree; None if none is found.
     """
 
     model: str
@@ -99,7 +100,7 @@ class PackingReport:
 
 
 class PackingLeakError(RuntimeError):
-    """Raised if a pack gives other results than its sequences one by one; ``report`` has the numbers."""
+    """Raised if a check of ``check_packing`` fails; ``report`` has the numbers."""
 
     def __init__(self, report: PackingReport) -> None:
         self.report = report
@@ -112,10 +113,15 @@ class PackingLeakError(RuntimeError):
         elif not report.matches_stock:
             what = "differs between a pack and stock eager attention"
         else:
-            what = "has other gradients, or none that are finite, with a trailing pad"
+            what = "gets different or non-finite gradients if a trailing pad is added"
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
-        if report.attention is None:  # not a transformers model
-            remedy = "Let every layer stop at batch.cu_seqlens: call varlen_attention, read position_ids"
+        if report.batch_norms and report.same and not report.leaks:
+            remedy = "Replace batch norms by norms of single tokens, such as LayerNorm"
+        elif report.attention is None:  # not a transformers model
+            remedy = "Keep sequences apart in every layer: call varlen_attention with batch.cu_seqlens, and "
+            remedy = f"{remedy}take positions from batch.position_ids"
+        elif report.attention == "thd":
+            remedy = "Check forward= and the first wrong module, or train this model on padded rows"
         super().__init__(
             f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
             f"{remedy}. See docs/reference/messages.md#leaks."

@@ -42,10 +42,9 @@ def refuse_own_attention(model: Any) -> None:
 
 def keeps_own_attention(model: Any) -> bool:
     """Return whether a model is a vision tower whose attention has no "thd"."""
-    if not _sees_images(model):
-        return False
-    return (
-        bool(_TABLE.search(_source(type(model).__module__))) or not type(model)._can_set_attn_implementation()
+    kind = type(model)
+    return _sees_images(model) and not (
+        kind._can_set_attn_implementation() and _TABLE.search(_source(kind.__module__)) is None
     )
 
 
@@ -80,7 +79,7 @@ class _Found(NamedTuple):
 
 
 def refuse_unknown_layers(model: nn.Module) -> None:
-    """Refuse layers that would silently mix sequences or count positions across them."""
+    """Refuse early releases, layers that would mix sequences, and models without a layer that knows packs."""
     installed = str(getattr(sys.modules.get("transformers"), "__version__", ""))
     refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
     aware = False
@@ -88,9 +87,8 @@ def refuse_unknown_layers(model: nn.Module) -> None:
         if hasattr(type(found.module).forward, "_thd_mixer"):
             aware = True
             continue
-        aware = aware or (
-            found.module is not found.owner and _asks_for_attention(type(found.module).__module__)
-        )
+        is_layer = found.module is not found.owner
+        aware = aware or (is_layer and _asks_for_attention(type(found.module).__module__))
         _refuse_layer(found)
     if not aware:
         raise ValueError(
@@ -111,7 +109,7 @@ def refuse_early_release(model_type: str, installed: str) -> None:
 
 
 def _refuse_layer(found: _Found) -> None:
-    """Refuse a layer with a state, a cut DoRA layer, and one that reads neighbours or counts positions."""
+    """Refuse a state, a convolution, a cut DoRA layer, trigrams, and a position table that cannot restart."""
     module, kind = found.module, type(found.module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):

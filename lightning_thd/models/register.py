@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any, Final
 
 NAME = "thd"
-# The oldest release of transformers that may run "thd": 5.14 leaks in Mamba2 silently, and 5.15 does not show
-# that a head is sharded over ranks. setup.cfg asks for 5.19, the oldest release in tests. With 5.18,
-# balancing DeepSeek's experts raises, because that release returns no logits of their routers.
+# The oldest release that may run "thd". 5.14 leaks in Mamba2 silently, 5.15 does not show that the LM head is
+# sharded over ranks, and 5.16 is untested. setup.cfg asks for 5.19, the oldest release in tests. With 5.18,
+# balancing DeepSeek's experts raises an error, because that release does not return the router logits.
 OLDEST: Final = (5, 17)
 Callback = Callable[[ModuleType], None]
 _done: set[str] = set()

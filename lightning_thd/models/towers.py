@@ -25,7 +25,7 @@ def adopt_tower(model_class: Any) -> None:
     known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
     names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
     if not known or "get_vision_attention_seqlens" not in (names or ()) or not hasattr(module, _ASKED):
-        return  # earlier releases loop over the images in another way, which is exact too
+        return  # not such a tower, or an earlier release, whose loop over images is exact too
     if hasattr(model_class.forward, "_thd_tower"):
         return
     patch("vision towers", model_class, "forward", _with_longest(model_class.forward))
@@ -50,7 +50,7 @@ def _also_for_thd(asked: Any) -> Any:
 
 
 def _with_longest(forward: Any) -> Any:
-    """Wrap a tower's forward to tell its layers how many patches the largest image and window have."""
+    """Wrap a tower's forward to give its layers the patch counts of the largest frame and window."""
     windows = "max_window_seqlen" in inspect.unwrap(forward).__code__.co_consts
 
     @functools.wraps(forward)

@@ -1,8 +1,8 @@
 """Models built on the meta device -> the weights that a rank keeps, drawn at random or read from a folder.
 
 A drawn weight has the same values however the model is split, because its generator is seeded with the job's
-seed and the weight's name. In ``postponed_reading``, ``from_pretrained`` returns a model on the meta device.
-``read_weights`` lets transformers read a rank's tensors into a copy of the model, and takes them from there.
+seed and the name of the weight or module. In ``postponed_reading``, ``from_pretrained`` returns a model on
+the meta device. ``read_weights`` lets transformers read a rank's tensors into a copy, and takes them from it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
 
 
 def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> None:
-    """Initialise LoRA adapters as their config asks; False keeps the values that nn.Linear draws."""
+    """Initialise LoRA adapters by ``init_lora_weights``; False keeps the values that nn.Linear draws."""
     kinds = {name: getattr(configs.get(name), "init_lora_weights", None) for name in getattr(layer, "r", ())}
     if not hasattr(layer, "reset_lora_parameters") or not {*kinds.values()} <= {True, False, "gaussian"}:
         raise ValueError(

@@ -124,7 +124,7 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
     """Pack by best fit in slots and patches; sequences with the largest share of either come first."""
-    slot, patch = 1 / slots.usable, 1 / slots.patches  # the share of a pack that one of them takes
+    slot, patch = 1 / slots.usable, 1 / slots.patches  # shares of a pack that one slot and one patch take
     order = np.argsort(-np.maximum(padded * slot, patches * patch), kind="stable")
     free_slots, free_patches = np.empty_like(padded), np.empty_like(padded)  # for each pack
     share = np.empty(len(padded))  # the free share of slots plus the free share of patches
@@ -168,7 +168,7 @@ def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
 
 
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
-    """Place each distinct size, largest first, in the packs with the least room that still holds it."""
+    """Place sizes, largest first, in packs with the least room that holds them, at most ``limit`` in each."""
     placements: list[_Placement] = []
     # Packs that can hold the current size are ready. The others wait for a smaller size.
     ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)

@@ -42,7 +42,7 @@ class Cost:
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Build a cost from the FLOPs of a model, including its vision tower and recomputation."""
+        """Fit a cost to a model's FLOPs, with vision and recomputation, at ``longest`` tokens and half."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
         linear, quadratic = _fitted(

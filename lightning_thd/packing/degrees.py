@@ -35,8 +35,8 @@ class Sharing:
     layout: Layout = "dual_chunk"  # how a group cuts its pack
     tp: int = 1  # tensor-parallel ranks; each tensor-parallel group counts as one rank here
     sequence_parallel: bool = False  # whether tensor-parallel ranks also cut slots (sequence parallelism)
-    # The cost of the exchange per slot of a rank, in units of a token's linear work: one number for groups of
-    # 2, one for groups of 4, and so on. None means 0.02 for each other rank of the group.
+    # What a rank pays in the exchange for each of its slots, in units of a token's linear work: one number if
+    # the group has 2 ranks, one if it has 4, and so on. None means 0.02 for each other rank of the group.
     exchange: tuple[float, ...] | None = None
     # When ranks wait for the slowest rank: in each microbatch (FSDP, which gathers weights there), or only at
     # the end of the step (DDP).
@@ -63,7 +63,7 @@ class Sharing:
 
     @property
     def exchanges(self) -> list[float]:
-        """Return the cost of the exchange per slot of a rank, at every degree."""
+        """Return what a rank pays in the exchange for each of its slots, at every degree."""
         if self.exchange is None:
             return [_EXCHANGE * (degree - 1) for degree in self.degrees]
         return [0.0, *self.exchange]

@@ -4,8 +4,8 @@ Every microbatch divides all ranks into groups of 1, 2, 4, ... neighbours. FSDP 
 every microbatch, so each microbatch gets equal work on all ranks. DDP ranks wait only at the end of the step,
 so each rank gets equal work over the step.
 
-Legend: S sequences, C degrees (sizes of groups), R ranks, M microbatches of each rank. The *level* of a
-microbatch is the work to which each of its ranks is filled.
+The *degree* of a group or sequence is its number of ranks. The *level* of a microbatch is the work to which
+each of its ranks is filled. Legend: S sequences, G groups of all microbatches.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Left:
         self.slots, self.load = tables.slots[:, order].tolist(), load.tolist()  # at every degree
         # The most work among a sequence and all shorter ones: it never falls, as bisection requires.
         self.most = np.maximum.accumulate(load, axis=1).tolist()
-        # The shortest sequence that may join a group. A longer one spends a smaller share on its exchange.
+        # At each degree, the shortest sequence that may join. The exchange costs longer ones a smaller share.
         self._shortest = np.where(worth.any(axis=1), worth.argmax(axis=1), len(order)).tolist()
         self.work: list[float] = tables.cheapest[order].tolist()
         self.numbers = list(range(len(order)))
@@ -110,8 +110,8 @@ class _Left:
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
         """Put each sequence, longest first, in the queue with least work; False means one fits nowhere."""
-        # A queue is the work of a rank, and the groups of this rank that may take more sequences. A queue
-        # without enough free slots waits until a later, shorter sequence fits.
+        # A queue is the work of a rank (from ``_finish``: of one group, less its level), and groups of equal
+        # degree that may take more. If no group has room, it waits until a later, shorter sequence fits.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
@@ -187,7 +187,7 @@ def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[
     rest, groups, level = copy(left), list[_Group](), level * _ROUNDING
     rest.numbers = list(left.numbers)
     while ranks:
-        place, at = -1, 0  # the longest sequence that fits, and the fewest ranks that hold it
+        place, at = -1, 0  # indices of the longest sequence that fits, and of the least degree that holds it
         for wider, degree in enumerate(tables.degrees):
             if degree > ranks or place == len(rest.numbers) - 1:
                 break
@@ -204,7 +204,7 @@ def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[
 
 
 def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added: int) -> None:
-    """Put the sequences left into ``added`` new microbatches, and into groups below their level."""
+    """Put the sequences left into groups below their level, and into ``added`` or more new microbatches."""
     work = sum(left.work[n] for n in left.numbers)
     levels = [max(group.load for group in groups) for groups in done]
     while True:
@@ -217,7 +217,7 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
 
 
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
-    """Give each sequence the fewest ranks whose work for it stays within an even share of the step."""
+    """Give each sequence the fewest ranks at which its work per rank is within a rank's even share."""
     # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
     # and no rank waits for another.
     even, left = tables.even_time(ranks), _Left(tables)
@@ -235,7 +235,7 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
             work[group.first : group.first + tables.degrees[at]] += group.load - before
             groups.append(group)
     slots = sum(left.slots[0][n] for n in left.numbers)
-    share = np.maximum(even - work, 1e-9 * even)  # the work that each rank can take; slots are in proportion
+    share = np.maximum(even - work, 1e-9 * even)  # the work each rank can take; its slots are in proportion
     needed = np.ceil(slots / (_FULL * tables.room[0]) * share / share.sum() - 1e-9)
     count = max(1, int((used + needed).max()))
     while True:

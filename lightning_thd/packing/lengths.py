@@ -50,7 +50,7 @@ class Slots:
     @property
     def longest(self) -> int:
         """Return the most real tokens of a sequence that fits a pack."""
-        return self.usable // self.multiple * self.multiple
+        return self.usable
 
     def padded(self, lengths: IntArray) -> IntArray:
         """Return the slots that sequences of these lengths take."""

@@ -41,8 +41,8 @@ class Mixing:
     """Sets how long an epoch of a mixture is, and what ends it.
 
     Attributes:
-        epoch: the number of sequences in an epoch. ``"longest"`` uses every source completely at least once,
-            and ``"shortest"`` uses no sequence twice.
+        epoch: the number of sequences in an epoch, or its rule: ``"longest"`` uses every source completely at
+            least once, and ``"shortest"`` uses no sequence twice.
         dry: what happens when a source runs dry; only for streams, whose sizes are not known. ``"restart"``,
             the default, reads the source again, and ends the epoch once every source was used completely.
             ``"stop"`` ends the epoch; the next epoch continues the other sources where they stopped.
@@ -141,7 +141,9 @@ def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
     """Return the sources of the next sequences, and the source whose turn came when it had none, or None."""
-    # drawn counts the sequences that each source has given before, and waiting those that it can give.
+    # drawn counts the sequences that each source has given before, and waiting those that it can give. Of the
+    # sources that are 1 / (2n - 2) turns behind, the one due first is next. This keeps all n sources within a
+    # turn of their shares: Tijdeman, "The chairman assignment problem", 1980.
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}
@@ -268,7 +270,7 @@ def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> 
 
 
 class MixturePlanner(Resumable):
-    """Plans the steps of a mixture; a ``PackPlanner`` for each epoch plans the sequences that it takes."""
+    """Plans the steps of a mixture; each epoch has a ``PackPlanner`` of the sequences that it takes."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """A key and positions -> the entries that a shuffle puts there, without holding the shuffle in memory.
 
-A Feistel network over ``a x b >= n`` with modular addition permutes ``a * b`` values. It is the method FE of
-Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. A value that is not below n goes
-through the network again. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values need that.
-splitmix64 keys each of the eight rounds. numpy's generators are not used, because they may change.
+n entries are permuted. A Feistel network with modular addition permutes pairs (i < a, j < b), where
+``a * b >= n``. It is the method FE of Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+2002. A pair whose value ``i * b + j`` is not below n goes through the network again. With a and b near
+sqrt(n), fewer than one in sqrt(n) values need that. Each of the eight rounds hashes one half by splitmix64's
+finaliser, with its own key. numpy's generators are not used, because they may change.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
     """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced entries.
 
-    Of any ``c`` neighbouring entries, each group gets ``c * size / total``, rounded up or down. If the last
-    group is smaller, its entries are chosen first. The key decides the order of the groups.
+    Among any ``c`` neighbouring entries, ``c * size / total`` (rounded up or down) are in each whole group.
+    A smaller last group has its proportional share. The key decides the order of the whole groups.
     """
     groups, rest = divmod(total, size)
     number, place = np.divmod(positions, size)

@@ -17,18 +17,16 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
-    """The base of step sizes. It is no dataclass, so jsonargparse takes ``class_path``, not bare fields."""
+    """The base of step sizes."""
 
+    # Not a dataclass, so that a config must name the subclass by ``class_path``: jsonargparse would fill in a
+    # dataclass from bare fields.
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs over all ranks. ``n`` is ranks times microbatches of each rank.
-
-    Args:
-        n: packs, at least one; a multiple of the data-parallel ranks.
-    """
+    """A step size: ``n`` packs over all ranks, which is data-parallel ranks x microbatches of each rank."""
 
     n: int
 
@@ -38,11 +36,7 @@ class Packs(_StepSize):
 
 @dataclass(frozen=True, slots=True)
 class Sequences(_StepSize):
-    """A step size: exactly ``n`` sequences over all ranks, in as many microbatches as they need.
-
-    Args:
-        n: sequences, at least one.
-    """
+    """A step size: exactly ``n`` sequences over all ranks, in as many microbatches as they need."""
 
     n: int
 

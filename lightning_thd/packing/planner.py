@@ -107,7 +107,7 @@ class CountedTargets:
     counts: OpenLengths | None  # loss tokens of each sequence; None if all but the first token are
 
     def __call__(self, spans: Spans) -> FloatArray | None:
-        """Return float64 ``[2, S]``; None if a sequence is cut whose targets are partly masked."""
+        """Return the weights of ``Weigh``; None if a sequence is cut whose targets are partly masked."""
         lengths = read_lengths(self.lengths, spans.index)
         counts = lengths - 1 if self.counts is None else read_lengths(self.counts, spans.index)
         wrong = (counts < 0) | (counts >= lengths)
@@ -191,7 +191,8 @@ class PackPlanner(Resumable):
         num_workers: processes that count the packs of the windows; 0 counts them in this process.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a
             function from an array of positions to int64 ``[S, 2]``; None for text.
-        max_patches: most patches of a pack; ``oversize`` may drop a sequence with more, or give it a pack.
+        max_patches: most patches of a pack. A sequence with more is an error, unless ``oversize`` is ``drop``
+            or ``own_pack``.
         evenly: each step of ``Sequences(n)`` and each window of ``Packs(n)`` takes sequences at equal
             distances in the data set. Mixtures use this.
 

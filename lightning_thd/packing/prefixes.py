@@ -1,7 +1,8 @@
 """Token ids of sequences -> groups with a common prefix, each planned like one sequence.
 
-A pack holds the tokens of a shared prefix once. A group is a part of the prefix tree over all sequences, and
-fits a pack. Each of its sequences shares its longest prefix with the sequence just before it.
+A pack holds the tokens of a shared prefix once. A group is a part of the prefix tree over all sequences. It
+fits a pack, unless it is one sequence above the capacity (``own_pack``). Inside a group, each sequence
+after the first shares its longest prefix with the sequence just before it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Groups:
 
     rows: IntArray  # int64 ``[S]``, the sequences, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
-    shared: IntArray  # int64 ``[S]``, first tokens that each shares with the sequence before it in its group
+    shared: IntArray  # int64 ``[S]``, how many first tokens each shares with the one before it in its group
     repeated: int  # prefixes that several groups compute, because not all their sequences fit into one
 
 
@@ -119,7 +120,7 @@ class PrefixPlanner(PackPlanner):
     """Plans groups of sequences with a common prefix; the other arguments are those of ``PackPlanner``.
 
     ``ids`` returns the bytes of a sequence's tokens, 4 bytes each. A pack holds at most ``capacity`` tokens;
-    shared ones count once. A step of ``Sequences(n)`` has exactly n, so the next step may continue its group.
+    shared ones count once. A step of ``Sequences(n)`` may end inside a group, which the next step continues.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class PrefixPlanner(PackPlanner):
         self._check_request(epoch, k, dp)
         firsts, stops = self._slice(epoch, k)
         before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
-        shared = self.groups.shared[firsts]  # the first sequence of a cut group computes its prefix
+        shared = self.groups.shared[firsts]  # the first sequence of a range computes its whole prefix
         sizes = before[stops] - before[firsts] + shared
         works = np.concatenate([[0.0], np.cumsum(self._row_work)])
         work = works[stops] - works[firsts] + self.cost(shared)

@@ -1,8 +1,8 @@
 """Lengths, the capacity of a rank, and degrees -> the plan of any step, in which ranks share long sequences.
 
 The degree of a sequence is the number of ranks that share it. A step has the sequences that ``PackPlanner``
-gives it. So a killed job resumes with the same sequences on any number of ranks. It may change the largest
-degree only with ``Sequences(n)``, and if all sequences fit.
+gives it. So a killed job resumes with the same sequences on any number of ranks that the largest degree
+divides. It may change the largest degree only with ``Sequences(n)``, and if all sequences fit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedStepPlan(StepPlan):
     degrees: IntArray
 
     def leads(self, rank: int) -> list[bool]:
-        """Return for each microbatch of a rank whether it is the first rank of its group."""
+        """Return for each microbatch of a rank whether the rank is the first of the group that shares it."""
         return [rank % int(degree) == 0 for degree in self.degrees[rank]]
 
     @cached_property

@@ -160,8 +160,8 @@ class ScheduledPacks:
     """The packs of a user's schedule, in the order of their numbers; every epoch runs the same packs."""
 
     entries: Entries  # the sequences that take part
-    indices: IntArray  # int64 ``[S]``, dataset indices, microbatch after microbatch
-    offsets: IntArray  # int64 ``[P + 1]`` of each microbatch in ``indices``
+    indices: IntArray  # int64 ``[S]``, dataset indices, pack after pack
+    offsets: IntArray  # int64 ``[P + 1]``, where each pack begins in ``indices``
 
     @property
     def total(self) -> int:
@@ -184,7 +184,7 @@ class ScheduledPacks:
 def open_schedule(
     schedule: npt.ArrayLike | Sequence[int], entries: Entries, count: int, slots: Slots
 ) -> ScheduledPacks:
-    """Check a schedule, ints ``[N]`` that may have gaps, and sort the sequences by their microbatch."""
+    """Check a schedule, the pack number of each sequence (gaps are allowed), and sort sequences by pack."""
     numbers = np.asarray(schedule)
     if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
         raise ValueError(

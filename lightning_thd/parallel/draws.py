@@ -1,7 +1,7 @@
 """A microbatch or a layer -> a random stream with the same numbers on all ranks that compute the same values.
 
-With different dropout masks, the copies of weights on tensor-parallel ranks would become different. If all
-stages of a pipeline drew from the same stream, the first layers of all stages would have the same masks.
+With different dropout masks, copies of weights on tensor-parallel ranks would become different. With one
+stream for all stages, their first layers would have equal masks. So each layer has a stream of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A tensor of each rank -> the sum, the gathered rows or the exchanged parts, differentiable.
 
 All ranks of ``group`` call the functions in the same order. Functions of rows and heads give the gradients of
-the sum of all ranks' losses; the others are for ranks that all compute one loss.
-
-Legend: P ranks of the group, N rows of one rank, H heads.
+the sum of all ranks' losses; the others are for ranks that all compute the same loss.
+Legend: P ranks of the group, N rows of one rank, H heads, h heads on one rank, D head size.
 """
 
 from __future__ import annotations

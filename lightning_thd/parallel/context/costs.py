@@ -52,7 +52,11 @@ class LayerSizes:
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the faster exchange; ``pairs`` is a sum over ranks, ``needed_rows``, ``most_pairs`` maxima."""
+    """Return the faster exchange.
+
+    All ranks have ``pairs`` query-key pairs together, which Ulysses shares out evenly. Under "needed", a rank
+    has at most ``most_pairs`` of them, and receives at most ``needed_rows``.
+    """
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S

@@ -3,7 +3,6 @@
 Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a shard's layout is looked up by
 the shard's offsets. This works wherever a kernel is called: in a transformers model, in your model, or in a
 checkpoint that the backward pass recomputes in another thread.
-
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
 
@@ -81,7 +80,7 @@ class ShardLayout:
 
     @property
     def restore(self) -> Tensor | None:
-        """Return int64 ``[T]`` that puts the concatenated shards in pack order; None if they are already."""
+        """Return int64 ``[T]`` that puts the concatenated shards in pack order; None if they are in order."""
         if self.layout == "contiguous":
             return None
         lengths = self.padded_lengths
@@ -90,7 +89,7 @@ class ShardLayout:
 
     @property
     def gathered(self) -> Tensor | None:
-        """Return int64 ``[T]`` that puts a pack in the order of all shards; None if it is already."""
+        """Return int64 ``[T]`` that puts a pack in the order of all shards; None if that is pack order."""
         if self.layout == "contiguous":
             return None
         ranks, lengths = range(self.cp), self.padded_lengths

@@ -2,12 +2,11 @@
 
 ``plan_exchange`` brings a rank all keys that its queries see, for one kernel call. ``plan_block`` plans one
 call per source rank, and the results are merged. So in a ring, a rank holds the keys of at most two others:
-of this step and of the next. A striped layout always needs ``plan_block``, because a rank's queries are
-``cp`` slots apart.
+of this step and of the next. A striped layout always needs ``plan_block``: a rank's queries are ``cp`` slots
+apart, as are a source's keys, but a kernel's causal mask moves by one key per query.
 
 The plans are pure; ``exchanged`` and the functions after it upload them, once per batch and kind of layer.
-
-Legend: T slots of a pack, P pieces.
+Legend: T slots of a pack, P sequences of a kernel call.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Exchange(NamedTuple):
     send_counts: list[int]  # rows for every rank, 0 for itself
     receive_counts: list[int]  # rows from every rank, 0 from itself
     group_rows: int  # rows that all ranks receive in total; 0 if no rank needs a key of another
-    where: Ints  # ``[T]``, row of each slot of the pack in the shard and the received rows after it, or -1
+    where: Ints  # ``[T]``, each slot's row among this shard's and then the received rows; -1 if in neither
 
 
 def plan_exchange(
@@ -280,7 +279,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
-    """Return the ring's steps; step d receives the keys of the rank d before this one, step 0 nothing."""
+    """Return the ring's steps; step d receives the keys of rank ``rank - d``, step 0 nothing."""
 
     def make() -> list[RingStep]:
         steps: list[RingStep] = layout.put([_ring_step(layout, d, causal, left) for d in range(layout.cp)])
@@ -304,16 +303,7 @@ def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> R
 
 def _block_call(block: Block, where: Ints) -> BlockCall:
     """Return the call with its indices on the host, for ``layout.put``."""
-    q_rows: Any = block.q_rows
-    kv_rows: Any = where[block.kv_rows]
-    offsets: Any = offsets_of(block.q_lengths), offsets_of(block.kv_lengths)
-    return BlockCall(
-        q_rows=q_rows,
-        kv_index=kv_rows,
-        cu_seqlens_q=offsets[0],
-        cu_seqlens_kv=offsets[1],
-        max_seqlen_q=int(block.q_lengths.max()),
-        max_seqlen_kv=int(block.kv_lengths.max()),
-        left=block.left,
-        right=block.right,
-    )
+    rows: tuple[Any, Any] = block.q_rows, where[block.kv_rows]
+    offsets: tuple[Any, Any] = offsets_of(block.q_lengths), offsets_of(block.kv_lengths)
+    longest = int(block.q_lengths.max()), int(block.kv_lengths.max())
+    return BlockCall(*rows, *offsets, *longest, block.left, block.right)

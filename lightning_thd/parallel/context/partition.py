@@ -11,8 +11,7 @@ There are four layouts:
 - ``striped`` gives slot i of the row to rank i modulo cp.
 
 Pure: host integers in, numpy arrays out, the same on every rank.
-
-Legend: T slots in a pack, S sequences, P pieces.
+Legend: T slots in a pack, P pieces, which are the stretches of a rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Stretch = tuple[int, int, int]  # index of a sequence, first slot inside it, slo
 
 @lru_cache(maxsize=128)
 def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int64], ...]:
-    """Return which stretches each rank of the mixed layout holds, for lengths that are multiples of 2 cp."""
+    """Return each rank's stretches in the mixed layout, int64 ``[3, P]``; lengths are multiples of 2 cp."""
     total = sum(padded_lengths)
     held: list[list[Stretch]] = [[] for _ in range(cp)]
     short = []

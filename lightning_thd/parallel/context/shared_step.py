@@ -23,17 +23,12 @@ from lightning_thd.stats import SeqStats
 
 
 class SharedStep(THDStep):
-    """All packs of one rank in a step, before they are cut, with the number of ranks that share each.
-
-    Attributes:
-        degrees: number of ranks that share each microbatch.
-        plan_digest: hash of the plan of all ranks, the same on every rank.
-    """
+    """All packs of one rank in a step, before they are cut, with the number of ranks that share each."""
 
     __slots__ = ("degrees", "plan_digest")
 
-    degrees: tuple[int, ...]
-    plan_digest: int
+    degrees: tuple[int, ...]  # number of ranks that share each microbatch
+    plan_digest: int  # hash of the degrees of all microbatches of all ranks; must be the same on every rank
 
     def __init__(self, microbatches: Sequence[THDBatch], degrees: Sequence[int], plan_digest: int) -> None:
         super().__init__(microbatches)
@@ -79,7 +74,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Divide the counts of a pack into whole numbers that sum to them; the first parts take the remainder."""
+    """Return one of ``parts`` parts of a pack's counts: whole numbers, larger by one in the first parts."""
 
     def share(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -92,7 +87,7 @@ def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
 def make_degree_groups(
     data_ranks: int, max_degree: int, *, tp: int, device: torch.device
 ) -> dict[int, dist.ProcessGroup]:
-    """Create groups of 2, 4, ... neighbouring data ranks, by size; all ranks of the job call this."""
+    """Create groups of 2, 4, ... data ranks; return this rank's by size. All ranks of the job call this."""
     groups: dict[int, dist.ProcessGroup] = {}
     for degree in (1 << i for i in range(1, max_degree.bit_length())):
         listed = [

@@ -1,10 +1,10 @@
 """Padded lengths of a pack, number of ranks, layout -> the recurrent states that ranks send each other.
 
-A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Of each stretch, the
-ranks that hold later stretches of the sequence need the state at its end and, unless it is the first, how it
-changes a state that enters it. Pure: host integers in, numpy arrays out, the same on every rank.
-
-Legend: Q stretches of all ranks, P' of one kind on one rank, K states that enter one of its stretches.
+A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Ranks with a later
+stretch of the sequence need the state at the end of each earlier one. If that is not the first stretch, they
+also need its change: how its end state depends on the state that enters. Nothing is communicated here: every
+rank computes its own plan, from lengths that all ranks know.
+Legend: Q stretches on all ranks, P' of one kind on one rank, K of one rank that a state enters.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
 class Step(NamedTuple):
     """One step along n sequences: every stretch turns the state that enters it into the state at its end."""
 
-    states: Ints  # ``[n]``, indices into the known states, which stretches reach if no state enters them
-    changes: Ints  # ``[n]``, indices into the known changes; empty in the first step
+    # ``[n]``, for each sequence the index of its stretch's end state, computed as if no state entered. This
+    # rank's own states come first, then the received ones.
+    states: Ints
+    changes: Ints  # ``[n]``, the index of the stretch's change, in the same order; empty in the first step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +76,14 @@ class StatePlan:
     opening: Ints  # first stretches of sequences that continue in another stretch; their states are sent
     spanning: Ints  # stretches in the middle of sequences; their states and changes are sent
     closing: Ints  # last stretches of sequences that began in another stretch
-    send_states: list[Ints]  # for every rank: states of opening stretches, then of spanning stretches
-    send_changes: list[Ints]  # for every rank: changes of spanning stretches
+    # For every rank the states to send: indices in the list of this rank's opening, then spanning stretches.
+    send_states: list[Ints]
+    send_changes: list[Ints]  # for every rank the changes to send: indices in the list of spanning stretches
     receive_states: list[int]  # number of states from every rank
     receive_changes: list[int]  # number of changes from every rank
-    steps: list[Step]  # how to combine states; this rank's states come before received states
-    # ``[K]``, indices into the states of all steps: those that enter spanning, then closing stretches
+    steps: list[Step]  # how to combine states along the sequences
+    # ``[K]``, indices into the results of all steps, end to end: the states that enter spanning stretches,
+    # then those that enter closing stretches.
     entering: Ints
     moved: Ints  # ``[cp, cp, 2]``, numbers of states and changes that rank r receives from rank s
 
