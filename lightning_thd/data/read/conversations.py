@@ -81,7 +81,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
 
 
 def _listed(value: Any) -> Any:
-    """Parse a list, or its entries, that the package datasets stores as JSON text; keep other values."""
+    """Parse JSON text, also as entries of a list: the package datasets stores mixed values like this."""
     value = parse_json(value) if isinstance(value, str) and value.strip() else value
     if not isinstance(value, list | tuple):
         return value
