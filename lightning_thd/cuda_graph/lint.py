@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,8 +161,4 @@ def _autocast_knows_meta() -> Iterator[None]:
 
 
 def _with_meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def known(*args: Any, **kwargs: Any) -> Any:
-        return function(*("cpu" if x == "meta" else x for x in args), **kwargs)
-
-    return known
+    return lambda *args, **kwargs: function(*("cpu" if x == "meta" else x for x in args), **kwargs)
