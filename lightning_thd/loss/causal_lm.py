@@ -162,7 +162,8 @@ def _loss(
         return torch.cat([found, _token_stats(args, batch)]) if stats else found
 
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
-    call.choices = None if routers is None else routers.seen
+    if routers is not None and routers.seen is not None:  # not in an evaluation, which may run inside a step
+        call.choices = routers.seen
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last call counts, if the model was called twice
     if recorded is not None:
