@@ -41,7 +41,7 @@ _NOISE = 0.02  # standard deviation of transformers' usual initialisation
 
 @contextmanager
 def no_zero_weights(model: nn.Module) -> Generator[None]:
-    """Fill parameters that are all zero with noise inside this context, except sharded parameters."""
+    """Fill unsharded parameters that are all zero with small noise inside this context."""
     plain = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
     held = [p for p in plain if p.numel() and not (p.is_meta or p.is_inference())]
     zeros = [p for p in held if not p.detach().any()]

@@ -116,7 +116,7 @@ class PackingLeakError(RuntimeError):
             what = "gets different or non-finite gradients if a trailing pad is added"
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.batch_norms and report.same and not report.leaks:
-            remedy = "Replace batch norms by norms of single tokens, such as LayerNorm"
+            remedy = "Use norms of single tokens, such as LayerNorm, or keep batch norms in eval()"
         elif report.attention is None:  # not a transformers model
             remedy = "Keep sequences apart in every layer: call varlen_attention with batch.cu_seqlens, and "
             remedy = f"{remedy}take positions from batch.position_ids"

@@ -1,7 +1,7 @@
 """Vision towers of the Qwen-VL families -> one attention call per layer for all images of a pack.
 
-transformers calls attention once per image, except for flash attention. With "thd" these towers take the
-branch for flash attention.
+transformers calls attention once per image in each layer, except for flash attention. With "thd" these
+towers take the branch for flash attention.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def balanced_bins(
     *,
     dp: int,
     num_microbatches: int | None = None,  # None takes the fewest that are found
-    given: Packing | None = None,  # packs to fall back on if bins of equal work do not hold all sequences
+    given: Packing | None = None,  # packs to use instead of those of best fit
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
@@ -180,7 +180,7 @@ class Problem:
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place sequences by work; return their bins (None if one does not fit), and if the work is even."""
+        """Place sequences by work; return their bins (None if one does not fit), and whether work is even."""
         items, room = _items(self), (self.slots.usable, self.slots.patches)
         best, least = None, np.inf
         for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):

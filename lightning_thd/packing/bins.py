@@ -106,7 +106,7 @@ def pack_lengths(
 
 
 def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) -> Packing:
-    """Pack by best-fit decreasing; a sequence that is too long for a pack gets a pack of its own."""
+    """Pack by best-fit decreasing; a sequence that is too large for a pack gets a pack of its own."""
     fits = padded <= slots.usable
     if patches is not None and slots.patches < UNBOUNDED:
         packs = best_fit(padded, replace(slots, patches=UNBOUNDED))

@@ -121,7 +121,7 @@ class Entries:
     evenly: bool = False  # whether a step or window takes entries at equal distances
 
     def patches(self, spans: Spans) -> IntArray | None:
-        """Return the image patches of each piece, int64 ``[S]``; None if the data set is text."""
+        """Return the image patches of the sequence of each piece, int64 ``[S]``; None if all data is text."""
         return None if self.media is None else self.media(spans.index)[:, 0]
 
     def drawn(self, positions: IntArray, size: int, key: int) -> IntArray:
@@ -142,7 +142,7 @@ class Entries:
         bad = (lengths < 1) | ((lengths > self.limit) & (self.oversize in ("error", "drop")))
         if bad.any():
             raise ValueError(
-                f"The lengths changed: sequence {indices[bad][0]} does not fit or is empty. Make a planner."
+                f"The lengths changed: sequence {indices[bad][0]} is empty or too long. Make a new planner."
             )
         if self.oversize == "split":
             return _split(indices, lengths, self.limit)

@@ -74,7 +74,7 @@ def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
 
 
 def shuffled(total: int, *, key: int) -> IntArray:
-    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but with O(n) memory."""
+    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but in memory for all entries."""
     return np.argsort(keyed_hashes(np.arange(total, dtype=np.uint64), key), kind="stable")
 
 

@@ -40,14 +40,14 @@ _GROUPS = 7  # mixed into the key that orders the groups of an epoch
 class Groups:
     """Groups of sequences that are planned together."""
 
-    rows: IntArray  # int64 ``[S]``, the sequences, group after group
+    rows: IntArray  # int64 ``[S]``, dataset indices, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
     shared: IntArray  # int64 ``[S]``, how many first tokens each shares with the one before it in its group
     repeated: int  # prefixes that several groups compute, because not all their sequences fit into one
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by prefix, to ``limit`` tokens (shared ones count once) of ``width`` bytes each."""
+    """Group sequences by prefix: up to ``limit`` tokens of ``width`` bytes; shared tokens count once."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -76,13 +76,13 @@ def _common(a: bytes, b: bytes, width: int) -> int:
 
 
 class _Cut:
-    """Cuts sorted sequences into groups; a group lists ranges of sequences that share ``depth`` tokens."""
+    """Cuts sequences, sorted by their tokens, into groups; a group is a list of ranges of sequences."""
 
     def __init__(self, lengths: IntArray, shared: IntArray, limit: int, random: np.random.Generator) -> None:
         self._lengths, self._shared, self._limit, self._random = lengths, shared, limit, random
         self.groups: list[list[IntArray]] = []
-        self.depths: list[int] = []
-        self.repeated = 0
+        self.depths: list[int] = []  # for each group, how many first tokens all its ranges share
+        self.repeated = 0  # prefixes that several groups compute
 
     def _size(self, a: int, b: int) -> int:
         return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
@@ -204,7 +204,7 @@ class PrefixPlanner(PackPlanner):
         return self._group_work[spans.index]
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
-        """Return the ranges of rows that step k takes in an epoch; each range is a group or a part of one."""
+        """Return the ranges of ``groups.rows`` in step k of an epoch; each is a group or a part of one."""
         kept = self._epochs.get(epoch)  # read once, because a thread that plans ahead may replace it
         if kept is None:
             number = len(self.groups.offsets) - 1
@@ -221,7 +221,7 @@ class PrefixPlanner(PackPlanner):
     def _of_rows(
         self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
     ) -> StepPlan:
-        """Plan the rows from ``firsts`` to ``stops``; ``offsets`` marks at which range each bin begins."""
+        """Plan ranges of ``groups.rows``; ``offsets`` marks at which range each bin (a microbatch) begins."""
         counts = stops - firsts
         before = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)

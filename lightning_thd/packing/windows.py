@@ -63,7 +63,7 @@ class WindowedPacks:
         return parts[0] if len(parts) == 1 else join_spans(parts), np.cumsum(offsets)
 
     def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """Return the windows in the order of an epoch, and the running sum of their packs."""
+        """Return the numbers of the windows in the order of an epoch, and the running sum of their packs."""
         kept = self._order  # read once, because a thread that plans ahead may replace it
         if kept is None or kept[0] != epoch:
             total = len(self.counts)
@@ -83,7 +83,7 @@ class WindowedPacks:
             if len(packs) != self.counts[window]:
                 raise ValueError(
                     f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
-                    "lengths changed, or the counts are of other data. Make a planner without counts."
+                    "lengths changed, or the counts are of other data. Make a new planner, without counts."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
             members, offsets = regrouped(packs.offsets, order)

@@ -18,7 +18,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> list[list[int]]:
-    """Gather equally many integers from every rank of ``group``, in rank order; None is the world."""
+    """Gather equally many integers from every rank of ``group``, in rank order; group None is the world."""
     if group_size(group) == 1:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64).to(device)

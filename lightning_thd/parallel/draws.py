@@ -79,5 +79,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def draw_number() -> int:
-    """Draw a number from the CPU's stream; all stages draw one per layer, so their streams stay equal."""
+    """Draw from the CPU's stream. Every stage does so for every layer, its own or not: streams stay equal."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -278,7 +278,7 @@ FIVE = (9, 1, 1, 1, 1)
         (lambda: THREE.state(0, 2), "step=2; wanted at most 1"),
         (lambda: THREE.resume({"epoch": 0}), "seed was None, is 0"),
         (lambda: changed(8, slice(4)), "Window 0 has 4 packs, but 2 were counted. The lengths changed"),
-        (lambda: changed(9, 2), "The lengths changed: sequence 2 does not fit"),
+        (lambda: changed(9, 2), "The lengths changed: sequence 2 is empty or too long. Make a new planner"),
         (lambda: schedule([0, 1]), r"int64 \(2,\) for 5 sequences; wanted one number"),
         (lambda: schedule([0.0, 1, 2, 3, 4]), "schedule is float64"),
         (lambda: schedule([0, 1, -2, 3, 4]), "wanted one number >= 0 each"),
