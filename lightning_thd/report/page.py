@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -121,7 +122,7 @@ def table(series: Series) -> Table:
     rows = []
     for name, row in ROWS.items():
         if values := [value for _, value in _finite(series, name)]:
-            cells = (values[0], _median(values), series[name][-1][1] * row.factor)  # NaN in a diverged run
+            cells = (values[0], median(values), series[name][-1][1] * row.factor)  # NaN in a diverged run
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
     return Table(columns=("", "first", "median", "last"), rows=rows)
 
@@ -273,13 +274,9 @@ def _headlines(series: Series) -> list[str]:
     found = []
     for name in _TOP:  # the metrics of the headline
         if values := [value for _, value in _finite(series, name)]:
-            kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", _median(values))
+            kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", median(values))
             found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
     return found
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _versions() -> str:

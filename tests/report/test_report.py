@@ -85,13 +85,13 @@ def test_what_repeats_is_left_out() -> None:
 
 def test_a_loss_that_ended_as_nan_is_no_number_of_an_earlier_step() -> None:
     diverged = {"train/loss": [(0, 5.5), (1, 3.0), (2, math.nan)]}
-    assert table(diverged).rows == [("loss", "5.5", "5.5", "nan")]
+    assert table(diverged).rows == [("loss", "5.5", "4.25", "nan")]
 
 
 def test_logs_by_step_and_epoch_have_a_loss_and_logs_without_metrics_are_refused(tmp_path: Path) -> None:
     logs = tmp_path / "metrics.csv"
-    logs.write_text("step,epoch,train/loss_step,train/loss_epoch\n0,0,5.5,\n1,0,3.0,\n1,0,,4.25\n")
-    assert table(read_metrics(tmp_path)).rows == [("loss", "5.5", "5.5", "3")]
+    logs.write_text("step,epoch,train/loss_step,train/loss_epoch\n0,0,5.5,\n1,0,3.0,\n1,0,,4.75\n")
+    assert table(read_metrics(tmp_path)).rows == [("loss", "5.5", "4.25", "3")]
     logs.write_text("step,epoch,val/loss\n0,0,5.5\n")
     with pytest.raises(ValueError, match="have none of train/loss.*THDThroughputMonitor"):
         show(tmp_path)
@@ -106,6 +106,10 @@ def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
     ends = [start + width for start, width in bars(axes)]
     assert [start for start, _ in bars(axes)] == pytest.approx([0, *ends[:-1]])
     assert ends[-1] == pytest.approx(2000)
+
+
+def test_the_median_of_an_even_number_is_between_the_middle_two() -> None:
+    assert table({"train/loss": [(0, 1.0), (1, 4.0)]}).rows == [("loss", "1", "2.5", "4")]
 
 
 def test_headlines_are_inside_the_picture() -> None:
