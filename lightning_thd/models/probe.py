@@ -92,7 +92,7 @@ def check_packing(
 
     Returns:
         The report, which prints as a table. If a model in half precision differs without a leak and
-        ``tolerance`` is None, a second run in fp32 decides, if that works and its weights are at most 3e8.
+        ``tolerance`` is None, a second run in fp32 decides, unless it fails or there are over 3e8 weights.
 
     Raises:
         PackingLeakError: if any check fails; it names the first wrong module, if one is found.

@@ -63,7 +63,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor 
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor or parameter like a meta tensor, on a device; entries are marked unset, bools not."""
+    """Return a tensor or parameter like a meta one, on a device, with all entries but bools marked unset."""
     data = torch.empty_like(tensor.detach(), device=device)
     if data.dtype != torch.bool:
         data.fill_(_unset(data.dtype))

@@ -33,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step with more microbatches, over all ranks, is probably a mistake.
-_UNEVEN = 1.05  # With max_patches, a plan over 5 % slower than the bound tries one more microbatch.
+_UNEVEN = 1.05  # With max_patches, a plan over 5 % slower than its lower bound tries one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan that lasts at most 1 % longer than the least possible is not improved.
 
 
@@ -464,7 +464,7 @@ class _Search:
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
 ) -> tuple[list[_Item], float, float]:
-    """Put items in the bins they fill closest to the level; return the rest, the top and the placed work."""
+    """Put items, the most work first, in the bins that they fill closest to the level."""
     level *= 1 + 1e-12  # sums are rounded
     least = items[-1][0]
     bins: list[_Bin] = []
@@ -494,4 +494,4 @@ def _fill(
         if room >= least:
             insort(bins, (room, free_slots - slots, free_patches - patches, number))
         at += 1
-    return left, level - tightest, placed
+    return left, level - tightest, placed  # items left, work of the fullest bin, work of all items placed

@@ -93,7 +93,7 @@ def require_same(
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Return int63 hashes: of a batch's sequences and scales, and of what all ranks of a step have alike."""
+    """Return int63 hashes: of a batch's sequences and scales, and of what must be equal on all ranks."""
     microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
     for each in microbatches:

@@ -1,8 +1,8 @@
 """Padded lengths of a pack, number of ranks, layout -> the recurrent states that ranks send each other.
 
 A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Ranks with a later
-stretch of the sequence need the state at the end of each earlier one. If that is not the first stretch, they
-also need its change: how its end state depends on the state that enters. Nothing is communicated here: every
+stretch of a sequence need the end state of every earlier stretch. Of all but the first, they also need the
+change: how the end state depends on the state that enters the stretch. Nothing is communicated here: every
 rank computes its own plan, from lengths that all ranks know.
 Legend: Q stretches on all ranks, P' of one kind on one rank, K of one rank that a state enters.
 """
