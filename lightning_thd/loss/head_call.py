@@ -91,7 +91,7 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._here = threading.local()  # ``job``: this thread's forward pass, if it runs a loss
-        self._own: tuple[Callable[..., Any], ...] = ()  # the forwards of model and head, for other threads
+        self._own: tuple[Callable[..., Tensor], ...] = ()  # the forwards of model and head, for other threads
         self._lock = threading.RLock()
         self.experts: Experts | None = None
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
@@ -231,12 +231,11 @@ class HeadCall:
             return outside
         job: _Job | None = getattr(self._here, "job", None)
         if job is None:
-            logits: Tensor = self._own[1](hidden)
-            return logits
+            return self._own[1](hidden)
         head, stage = job.head, job.stage
         if stage is not None and not stage.holds_head:
             values = stage.stand_in(job.size, hidden)
-            logits = carry_values(values, (*hidden.shape[:-1], head.out_features))
+            logits: Tensor = carry_values(values, (*hidden.shape[:-1], head.out_features))
             job.logits.append(logits)
             return logits
         linear = None if job.whole else plain_linear(head, job.own_head_forward)

@@ -110,10 +110,8 @@ def dpo_loss(
     _check_rows(chosen=chosen, rejected=rejected, **references)
     real_number(beta, "beta", above=0.0)
     _check_smoothing(kind, label_smoothing)
-    chosen, rejected, reference_chosen, reference_rejected = _masked(
-        weights, chosen, rejected, reference_chosen, reference_rejected
-    )
-    reference_chosen, reference_rejected = reference_chosen.detach(), reference_rejected.detach()
+    given = _masked(weights, chosen, rejected, reference_chosen.detach(), reference_rejected.detach())
+    chosen, rejected, reference_chosen, reference_rejected = given
     c, r = chosen - reference_chosen, rejected - reference_rejected
     if kind in ("ipo", "sigmoid_norm"):
         if chosen_tokens is None or rejected_tokens is None:

@@ -136,9 +136,8 @@ class Routers:
         if self.balance == "sequence":
             if isinstance(batch, THDShard) and batch.layout.group is not None:
                 dist.all_reduce(chosen := chosen.contiguous(), group=batch.layout.group)
-            rows = chosen.sum(1) / top_k  # no @ below: autocast would round its operands
-            each = balance_of(likely, chosen, top_k) * rows
-            total = total + self.coefficient * each.sum() * (scale / layers)
+            each = balance_of(likely, chosen, top_k) * chosen.sum(1)  # not @, which autocast would round
+            total = total + self.coefficient * each.sum() * (scale / layers / top_k)
         if self.balance == "step":
             choices = chosen.sum(0)
             if dist.is_initialized():
