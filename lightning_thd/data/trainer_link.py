@@ -260,6 +260,7 @@ class Progress:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
         self._loop: Any = trainer.fit_loop.epoch_loop
+        self._batches = self._loop.batch_progress
         module = trainer.lightning_module
         self._automatic = module is not None and module.automatic_optimization
 
@@ -318,7 +319,3 @@ class Progress:
             for counter in (progress.current, progress.total):
                 done = counter.processed + shift
                 counter.ready = counter.started = counter.processed = counter.completed = done
-
-    @property
-    def _batches(self) -> Any:
-        return self._loop.batch_progress
