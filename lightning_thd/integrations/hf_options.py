@@ -143,15 +143,15 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
             continue
-        of_trl = owner.__module__.startswith("trl.")
-        remedy = "Define it in a subclass of packed_trainer(...) instead."
-        if name == "training_step" and not of_trl:  # it is given packs, and may call super()
-            continue
-        if of_trl:
+        if owner.__module__.startswith("trl."):
             remedy = (
                 "Its batches are pairs or groups of sequences: write the loop with prepare_thd and a loss of "
                 "causal_lm_logprobs, as examples/rl_logprobs.py does."
             )
+        elif name == "training_step":  # that of a user is given packs, and may call super()
+            continue
+        else:
+            remedy = "Define it in a subclass of packed_trainer(...) instead."
         raise ValueError(
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own, which "
             f"packed_trainer would replace, and with it what this trainer learns. {remedy}"

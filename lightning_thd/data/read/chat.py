@@ -100,8 +100,7 @@ def encode_chat(
         raise ValueError(
             "the template marks {% generation %}, which only a fast tokenizer can follow. Use the fast one."
         )
-    unread = [x for x in renderer.options if not re.search(rf"\b{re.escape(x)}\b", template)]
-    if unread:
+    if unread := [x for x in renderer.options if not re.search(rf"\b{re.escape(x)}\b", template)]:
         raise ValueError(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
             "Correct its name, or drop it."

@@ -56,12 +56,9 @@ class Conversation(NamedTuple):
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     """Read a record as a conversation."""
-    tools = _listed(record.get("tools")) or None
-    if not isinstance(tools, list | None):
-        raise ValueError("tools must be a list, or a list as JSON. Fix or remove the record.")
-    options = _listed(record.get("chat_template_kwargs")) or {}
-    if not isinstance(options, dict):
-        raise ValueError("chat_template_kwargs must be a dict, or a dict as JSON. Fix or remove the record.")
+    tools, options = _listed(record.get("tools")) or None, _listed(record.get("chat_template_kwargs")) or {}
+    if not isinstance(tools, list | None) or not isinstance(options, dict):
+        raise ValueError("tools must be a list, and chat_template_kwargs a dict, or JSON of them. Fix them.")
     if kind == "alpaca":
         prompt, answer = alpaca_prompt(record), record["output"]
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

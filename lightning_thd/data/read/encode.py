@@ -9,6 +9,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
@@ -282,15 +283,8 @@ def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_er
     return next((kind for kind in found if kind is not None), "text")
 
 
-class _Encoded(TorchDataset[Rows]):
-    def __init__(self, chunks: Sequence[Chunk], encoder: Encoder) -> None:
-        self._chunks, self._encoder = chunks, encoder
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __getitem__(self, i: int) -> Rows:
-        return self._encoder.encode(self._chunks[i]())
+def _encode(encoder: Encoder, chunk: Chunk) -> Rows:
+    return encoder.encode(chunk())
 
 
 def tokenize(
@@ -298,20 +292,16 @@ def tokenize(
 ) -> Iterator[Rows]:
     """Encode chunks in order, with only a few chunks in memory."""
     loader = DataLoader(
-        _Encoded(chunks, encoder),
+        cast("TorchDataset[Chunk]", chunks),
         batch_size=None,
         num_workers=min(num_workers, len(chunks)),
-        collate_fn=_as_it_is,
+        collate_fn=partial(_encode, encoder),
         worker_init_fn=_begin_worker,
         # Without this, the loader would draw from torch's global generator, and the first weights of a model
         # would depend on whether the tokens were cached.
         generator=torch.Generator(),
     )
     yield from tqdm(loader, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
-
-
-def _as_it_is(rows: Any) -> Any:
-    return rows
 
 
 def _begin_worker(worker: int) -> None:

@@ -133,23 +133,18 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
         except Exception as err:  # any error of the user's dataset
             yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
             continue
-        features = getattr(dataset, "features", None)
-        yield f"row {i}", without_nulls(row, features) if isinstance(row, dict) else row
+        yield f"row {i}", as_written(row, getattr(dataset, "features", None))
 
 
 def as_written(record: Any, features: Any = None) -> Any:
-    """Apply ``without_nulls`` to the values of a record, whose own nulls stay; leave records of ids as is."""
+    """Apply ``without_nulls`` to a record of a dataset or stream; leave records of ids as they are."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
-    of = features or {}
-    return {name: without_nulls(value, of.get(name)) for name, value in record.items()}
+    return without_nulls(record, features)
 
 
 def without_nulls(value: Any, feature: Any = None) -> Any:
-    """Drop keys whose value is None: in a column of structs, every row has the keys of all rows.
-
-    The package datasets adds no keys under a feature of its type ``Json``, so nulls there stay.
-    """
+    """Drop keys whose value is None: columns of structs add them, but not the type ``Json`` of datasets."""
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
