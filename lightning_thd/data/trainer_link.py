@@ -260,7 +260,7 @@ class Progress:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
         self._loop: Any = trainer.fit_loop.epoch_loop
-        self._batches = self._loop.batch_progress
+        self._batches: Any = self._loop.batch_progress
         module = trainer.lightning_module
         self._automatic = module is not None and module.automatic_optimization
 
