@@ -110,6 +110,8 @@ class THDLoader:
         # Steps of a stream that the Trainer has not finished: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
+        # Whether a hand-written loop reports each batch that it ran, and the batches that it has not yet run.
+        self._reports, self._not_run = False, 0
         self._predicts = predicts
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
         self._set_position(Position())
@@ -119,7 +121,7 @@ class THDLoader:
         self._position = self._saved = at
         # For each step of this iteration: the batches up to its end, and the position there.
         self._step_ends: deque[tuple[int, Position]] = deque()
-        self._handed_out, self._iterating = 0, False
+        self._handed_out, self._not_run, self._iterating = 0, 0, False
         self._total_at_start = 0 if self._progress is None else self._progress.total()
 
     @property
@@ -172,7 +174,7 @@ class THDLoader:
         self._requeue_dropped()
         at = self._saved = replace(self._position, ended=False)
         self._step_ends.clear()
-        self._handed_out, handed, self._iterating = 0, 0.0, True
+        self._handed_out, self._not_run, handed, self._iterating = 0, 0, 0.0, True
         self._total_at_start = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
         limit = None if self._progress is None else self._progress.limit(self.source.length(at.epoch))
@@ -199,7 +201,9 @@ class THDLoader:
                 self._handed_out += 1
                 if self._predicts and isinstance(batch, THDBatch):
                     self._indices.append(list(batch.sequence_ids))
+                self._not_run = int(self._reports)
                 yield batch
+                self._not_run = 0
         self._iterating = False
         if not self.source.resumes:
             self._position = Position(epoch=self._position.epoch + 1, ended=True)
@@ -222,8 +226,14 @@ class THDLoader:
             yield item
 
     def _num_done(self) -> int:
-        """Return how many batches of this iteration are trained; without a Trainer, handed out."""
-        return self._handed_out if self._progress is None else self._progress.total() - self._total_at_start
+        """Return how many batches of this iteration are trained; in a loop that reports nothing, handed out."""
+        if self._progress is None:
+            return self._handed_out - self._not_run
+        return self._progress.total() - self._total_at_start
+
+    def report_run(self) -> None:
+        """Count the last batch as trained; from now on, a batch counts once this or the next one is called."""
+        self._reports, self._not_run = True, 0
 
     def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
         """Keep a step of a stream until the Trainer has finished it, and forget positions that are past."""
@@ -232,7 +242,7 @@ class THDLoader:
             self._step_ends.popleft()
         if step.tokens is not None:
             self.tokens.append(step.tokens)
-        if self._progress is not None and self.source.resumes:
+        if (self._progress is not None or self._reports) and self.source.resumes:
             self._unfinished.append((handed, before, step))
             while self._unfinished[0][0] <= done:
                 self._unfinished.popleft()

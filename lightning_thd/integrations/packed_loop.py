@@ -175,6 +175,7 @@ class PackedLoop:
         self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
         self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity
+        loader.report_run()  # A step that was fetched but not run is the first after a resume.
 
     def backward(self, step: THDStep) -> Tensor:
         """Run every microbatch of a step forward and backward, with gradients synchronised only in the last.
@@ -198,6 +199,7 @@ class PackedLoop:
             step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
         )
         self._meter.add(step)
+        self.loader.report_run()
         self._end_step()
         return loss
 

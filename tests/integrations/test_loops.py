@@ -15,6 +15,7 @@ from lightning.fabric.strategies import DataParallelStrategy, ModelParallelStrat
 from torch.distributed.fsdp import fully_shard
 
 from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.integrations.packed_loop import evaluating
 from lightning_thd.packing import PackPlanner
@@ -108,6 +109,32 @@ def test_saved_on_two_ranks_and_resumed_on_one_goes_on_with_the_same_sequences(t
         for k, step in enumerate(seen):
             both = [i for rank in before for ids in rank[2][k] for i in ids]
             assert sorted(i for ids in step for i in ids) == sorted(both)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:The stream cannot save")
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_step_that_was_fetched_but_not_run_is_the_next_one(engine: str, streamed: bool) -> None:
+    rows = sequences(60, labels=True)
+
+    def loop() -> PackedLoop:
+        source = Stream(lambda: iter(rows), window=20) if streamed else rows
+        data = THDDataModule(source, capacity=CAPACITY, global_batch=Sequences(12))
+        return make_loop(engine, None, data=data)[1]
+
+    whole, stopped, states = loop(), loop(), []
+    *_, wanted = run(whole, 4)
+    for k, step in enumerate(stopped.loader):
+        if k == 2:
+            states.append(stopped.loader.state_dict())
+            break
+        run(stopped, 1, [step])
+    for state in (*states, stopped.loader.state_dict()):
+        again = loop()
+        again.loader.load_state_dict(state)
+        assert run(again, 2)[2] == wanted[2:]
+    if streamed:  # its next iteration continues
+        assert run(stopped, 2)[2] == wanted[2:]
 
 
 REFUSED = {
