@@ -226,13 +226,13 @@ class THDLoader:
             yield item
 
     def _num_done(self) -> int:
-        """Return how many batches of this iteration are trained; in a loop that reports nothing, handed out."""
+        """Return how many batches of this iteration are trained; without any reports, handed out."""
         if self._progress is None:
             return self._handed_out - self._not_run
         return self._progress.total() - self._total_at_start
 
     def report_run(self) -> None:
-        """Count the last batch as trained; from now on, a batch counts once this or the next one is called."""
+        """Count the last batch as trained; from now on, a batch counts when this or the next is called."""
         self._reports, self._not_run = True, 0
 
     def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
