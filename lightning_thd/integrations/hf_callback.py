@@ -21,6 +21,9 @@ else:
     TrainerCallback = require("transformers", feature="ThroughputCallback").TrainerCallback
 
 
+_KEY = "lightning_thd.throughput"  # A TrainerState holds the totals under this key.
+
+
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy
     """Adds FLOP/s, MFU, tokens/s and the share of padding to the logs of any transformers ``Trainer``.
 
@@ -49,11 +52,12 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def add_to(self, trainer: Any) -> None:
         """Add the callback in front of the reporters, so that TensorBoard and W&B log its metrics too."""
-        trainer.callback_handler.callbacks.insert(0, self)
+        trainer.callback_handler.callbacks.insert(1, self)  # behind the one that decides to log and save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the FLOPs model, and register a hook that counts the inputs of the model."""
+        """Find the FLOPs model and a checkpoint's totals; register a hook that counts the model's inputs."""
         model: nn.Module = kwargs["model"]
+        self.monitor.load_state_dict(state.stateful_callbacks.get(_KEY, {}))
         self.monitor.watch(model, precision=precision_of(args))
         self._handle = model.register_forward_pre_hook(
             only_looking(lambda *given: self._look(*given)), with_kwargs=True
@@ -66,11 +70,18 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step; measure if a log is due; stop the clock if the Trainer will evaluate or save."""
         self.monitor._end_step()
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure if a log is due; stop the clock and keep the totals for an evaluation or checkpoint."""
         step, every = state.global_step, state.logging_steps or 0
         if control.should_log or (every and step % every == 0) or step == state.max_steps:
             self._pending |= for_loggers(self.monitor._publish(last=step == state.max_steps))
         if control.should_evaluate or control.should_save:
-            self.monitor._meters["train"].pause()
+            meter = self.monitor._meter("train")
+            meter.pause()
+            meter.reduce(whole=True)
+            state.stateful_callbacks[_KEY] = meter.state()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the clock for an evaluation; the next step starts it again."""

@@ -284,7 +284,10 @@ class PackedLoop:
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the throughput totals; the loader has its own state."""
+        """Return the number of steps and the totals of all ranks; every rank calls it, as it saves."""
+        self._meter.pause()
+        self._meter.model = self._flops.model("train")
+        self._meter.reduce(whole=True)
         return {"global_step": self.global_step, "throughput": self._meter.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -306,7 +309,8 @@ class PackedLoop:
         self._flops.end("train", self._meter.steps[-1], discard=captured)
         self._meter.end_step()
         self.global_step += 1
-        if self.global_step <= self._warmup or captured:
+        self._warmup -= 1  # counted from this process's start, not from the checkpoint's step 0
+        if self._warmup >= 0 or captured:
             self._meter.leave_out()
         if self.global_step % self._every == 0:
             self._meter.model = self._flops.model("train")

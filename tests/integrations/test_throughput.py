@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from lightning_thd import THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd import Packs, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.integrations import ThroughputCallback, prepare_fabric
+from tests.integrations.support import make_loop, run
 from tests.tiny import sequences, tiny_llama
 
 VOCAB, N, PEAK = 31, 8, 1e9
@@ -107,3 +108,84 @@ def test_transformers_trainer_logs_throughput_without_packs(tmp_path: Path, in_f
     assert logs[-1]["total_flops"] == by_hand(model.config)
     assert callback.monitor.latest["train/lengths"] == 64
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
+    tmp_path: Path, strategy: str, in_front: bool
+) -> None:
+    """A step takes 1 s, a save and an evaluation 100 s; the checkpoint of step 2 lies between two logs."""
+    now = [0.0]
+
+    class Slow(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            now[0] += 1
+            return super().training_step(*args, **kwargs)
+
+        def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            now[0] += 100
+            return super()._evaluate(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            now[0] += 100
+            super()._save_checkpoint(*args, **kwargs)
+
+    def latest(resume: str | None) -> tuple[dict[str, float], Any]:
+        callback = ThroughputCallback(peak=PEAK, warmup_steps=0)
+        callback.monitor._clock = lambda: now[0]
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True,
+            report_to="none", disable_tqdm=True, logging_strategy=strategy, logging_steps=3, save_steps=2,
+            eval_strategy=strategy, eval_steps=2, save_strategy=strategy,
+        )  # fmt: skip
+        rows: Any = [row(length) for lengths in LENGTHS for length in lengths]
+        trainer = Slow(llama(), arguments, train_dataset=rows, eval_dataset=rows[:2])
+        if in_front:
+            callback.add_to(trainer)
+        else:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=resume)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert all(entry["device/items_per_sec"] == 16 for entry in logs)
+        return callback.monitor.latest, logs[-1]["total_flops"]
+
+    whole, flops = latest(None)
+    first = tmp_path / f"checkpoint-{2 if strategy == 'steps' else 4}"
+    resumed, again = latest(str(first))
+    for key in ("time", "batches", "samples", "lengths", "total_flops"):
+        assert resumed[f"train/{key}"] == whole[f"train/{key}"], key
+    assert whole["train/time"] == 8
+    assert flops == again
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def test_a_loop_saved_between_two_logs_keeps_its_totals(tmp_path: Path, engine: str) -> None:
+    """The checkpoint of step 3 lies between the logs of steps 2 and 4; saving takes 100 s."""
+    now = [0.0]
+
+    def loop_of() -> Any:
+        host, loop = make_loop(engine, Packs(1), log_every_n_steps=2, loss_fn=loss_of)
+        loop._meter.clock = lambda: now[0]
+        return host, loop
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        now[0] += 1
+        return causal_lm_loss(model, batch)
+
+    def parts(loop: Any) -> dict[str, Any]:
+        return {"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, "loop": loop}
+
+    host, loop = loop_of()
+    steps = iter(loop.loader)
+    run(loop, 3, steps)
+    host.save_state(str(tmp_path)) if engine == "accelerate" else host.save(tmp_path / "x", parts(loop))
+    now[0] += 100
+    run(loop, 3, steps)
+    host, resumed = loop_of()
+    host.load_state(str(tmp_path)) if engine == "accelerate" else host.load(tmp_path / "x", parts(resumed))
+    run(resumed, 3)
+    for key in ("batches", "samples", "lengths", "total_flops"):
+        assert resumed.latest[f"train/{key}"] == loop.latest[f"train/{key}"], key
+    assert loop.latest["train/time"] == 5  # without the first step
+    assert resumed.latest["train/time"] == 4  # also without the first step after the resume
