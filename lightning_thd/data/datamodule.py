@@ -35,7 +35,7 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
 class THDDataModule(LogsSources):
-    """Packs sequences of any length into batches of at most ``capacity`` tokens.
+    """Puts sequences of any length together in packs of at most ``capacity`` tokens.
 
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.
 
@@ -49,7 +49,8 @@ class THDDataModule(LogsSources):
             completion, or only the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
             ``IterableDataset``, a function that returns an iterator, and ``data.streams.Stream`` are streams:
             read once, front to back. If one source of a mixture is a stream, all are read as streams.
-        capacity: most tokens of a pack, with padding for alignment; ``own_pack`` may exceed it.
+        capacity: most tokens of a pack, with padding for alignment. ``own_pack`` may exceed it, and so may a
+            pack that ranks share under ``context_parallel_size="dynamic"``.
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
             step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
@@ -68,7 +69,7 @@ class THDDataModule(LogsSources):
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``. ``"sequences"`` splits rows into sequences and packs these again. ``"packs"``
             keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
-            sequence. ``"auto"`` is ``"sequences"`` if row 0 has such a key; else no row may hold several.
+            sequence. ``"auto"`` is ``"sequences"`` if row 0 has such a key; else rows of two sequences raise.
         oversize: what to do with a sequence longer than ``capacity``: ``error``, ``drop``, ``truncate``,
             ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
         empty: what to do with a sequence without tokens: ``error`` or ``drop``.
@@ -80,7 +81,7 @@ class THDDataModule(LogsSources):
             ``drop`` leaves it out.
         window: sequences that ``Packs(n)`` packs together; more fill packs better, fewer shuffle better.
         seed: decides the order of every epoch.
-        schedule: a ready-made plan for training with ``Packs(n)``: the pack of each sequence, ints ``[N]``.
+        schedule: a ready-made plan for training with ``Packs(n)``: each sequence's pack index, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
         cost: the work of a sequence by its length and images; ranks get equal work. By default it is computed
             from the model's transformers config, with its vision tower if the model has one.
@@ -203,7 +204,7 @@ class THDDataModule(LogsSources):
             accumulate: batches that a rank runs per optimizer step; 1 with ``Sequences(n)``.
             model: the module that is trained. Its FLOPs balance the ranks, and its vocabulary bounds the ids.
             alignment: the multiples of lengths and totals; by default those that the model needs.
-            device: where batches go, by default the model's device; batches for CUDA are page-locked.
+            device: where batches go, by default the model's device; see ``pin_memory``.
 
         Raises:
             MisconfigurationException: if ``global_batch`` contradicts ``ranks`` or ``accumulate``.
@@ -271,7 +272,7 @@ class THDDataModule(LogsSources):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return for each data set how many sequences policies left out or changed, and the tokens lost."""
+        """Return for each opened set how many sequences policies left out or changed, and the tokens lost."""
         return {name: planning.counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader:
@@ -306,7 +307,7 @@ class THDDataModule(LogsSources):
         return self._evaluation("predict")
 
     def _streamed(self, streams: Streams, kind: Kind) -> THDLoader:
-        """Build the loader of a stream; every rank of the job must call this."""
+        """Build the loader of a stream; all ranks must call this together."""
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             raise MisconfigurationException("overfit_batches repeats batches, unlike a stream. Set it to 0.")
         if self._settings.schedule is not None:

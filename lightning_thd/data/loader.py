@@ -47,15 +47,15 @@ from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner
 Batch = THDBatch | THDStep
-# What a batch is: one ``THDBatch`` of a training step ("pack"), a ``THDStep`` with all of them ("step"), or a
-# ``THDBatch`` whose loss is the mean over its loss tokens ("eval").
+# What a batch is: one ``THDBatch`` of a training step ("pack"), a ``THDStep`` with all that this rank runs
+# ("step"), or a ``THDBatch`` whose loss is the mean over its loss tokens ("eval").
 Kind = Literal["pack", "step", "eval"]
 # (epoch, step, microbatch of the rank, number of microbatches that a rank runs in this step)
 Key = tuple[int, int, int, int]
 # The loss scale, sequence scale and token scale of a step. With None, the loss is the mean over the batch.
 Scales = tuple[float | None, float | None, float | None]
 
-_REMEMBERED = 10_000  # bound of the steps whose tokens wait for ``tokens_of``: only process 0 calls it
+_REMEMBERED = 10_000  # most steps whose tokens are kept for ``tokens_of``, which only process 0 calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class THDLoader:
         self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        # Steps of a stream that the Trainer has not finished: (batches to its end, position before it, step).
+        # Steps of a stream that are not trained yet: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
         # Whether a hand-written loop reports each batch that it ran, and the batches that it has not yet run.
@@ -164,7 +164,7 @@ class THDLoader:
             self._progress.resize(len(self))
 
     def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """Return the real tokens of each source in a step; a stream returns one step after another."""
+        """Return the real tokens of each source in a step; for a stream, each call gives the next step's."""
         if isinstance(self.source, PlannedSteps):
             return self.source.tokens_of(epoch, step)
         return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
@@ -226,17 +226,17 @@ class THDLoader:
             yield item
 
     def _num_done(self) -> int:
-        """Return how many batches of this iteration are trained; without any reports, handed out."""
+        """Return how many batches of this iteration are trained, or handed out if nothing reports that."""
         if self._progress is None:
             return self._handed_out - self._not_run
         return self._progress.total() - self._total_at_start
 
     def report_run(self) -> None:
-        """Count the last batch as trained; from now on, a batch counts when this or the next is called."""
+        """Count the last batch as trained; from now on, one also counts when the next batch is asked for."""
         self._reports, self._not_run = True, 0
 
     def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
-        """Keep a step of a stream until the Trainer has finished it, and forget positions that are past."""
+        """Keep a step of a stream until it is trained, and forget positions that are past."""
         done = self._num_done()
         while len(self._step_ends) > 1 and self._step_ends[1][0] <= done:
             self._step_ends.popleft()
@@ -248,7 +248,7 @@ class THDLoader:
                 self._unfinished.popleft()
 
     def _requeue_dropped(self) -> None:
-        """Queue the steps of a stream that the Trainer has dropped; warn if planned steps are repeated."""
+        """Queue a stream's steps that were handed out but not trained; warn if planned steps are repeated."""
         repeats = self.source.resumes or getattr(self.source, "fixed_order", False)
         if self._iterating and self._progress is None and self._handed_out > 1 and not repeats:
             rank_zero_warn(
@@ -484,7 +484,7 @@ class PlannedSteps:
         return self._num_steps(epoch) * self.per_step
 
     def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
-        """Yield an epoch's steps from ``at`` on; batches are read when the caller iterates over them."""
+        """Yield an epoch's steps from ``at`` on; a batch is read when ``RankStep.batches`` reaches it."""
         whole, count = self.length(at.epoch), self._num_steps(at.epoch)
         stop = whole if limit is None else min(whole, limit)
         self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
@@ -493,7 +493,7 @@ class PlannedSteps:
             yield RankStep(batches=islice(batches, self.per_step), last=step == count - 1)
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the number of the source of each sequence."""
+        """Return the index of each sequence's source."""
         assert isinstance(self.planner, MixturePlanner)
         return self.planner.mixture.source_of(ids)
 

@@ -7,8 +7,8 @@ as a mapping, as JSON text or as a JSON file::
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
-Drawn lengths are clipped to their bounds, so this example has a mean of about 3,250. Sequence i depends only
-on the settings, the seed and i, so that every rank and worker makes the same sequence.
+Drawn lengths are clipped to their bounds, so the second example has a mean of about 3,250. Sequence i depends
+only on the settings, the seed and i, so that every rank and worker makes the same sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MockDataset:
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"There is no sequence {index} in a set of {len(self)}. Ask for one below that.")
+            raise IndexError(f"There is no sequence {index} in a set of {len(self)}. Ask for one of the set.")
         index %= len(self)
         positions = np.arange(self._lengths[index], dtype=np.uint64)
         hashes = keyed_hashes(positions, derive_key(self.seed, _TOKENS, index))

@@ -86,7 +86,7 @@ class DataSettings:
             raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
     def step(self, job: Job) -> Packs | Sequences:
-        """Return a step's size; by default one pack per batch for each rank or largest group of ranks."""
+        """Return a step's size; by default one pack per batch for each rank, or for each largest group."""
         groups = job.ranks if job.sharing is None else max(1, job.ranks // job.sharing.max_degree)
         return self.global_batch or Packs(groups * job.accumulate)
 
@@ -230,7 +230,7 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
 def plan_counted_once(
     make: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner; the numbers of packs of its windows come from the cache, or go there once counted."""
+    """Make a planner; for ``Packs`` without a schedule, cache how many packs each of its windows makes."""
     options = make.keywords
     if isinstance(options["global_batch"], Sequences) or options["schedule"] is not None:
         return make()

@@ -61,7 +61,7 @@ class SourceLog:
         self._sums.index_add_(1, source, found[:, : len(source)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
-        """Return the number of each slot's source, int64 ``[T]``; for padding it is the number of sources."""
+        """Return the index of each slot's source, int64 ``[T]``; padding gets K, after those of K sources."""
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
         of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.targets.device)
         sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
@@ -82,7 +82,7 @@ class SourceLog:
             logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
                 logged[f"data/{name}/loss"] = losses[k]
-        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # the step of Lightning's train/loss
+        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # Lightning logs train/loss under it
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=max(0, last))
 

@@ -69,7 +69,7 @@ def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """Return the multiples of lengths and totals that strategy and precision need together, if any."""
+    """Return the multiples of lengths and totals that strategy and precision (or FP8 layers) need, if any."""
     of_strategy: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
@@ -307,7 +307,7 @@ class Progress:
 
     def match(self, start: int) -> None:
         """Set Lightning's batch counters to ``start``, the batches in the steps that the loader finished."""
-        # They differ after a change of ranks, or if the checkpoint was saved inside a step.
+        # The counters differ from it after a change of ranks, or if the checkpoint was saved inside a step.
         progress = self._batches
         if self.begins_epoch() and not start:  # the counters are still those of the epoch before
             progress.current.reset()

@@ -1,4 +1,4 @@
-"""Files or a dataset of conversations -> records by number; rows and lines are read when needed."""
+"""Files or a dataset of conversations -> records by number; datasets and JSONL are read when needed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Lines:
 
 
 class RowsByNumber:
-    """The rows of a dataset; the images of a Hugging Face dataset are not decoded."""
+    """The rows of a dataset; images of a Hugging Face dataset without transform are not decoded."""
 
     def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
         self._folder = folder  # the folder at which relative paths of images start

@@ -1,7 +1,7 @@
 """A conversation and a tokenizer with a chat template -> ids, and a mask that is True for learned answers.
 
 A template with ``{% generation %}`` marks the answers itself. With any other template, the conversation is
-rendered again up to each answer. It is refused if the text of a turn changes when more turns follow.
+rendered again up to each answer. It is refused if the text up to an answer changes when more turns follow.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def encode_chat(
     options: Mapping[str, Any] | None = None,
     placeholders: ImagePlaceholders | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode messages with ``role`` and ``content``; answers among the first ``skip`` are not learned."""
+    """Encode messages with ``role`` and ``content``; no answer in the first ``skip`` is learned."""
     _check(tokenizer, messages, skip, images=placeholders is not None)
     renderer = _Renderer(tokenizer, tools, options or {}, placeholders)
     template = str(tokenizer.get_chat_template(tools=tools))

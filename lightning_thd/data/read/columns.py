@@ -63,7 +63,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 
 
 def hold_ids(files: list[SourceFile], text_key: str) -> bool:
-    """Return True if all files have ids, False at the first that has text instead.
+    """Return True if all files have ids, False at the first that has text or chats instead.
 
     Raises ValueError at a file with neither, or if files with ids have different columns.
     """

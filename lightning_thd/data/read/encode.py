@@ -36,8 +36,8 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_KIND_RECORDS = 1000  # records searched for a known kind with on_error="skip"; else only one is
-# Keys beside text that are refused if they hold several numbers; ``_ALSO_NUMBERS`` also with a single one.
+_KIND_RECORDS = 1000  # records searched for a known kind with on_error="skip"; else the first is
+# Keys that are refused beside text if they hold several numbers; those in ``_ALSO_NUMBERS`` also with one.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
@@ -81,8 +81,8 @@ def _label_of(record: Record) -> Number | None:
         value = fields["labels"]
     if _is_row(value):
         raise ValueError(
-            "several numbers under 'label', but files keep only one. Rename the key, or pass a list of "
-            "samples with input_ids and label."
+            "several numbers under 'label', but one is kept of each record. Rename the key, or pass a "
+            "list of samples with input_ids and label."
         )
     return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
 
@@ -115,7 +115,7 @@ class Encoder:
             labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
         numbers = [row.label for row in rows if row.label is not None]
         if numbers and len(numbers) < len(rows):
-            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'. Give all.")
+            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'. Add it.")
         label = np.array(numbers) if numbers else None
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
@@ -160,7 +160,7 @@ class Encoder:
                 row = self._encode_record(record)
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("no labels", "labels") if row.labels is None else ("labels", "none")
-                    raise ValueError(f"it has {has}, but the records before had {had}. Give all, or none.")
+                    raise ValueError(f"it has {has}, but the records before had {had}. Give all labels.")
                 rows.append(row)
             except Exception as err:  # templates and tokenizers raise many types of errors
                 self._leave_out(place, err, skipped)
@@ -213,7 +213,7 @@ class Encoder:
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
-        # The prompt itself may end with EOS, so look for the prompt without special tokens before it.
+        # The prompt itself may end with EOS, so look for the prompt's own tokens before that EOS.
         bare = self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
         return ids[:-1] if np.array_equal(ids[len(ids) - 1 - len(bare) : -1], bare) else ids
 
@@ -248,7 +248,7 @@ def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     refuse_keys(record)
     if found := [name for name in _NOT_KEPT if record.get(name) is not None]:
         raise ValueError(
-            f"{', '.join(found)} beside input_ids would be lost: of JSON, only ids and labels are kept. "
+            f"{', '.join(found)} beside input_ids would be lost: here only ids and labels are kept. "
             "Write Parquet."
         )
     read = ("input_ids", "labels", "attention_mask")

@@ -77,7 +77,7 @@ def is_data(name: str) -> bool:
 
 
 def is_paths(source: object) -> bool:
-    """Return whether a source is a path or a list of paths; raise if only some strings of a list are."""
+    """Return whether a source is a path or a list of paths; raise if some strings of a list are no paths."""
     if isinstance(source, str | Path):
         return True
     if not isinstance(source, list | tuple) or not source:
@@ -88,7 +88,7 @@ def is_paths(source: object) -> bool:
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
     if any(named) and not all(named):
         raise ValueError(
-            f"The list has {len(source)} strings, of which {sum(named)} name files, but "
+            f"The list has {len(head)} strings, of which {sum(named)} name files, but "
             f"{str(source[named.index(False)])[:60]!r} does not. Give documents as {{'text': ...}}."
         )
     return all(named)
@@ -160,7 +160,7 @@ def _in_folder(folder: Path) -> list[Path]:
     if left_out:
         rank_zero_info(
             f"{folder}: these files are left out, judged by their names: "
-            f"{', '.join(map(str, left_out[:4]))} ..."
+            f"{', '.join(map(str, left_out[:4]))}{' ...' * (len(left_out) > 4)}"
         )
     return _one_kind(folder, kinds)
 

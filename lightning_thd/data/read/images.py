@@ -3,7 +3,7 @@
 A source is a path, a data address, bytes, or an opened image. A part ``{"type": "image"}`` has it under
 ``image``, ``path`` or ``url``, and a part ``{"type": "image_url"}`` under ``{"image_url": {"url": ...}}``. A
 part without a source takes the next entry of the record's ``images``, and so does each ``<image>`` in a text
-if the record has any.
+if the record has ``images``.
 """
 
 from __future__ import annotations

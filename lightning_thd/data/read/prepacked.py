@@ -89,8 +89,8 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
         row = rows[i]
         if other := sorted(set(row) - _READ):
             raise ValueError(
-                f"Row {i} holds several sequences and carries {', '.join(other)}, which cannot be divided "
-                "among them. Remove it."
+                f"Row {i} is a pack and carries {', '.join(other)}, which cannot be divided among its "
+                "sequences. Drop the column."
             )
         lengths = _lengths_of(row, i)
         labels, loss_tokens = row.get("labels"), lengths - 1

@@ -1,7 +1,7 @@
 """Files or a dataset -> records, in chunks that any process can read.
 
 A record is text, or a dict with text, ids, a prompt or a conversation. A record that cannot be read is
-yielded as ``Bad``, so that the caller can skip it. A file that is damaged as a whole raises.
+yielded as ``Bad``, so that the caller can skip it. A damaged Parquet, Arrow or JSON file raises.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def as_written(record: Any, features: Any = None) -> Any:
 
 
 def without_nulls(value: Any, feature: Any = None) -> Any:
-    """Drop keys whose value is None: columns of structs add them, but not the type ``Json`` of datasets."""
+    """Drop keys whose value is None, which columns of structs add; the type ``Json`` of datasets does not."""
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):

@@ -41,7 +41,7 @@ class Opened:
 
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     key: dict[str, Any] | None  # the cache key of the content; None without a fingerprint
-    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
+    schedule: NDArray[np.int64] | None = None  # the index of each sequence's pack, if rows are ready packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

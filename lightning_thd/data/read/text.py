@@ -56,7 +56,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
 
     Raises:
         TypeError: if ``path`` is not a path.
-        ValueError: for a path without data, and a record without text; the message names file and line.
+        ValueError: for a path without data, and a record without text; the message names file and place.
     """
     for chunk in file_chunks(find_files(path)):
         for place, record in chunk():

@@ -65,7 +65,7 @@ class VisionChat:
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
     ) -> dict[str, Any]:
-        """Render a record as a sample; without ``pixels`` it holds only sizes of images, and decodes none."""
+        """Render a record as a sample; without ``pixels``, images give their sizes and are not decoded."""
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(

@@ -105,7 +105,7 @@ def is_label(table: Any, name: str) -> bool:
 
 
 def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
-    """Count tokens and loss tokens; None unless ids, labels and masks are Arrow columns of integer lists."""
+    """Count tokens and loss tokens; None unless ids (and any labels and masks) are Arrow integer lists."""
     table = arrow_table(dataset)
     if table is None:
         return None

@@ -122,7 +122,7 @@ class SequenceIndex:
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
                 f"Sequence {row} of the {name} data has the token id {largest}, but the model's vocabulary "
-                f"has {vocab_size} entries. Use its tokenizer, or pass vocab_size=."
+                f"has {vocab_size} entries. Use the model's tokenizer, or pass vocab_size=."
             )
 
     def sample(
@@ -213,8 +213,8 @@ class SequenceIndex:
 def _changed_error(i: int, what: str, found: object, counted: object) -> ValueError:
     """Return the error for a sequence that changed after it was counted."""
     return ValueError(
-        f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` and "
-        "`loss_tokens`. If the data changed under the same fingerprint, delete the cache."
+        f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` or "
+        "`loss_tokens`, or rows that change. If data changed under the same fingerprint, delete the cache."
     )
 
 
@@ -224,7 +224,7 @@ def _is_truncated(start: int, continued: bool) -> bool:
 
 
 def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
-    """Hash ids and labels of a few rows; None if a row is unreadable, or differs when it is read again."""
+    """Hash ids and labels of a few rows; None if one is unreadable, or the first differs when read again."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, _HASHED_ROWS, dtype=np.int64))
     rows = np.setdiff1d(rows, index.bad)
 
@@ -338,7 +338,7 @@ def _fault_of(dataset: MapDataset, i: int) -> str:
         check_sample(row, f"Row {i}", empty=True)
     except (TypeError, ValueError) as err:
         return str(err)
-    return f"Row {i} cannot be read."
+    return f"Row {i} cannot be counted; on_error='raise' shows why."
 
 
 def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:

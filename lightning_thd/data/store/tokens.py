@@ -47,7 +47,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     """Sequences of token ids laid end to end.
 
     It is a dataset for ``THDDataModule``: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
-    ``lengths`` and ``loss_tokens`` are known without reading a token.
+    ``lengths`` and, if given or saved, ``loss_tokens`` are known without reading a token.
 
     Args:
         tokens: ids ``[N]``, any unsigned or signed integer dtype.
@@ -138,7 +138,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences. Pass a lower number.")
+            raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences. Pass the index of one.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -202,7 +202,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save the pieces after the k that a killed process saved, ``parts(k)``, as files; join all files."""
+    """Save each piece of ``parts(k)`` as a file after the k files of a killed process; join all files."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}

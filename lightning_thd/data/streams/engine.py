@@ -35,7 +35,7 @@ from lightning_thd.packing.plan import step_scale
 
 BoolArray = npt.NDArray[np.bool_]
 
-ROW_BITS = 40  # The low 40 bits of a sequence id are its row, and the others are the number of its shard.
+ROW_BITS = 40  # The low 40 bits of a sequence id are its row, and the others are the index of its shard.
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
         try:
             step = self._collated(planned, microbatches)
         except Exception as err:
-            self._intake.fail(err)  # in the collective with which the other ranks plan their next step
+            self._intake.fail(err)  # the other ranks receive it when they plan their next step
         ledger.steps += 1
         last = self._settings.dry == "restart" and self._whole_passes() > ledger.number
         if last:
@@ -261,7 +261,7 @@ class Order:
 
 
 def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
-    """Return the shares of the sources that still take part, by their number."""
+    """Return the shares of the sources that still take part, by their index."""
     return {number: source.share for number, source in enumerate(settings.sources) if not out[number]}
 
 

@@ -126,7 +126,7 @@ class Intake:
         return self._exchange(lambda _, reader: reader.read_again(pending))
 
     def fail(self, error: Exception) -> NoReturn:
-        """Send an error of this rank in the collective in which the others gather; all ranks raise it."""
+        """Send an error of this rank in the collective with which the others read on; all ranks raise it."""
 
         def read(number: int, reader: Reader) -> list[Read]:
             raise error
@@ -307,7 +307,7 @@ class Report:
 
 
 class Reader:
-    """Reads the shards of a rank, in this process or in workers, and counts the records left out."""
+    """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
     def __init__(self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int) -> None:
         self._reading, self._tally, self._skips = reading, tally, skips
@@ -356,7 +356,7 @@ class Reader:
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} had {len(rows)} unused records when "
-                    f"the checkpoint was written, but gives {len(reads)} of them now. Restore the file."
+                    f"the checkpoint was written, but gives {len(reads)} of them now. Restore its data."
                 )
             for read in reads:
                 self._tally.counts.update(read.counts)

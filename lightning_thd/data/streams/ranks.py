@@ -80,7 +80,7 @@ class Peers:
     def of_job(
         cls, data_rank: int, data_ranks: int, value: Any, *, timeout_s: float
     ) -> tuple[Peers, list[Any]]:
-        """Find which ranks share a data rank, and gather the values of readers; a collective of the job."""
+        """Find which ranks share a data rank, and gather the values of readers; a collective of all ranks."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls([0], [0], 0, timeout_s=timeout_s), [value]
         gathered: list[Any] = [None] * dist.get_world_size()

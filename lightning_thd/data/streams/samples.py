@@ -33,7 +33,7 @@ META = np.dtype(
         ("squares", "<i8"),  # sum over frames of squared patch counts
     ]
 )
-# The counts of sequences that a data module's policies leave out or change, and of the tokens lost.
+# Names of counts: the sequences that a data module's policies leave out or change, and the tokens lost.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 
 
@@ -77,7 +77,7 @@ class Sampler:
         patches, squares = self._patches(record, sample)
         wide = self.max_patches is not None and patches > self.max_patches
         if wide and self.oversize not in ("drop", "own_pack"):
-            raise ValueError(f"{patches} image patches but max_patches={self.max_patches}. Set oversize=.")
+            raise ValueError(f"{patches} image patches but max_patches={self.max_patches}. Raise it.")
         fitted = self._fitted(sample, row, wide)
         if fitted is None:
             return None

@@ -119,7 +119,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 class Beginning:
     """The first state of a source with ``state_dict``, and whether its last iteration was left unfinished.
 
-    A new iteration may continue an unfinished one. So the source is reset to its first state before.
+    A new iteration may continue an unfinished one. So the source is reset to its first state before it.
     """
 
     def __init__(self, source: Any) -> None:

@@ -1,6 +1,6 @@
 """A source that is read in order, or several with weights -> the steps of one rank.
 
-A thread makes steps ahead. The threads of all ranks make the same steps at the same time.
+A thread makes steps ahead. The threads of all ranks that read make the same steps at the same time.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class StreamedSteps:
         return {} if self.engine is None else dict(self.engine.counts)
 
     def source_of(self, ids: npt.ArrayLike) -> IntArray:
-        """Return the number of the source of each sequence id, int64 ``[S]``."""
+        """Return the index of the source of each sequence id, int64 ``[S]``."""
         found: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
         return found
 
