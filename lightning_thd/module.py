@@ -159,7 +159,7 @@ class CausalLMModule(L.LightningModule):
             self._compile = "off"  # Lightning calls this hook once for fit and once more for test
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
-        """Log and return the microbatch's loss, whose mean over microbatches and ranks is the step's loss."""
+        """Return the microbatch's loss; log it here unless batches accumulate (``on_train_batch_end``)."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         if self.trainer.accumulate_grad_batches == 1:
             self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
@@ -167,8 +167,8 @@ class CausalLMModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the loss of accumulated batches, and show the loss in the progress bar when it is logged."""
-        # Lightning logs once a step, after the last batch, and divides each loss by their number. With
-        # prog_bar=True it would read the loss from the device in every step.
+        # Lightning logs once a step, after the last batch, and divides each loss by the number of batches.
+        # With prog_bar=True it would read the loss from the device in every step.
         trainer = self.trainer
         if (batches := trainer.accumulate_grad_batches) > 1 and "loss" in outputs:
             before = self._accumulated if batch_idx % batches else 0.0

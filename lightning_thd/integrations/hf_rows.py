@@ -28,7 +28,7 @@ from lightning_thd.models.announce import NAME, run_as_pack
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
-# Arguments of a call that are packed or replaced here, and those that are passed on to the model.
+# Arguments of a model's call that this file packs or replaces, and those that it passes on to the model.
 _OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
 _PASSED_ON = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
 
@@ -80,7 +80,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        self._pack_models()  # DPO's constructor, which may call this, runs before ours has packed the models
+        self._pack_models()  # DPOTrainer.__init__ may call this, before this class packs the models
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _pack_models(self) -> None:
@@ -103,7 +103,7 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
 
     With ``share_prefixes``, the common prefix of rows runs once. Only TRL's calls for log-probabilities
     (``fused_lm_head=True``) and a sequence classifier's calls with an ``attention_mask`` run as packs. All
-    other calls run on padded rows, with the attention that the model had before.
+    other calls run on padded rows, with the attention that the model had before ("eager" if that was "thd").
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -158,7 +158,7 @@ def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) ->
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
             output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no column for the last token
-    if shared is not None:  # the model's mean has a prediction once, even if several rows have it
+    if shared is not None:  # the model's mean counts a prediction once, even if several rows share it
         scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
         output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", scored)
     return output

@@ -50,15 +50,15 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     answers in the batch, and ``peak=``, to log throughput and MFU.
 
     Args:
-        trainer_class: ``transformers.Trainer`` by default, or a subclass without a loss or data of its own.
+        trainer_class: ``transformers.Trainer`` (default), TRL's above, or a subclass that keeps loss and data.
 
     Returns:
-        A subclass. Unless its base is one of the three TRL trainers above, it takes four more arguments:
-        ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (see
-        ``causal_lm_loss``) and ``data_kwargs`` (more arguments of ``THDDataModule``). With
-        ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
+        A subclass. Options work as in the base or are refused. Unless the base is one of the three TRL
+        trainers above, the loss of a step is the mean over its loss tokens, and the subclass takes four more
+        arguments: ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``),
+        ``router_balance`` (see ``causal_lm_loss``) and ``data_kwargs`` (more arguments of ``THDDataModule``).
+        With ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
-        Other options work as in the base or are refused. The loss of a step is the mean over its loss tokens.
     """
     transformers = require("transformers", feature="packed_trainer")
     base = transformers.Trainer if trainer_class is None else trainer_class
@@ -144,7 +144,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Return the pack's loss, whose mean over the packs of all ranks is the step's mean loss."""
+        """Return the pack's loss, whose mean over a step's packs on all ranks is the step's mean loss."""
         if return_outputs:
             raise ValueError(
                 "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes. Call "

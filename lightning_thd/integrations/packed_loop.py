@@ -185,7 +185,7 @@ class PackedLoop:
 
         Returns:
             fp32 ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
-            data-parallel ranks is the step's loss; ``causal_lm_loss`` averages over all its loss tokens.
+            data-parallel ranks is the step's loss: with ``causal_lm_loss``, a mean over all loss tokens.
         """
         if self._flops.outdated:  # weights were frozen or unfrozen since the last step
             self._meter.model = self._flops.model("train")
@@ -363,7 +363,7 @@ def sum_over_packs(
 
 
 def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
-    """Return ``loss_fn`` with ``router_balance``; refuse values that only ``causal_lm_loss`` takes."""
+    """Return ``loss_fn`` with ``router_balance``; refuse other losses unless that is "microbatch"."""
     choice(router_balance, "router_balance", *get_args(RouterBalance))
     if router_balance == "microbatch":
         return loss_fn
@@ -410,7 +410,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # Compute the mean: a balancing loss, which is a mean, is added, and ``weight`` multiplies both.
+            # Compute the batch's mean, to which a balancing loss, also a mean, is added; see ``rows`` below.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             losses.append(loss_fn(model, cut(scaled)).detach())
             counts.append((weight, batch.loss_tokens))

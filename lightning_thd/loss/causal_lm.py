@@ -32,7 +32,7 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# (targets, earlier head calls) -> targets, ignored if their factor is 0, and the factor of each one's loss
+# (targets, number of earlier head calls) -> targets, ignored if their factor is 0, and the factors
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # DeepSeek-V3 (arXiv:2412.19437, section 4.2) starts with 0.3 for predictions beyond the next token.
 _MTP_WEIGHT = 0.3
@@ -62,7 +62,7 @@ def causal_lm_loss(
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, with shared prefixes ``[N]``: another factor of each slot's loss, without
+        weights: floats ``[T]``, with shared prefixes ``[N]``: factors of the slots' (tokens') losses, without
             gradient. They do not change the divisor. To weight classes: ``factors[batch.targets.clamp(0)]``.
         label_smoothing: share of a target's mass that is spread over the vocabulary.
         z_loss: factor of each loss token's squared log-sum-exp (lse); None: ``config.z_loss_coefficient``.
@@ -203,8 +203,8 @@ def causal_lm_logprobs(
 
     Returns:
         Three tensors ``[T]``, 0 for slots without a target; fp32 (fp64 for an fp64 model). Entry i belongs to
-        ``batch.targets[i]``, the token after slot i; ``PackedRollouts.unpack`` moves it there. With shared
-        prefixes the tensors have one entry for each token of every sequence, ``[N]``.
+        ``batch.targets[i]``, the token after slot i (``PackedRollouts.unpack`` moves it to that token). With
+        shared prefixes the tensors have one entry for each token of every sequence, ``[N]``.
     """
     LogitMap(temperature=temperature)  # checks the temperature before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -281,7 +281,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
 
 
 def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
-    """Give each slot its sequence's share of the loss, ``[T]``; 0 in a trailing pad."""
+    """Give each slot, or token of shared prefixes, its sequence's share of the loss; 0 in a trailing pad."""
     precise = np.float64 if dtype == torch.float64 else np.float32  # MPS has no fp64
     on_host = np.array([*batch.sequence_shares, 0.0], precise)
     shares: Tensor = uploaded(on_host, batch.input_ids.device).to(dtype)
@@ -318,7 +318,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return operands of the rows that predict, their targets, and an upper bound of the loss tokens."""
+    """Return operands, targets and an upper bound of loss tokens; for shared prefixes, one row a target."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:

@@ -129,7 +129,7 @@ def _distillation(
 def _head_teacher(
     student: LossArgs, teacher: LossArgs, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
-    """Check a teacher's head, and return a function that gives the teacher for a student's head."""
+    """Check a teacher's head, and return a function that makes the ``Teacher`` for a student's ``Head``."""
     hidden, settings = teacher.hidden, prepared.settings
     taught, _ = prepare_weighted(replace(teacher, tp_group=settings.tp_group), token_weights, mean=False)
     rows, wanted = taught.operands[1].shape[0], prepared.operands[1].shape[0]

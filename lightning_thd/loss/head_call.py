@@ -4,8 +4,8 @@ Legend: T slots, R rows (selected slots), H hidden size, V vocabulary, n values 
 model's own ``forward`` runs through ``__call__`` with all hooks, so FSDP2, DDP, PEFT and checkpointing keep
 working. The replacements are the same functions in every call, so torch.compile does not compile again. The
 head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``. The full
-logits, T x V numbers, are computed only if an operation cannot be recorded, the head is not a plain linear
-layer, or code of the user may read the logits.
+logits, T x V numbers, are computed only if the head is not a plain linear layer, code of the user may read
+them, or the model does anything else with them than return them after one fixed ``LogitMap``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HeadOperands:
     weight: Tensor | None  # ``[V, H]``, or this rank's rows of it
     bias: Tensor | None = None  # ``[V]``, or this rank's part of it
     tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary
-    partial_hidden: bool = False  # whether the caller reduces the gradient of ``hidden`` over the group
+    partial_hidden: bool = False  # whether DTensor, not the loss, sums the gradient of ``hidden``
     vocabulary: int  # V over all ranks
 
     def at(self, slots: Tensor) -> HeadOperands:
@@ -67,11 +67,11 @@ Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 class _Job:
     """The inputs and the results of one forward pass."""
 
-    values: Values  # see ``HeadCall.run``
+    values: Values  # see ``Values``
     size: int  # n, the number of values of a head call
     slots: int  # T
     head: Any  # the model's head
-    own_head_forward: Any  # a forward that others have set on this head object
+    own_head_forward: Any  # a forward that other code has set on this head object, or None
     model_forward: Any  # the model's own forward, which this pass replaces
     stage: Stage | None  # the stage of a pipeline that this rank holds
     routers: Routers | None  # computes the routers' loss; None leaves it to the model
@@ -136,7 +136,7 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        If the model changes its logits in another way than its config describes, it is called again.
+        If the model changes its logits in another way than ``logit_map`` says, it is called again.
         ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n]}``, further
         calls of the head under "value_1" and so on, and a loss ``[]`` of routers under "aux_loss".
         """
@@ -225,7 +225,7 @@ class HeadCall:
         return self._finish(job.model_forward(*args, **kwargs))
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states ``[1, T, H]`` into lazy logits; into real ones without a job or if whole."""
+        """Turn hidden states ``[1, T, H]`` into lazy logits; real ones without a loss or if ``job.whole``."""
         if torch.compiler.is_dynamo_compiling():
             outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
@@ -363,8 +363,8 @@ def _check_slots(job: _Job, rows: Tensor) -> None:
 @functools.cache
 def _warn_of_labels() -> None:
     rank_zero_warn(
-        "Samples carry a label for each sequence: causal_lm_loss does not use the label, but self.log weighs "
-        "batches by their sequences. Drop the key or the column if you do not need it."
+        "Samples carry a label: causal_lm_loss does not use the label, but because of it self.log weighs a "
+        "batch by its number of sequences, not of loss tokens. Drop the key or column if you do not need it."
     )
 
 

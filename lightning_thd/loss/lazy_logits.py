@@ -1,7 +1,7 @@
 """Values of a loss -> placeholder logits, which record the factors, cap and columns that a model applies.
 
 Legend: T slots, V vocabulary, n values. Factors, tanh, casts and vocabulary slices are recorded. All other
-operations, except reads of metadata, get zeros and are noted, so that the model is called with real logits.
+operations, except reads of metadata, get zeros and are noted; the loss then calls the model with real logits.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class _Open(torch.autograd.Function):
 
 
 def carry_values(values: Tensor, shape: Sequence[int]) -> LazyLogits:
-    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)``, through which gradients flow."""
+    """Wrap a head's values ``[n]`` as lazy logits of ``shape``, through which gradients flow."""
     logits: LazyLogits = _Carry.apply(values, tuple(shape))  # type: ignore[no-untyped-call]
     logits.record, logits.count, logits.learns = Record(), values.numel(), torch.is_grad_enabled()
     return logits

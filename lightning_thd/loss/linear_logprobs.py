@@ -2,8 +2,8 @@
 
 T slots, R rows (selected tokens), H hidden size, V vocabulary. One autograd.Function computes all three, so
 that they can be differentiated together or one by one. Besides its inputs, the forward pass keeps lse and
-entropy, 8 bytes per token in fp32. The backward pass computes the logits again. In total that is 8THV
-operations; ``linear_nll`` takes 6THV for one scalar.
+entropy, 8 bytes per token in fp32, and a bool per token and tile if it rounds on a CPU. The backward pass
+computes the logits again. In total that is 8THV operations; ``linear_nll`` takes 6THV for one scalar.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def fused_linear_logprobs(
 
     Args:
         hidden: ``[T, H]`` (or ``[..., H]``), fp32, bf16, fp16 or fp64.
-        weight: ``[V, H]`` of the same dtype; under ``tp_group`` this rank's equal share of the rows.
+        weight: ``[V, H]`` of the same dtype (any under autocast); under ``tp_group`` this rank's equal share.
         targets: int64 ``[T]`` (or ``[...]``), indices into the whole vocabulary, or ``ignore_index``.
         bias: ``[V]``.
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for no cap.
         logit_scale: factor before the cap.
-        ignore_index: the target that does not count; its rows are skipped if they are at least 5 % of all.
+        ignore_index: the target that does not count. Unless shapes are static, 5 % or more such rows are skipped.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, at most one backward.

@@ -199,11 +199,11 @@ def vespo_loss(
 ) -> Tensor:
     """Compute the VESPO loss: ``-phi(w) A logp`` per token, with a smooth weight per response, not a clip.
 
-    VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` over the
-    response gets no gradient. The loss is the mean over all response tokens. A token's ``logp - old_logp`` is
-    clamped to -20 to 20 nats, and w to 1e-8 to e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` have one
-    value for advantages of 0 and more, and one for negative advantages. Equal policies, advantages of 1 and
-    log-probabilities of -2 give 2.
+    VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` gets no gradient. A response has
+    ``w = exp(sum(logp - old_logp))``. The loss is the mean over all response tokens. A token's
+    ``logp - old_logp`` is clamped to -20 to 20 nats, and w to 1e-8 to e^20. ``advantages`` are ``[B]``. ``k``
+    and ``lam`` have one value for advantages of 0 and more, and one for negative advantages. Equal policies,
+    advantages of 1 and log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:

@@ -5,7 +5,7 @@ P pairs, N responses, S sequences, T slots. All losses take one number per respo
 chosen responses and the second half the rejected ones, use ``chosen, rejected = logps.chunk(2)``. Each loss
 is one number ``[]``. The losses share these arguments:
 
-- ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities of the responses of each pair in nats, and
+- ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities (or rewards) of each pair's responses, and
   ``reference_chosen`` and ``reference_rejected``: the same under the reference model, without gradient,
 - ``beta``: the strength of the pull to the reference model, or the scale of the rewards,
 - ``label_smoothing``: the share of labels that are assumed to be wrong, below 0.5,

@@ -1,4 +1,4 @@
-"""Arguments of a fused loss -> checked and selected rows, and results -> the caller's shape."""
+"""Arguments of a fused loss -> checked and selected rows; results of rows -> the shape of the targets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LossArgs:
     chunk: int | Literal["auto"] = "auto"
     loss_tokens: int | None = None
     rows: Tensor | None = None
-    partial_hidden: bool = False  # whether the caller reduces the gradient of ``hidden`` over the group
+    partial_hidden: bool = False  # whether DTensor, not the loss, sums the gradient of ``hidden``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,12 @@ class Prepared:
     settings: Settings  # dtypes, tile size, vocabulary and group
 
     def restore(self, values: Tensor) -> Tensor:
-        """Scatter results ``[R, ...]`` to the caller's shape, zeros for ignored targets."""
+        """Scatter results ``[R, ...]`` to ``shape``, with zeros for ignored targets."""
         rest = values.shape[1:]
         if self.counts is not None:
             counts = self.counts.view(-1, *[1] * len(rest))
             values = torch.where(counts, values, values.new_zeros(()))
-        if self.kept is not None:  # index_add, because filler rows of ``kept`` repeat an index with zeros
+        if self.kept is not None:  # index_add, because ``kept`` may repeat an index, with zeros in ``values``
             values = values.new_zeros(self.shape.numel(), *rest).index_add(0, self.kept, values)
         return values.view(*self.shape, *rest)
 
@@ -152,7 +152,7 @@ def rows_with_target(
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return the rows to compute, their targets, and which of them count; None means all.
 
-    With ``at_most``, no number is read from the device, and ignored rows fill the result up to that number.
+    With ``at_most``, nothing is read from the device, and ignored rows fill up the ``at_most`` rows.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if STATIC.get() or targets.is_meta or capturing:
@@ -161,7 +161,7 @@ def rows_with_target(
     number = counts.sum()
     kept = int(number) if at_most is None else min(at_most, total)
     if at_most is not None:
-        torch._assert_async(number <= kept, f"more targets count than the {kept} that the caller knows of")
+        torch._assert_async(number <= kept, f"more targets count than the {kept} that loss_tokens allows")
     if kept > (1.0 - _WORTH_SKIPPING) * total:
         return None, targets, None if at_most is None and kept == total else counts
     if at_most is None:
@@ -209,7 +209,7 @@ def _check_targets(targets: Tensor, hidden: Tensor) -> None:
 
 
 def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: int, vocabulary: int) -> None:
-    """Check that targets that count are in the vocabulary; an error on the CPU, a device assert elsewhere."""
+    """Refuse targets outside the vocabulary: an error on the CPU (not if static), else a device assert."""
     if targets.is_meta:
         return
     right = targets == targets.clamp(0, vocabulary - 1)
@@ -293,7 +293,7 @@ def local_hidden(hidden: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, 
 def group_of_operands(
     hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group of a distributed weight; ``group`` is the caller's, if given."""
+    """Return the tensor-parallel group of a distributed weight; a given ``group`` must equal it."""
     placed = vocabulary_group(weight)
     if group is not None:
         if placed is None or dist.get_process_group_ranks(placed) != dist.get_process_group_ranks(group):

@@ -34,7 +34,7 @@ class PackedRollouts:
         held: int64 ``[T]``, the index of each slot's token in the flattened rows; B * N for padding.
         predicted: int64 ``[T]``, the index of the token that each slot predicts; B * N if there is none.
         row: int64 ``[T]``, the row of each slot, also of padding inside sequences; B for the trailing pad.
-        counts: int64 ``[B]``, response tokens of every row, without the row's first, which nothing predicts.
+        counts: int64 ``[B]``, response tokens of each row, without its first token, which nothing predicts.
         shape: (B, N).
     """
 

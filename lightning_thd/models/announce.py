@@ -88,7 +88,7 @@ def watch_models(base: Any) -> None:
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
         chosen = choose(self, *args, **kwargs)
         if chosen == NAME and keeps_own_attention(self):
-            chosen = choose(self, None)  # a vision tower does not run on packs
+            chosen = choose(self, None)  # a vision tower whose attention has no "thd"
         elif chosen == NAME:
             refuse_own_attention(self)
             install(self)
@@ -143,14 +143,14 @@ def install(model: Any) -> None:
     model._thd_takes_decoder = not names or any(name.startswith("decoder_") for name in names)
     adopt(model)
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    # It must run even if forward raises, or the scope left behind would be used for the next batch.
+    # ``leave`` must run even if forward raises, or the scope left behind would be used for the next batch.
     model.register_forward_hook(leave, always_call=True)
 
 
 def adopt(model: Any) -> None:
     """Patch the classes of a hooked model's layers to handle packs, once each, and prepare the model.
 
-    A pickled model brings its hooks along, but the classes of a new process are not patched yet.
+    A pickled model brings its hooks along, but not the patches of classes: ``__setstate__`` calls this.
     """
     model._thd_checked = False
     _MODELS[id(model)] = model
@@ -171,7 +171,7 @@ def _spread_thd(model: nn.Module, *, follow: bool) -> None:
     """Set "thd" on every model around a language model with "thd".
 
     If the language model has lost "thd", ``follow`` gives its new attention to the outer models. Without
-    ``follow`` they keep "thd", because the caller has asked for it by name.
+    ``follow`` they keep "thd", because the user asked for it by name.
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):

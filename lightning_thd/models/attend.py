@@ -62,7 +62,7 @@ def thd_attention(
     The boundaries come from the arguments, else from the announced pack. Without either, every row is one
     sequence. In an announced pack, layers of one kind share one check and one kernel. ``is_causal`` and
     ``sliding_window`` default to attributes of the layer; if a model builds masks of one kind, that kind
-    replaces ``is_causal``. Other arguments that would change the result raise an error.
+    replaces ``is_causal``, except in cross-attention. Other arguments that might change the result raise.
     Takes ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]``, sinks ``[H]``; returns ``[B, T, H, E]``, None.
     """
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
@@ -113,7 +113,7 @@ def _attend_first(
     pack: Pack | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
-    """Attend in the first layer of its kind: check the layer, choose a kernel, and cache the kernel."""
+    """Attend in the first layer of its kind: check the layer and choose a kernel; with a pack, cache it."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
     mask_window, chunk, both_ways = decoded
@@ -283,7 +283,7 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
 
 
 def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
-    """Return the pack's boundaries; without a pack, or in other rows if not causal, rows are sequences."""
+    """Return the pack's boundaries; without a pack, or on other rows if not causal, rows are sequences."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:

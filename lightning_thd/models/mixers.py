@@ -2,7 +2,7 @@
 
 The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
 kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
-states between ranks (see ``passing``). If it is striped, or no states can be passed, it gathers the pack.
+states between ranks (see ``passing``), or gathers the pack if the shard is striped or no state can be passed.
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
 

@@ -145,7 +145,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     lengths = pack.real_lengths if shared is None else shared.lengths
     padded = pack.lengths if shared is None else shared.lengths
     padding_id, ids = _padding_id(model), given.get("input_ids")
-    if ids is None:  # the caller gave embeddings, so any id but padding will do
+    if ids is None:  # the model got embeddings, so any id but padding will do
         ids = torch.full((1, pack.slots), padding_id + 1, device=logits.device)
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):

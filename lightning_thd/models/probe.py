@@ -71,8 +71,8 @@ def check_packing(
     """Check whether any sequence of a pack sees another sequence in a model.
 
     During the check the model is in ``eval()``, and parameters that are all zero hold small noise. Batch
-    norms that would average over the pack in training fail the check. For S sequences the check takes about
-    S + 6 forward passes of ``sum(lengths)`` tokens, and S + 3 backward passes with ``grad``.
+    norms that average over the pack in the model's present mode fail the check. For S sequences the check
+    takes about S + 6 forward passes of ``sum(lengths)`` tokens, and S + 3 backward passes with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
@@ -95,7 +95,7 @@ def check_packing(
         ``tolerance`` is None, a second run in fp32 decides, unless it fails or there are over 3e8 weights.
 
     Raises:
-        PackingLeakError: if any check fails; it names the first wrong module, if one is found.
+        PackingLeakError: if a check fails and ``raise_on_leak``; it names the first wrong module, if found.
         ValueError: for fewer than two lengths, a length of 0, an unknown vocabulary, or all logits zero.
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")

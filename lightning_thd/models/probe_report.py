@@ -24,8 +24,8 @@ class PackingReport:
         leak_tolerance: largest ``leak`` and ``gradient_leak`` that pass.
         tolerance: largest ``error``, ``gradient_error`` and ``pad_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
-        pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
-        batch_norms: names of the batch norms that would average over a pack in training.
+        pad_error: largest change of a parameter's gradient by a trailing pad, relative to that gradient.
+        batch_norms: names of the batch norms that average over a pack in the model's mode before the check.
         skipped: the checks that were skipped, and why.
         module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
             that should agree; None if none is found.

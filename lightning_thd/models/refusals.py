@@ -64,7 +64,7 @@ def _source(name: str) -> str:
 # ---- At a model's first pack
 
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
-# In 5.17 the logits of moshi differ by 1.1, and the experts of longcat_flash get no gradients.
+# In 5.17 the logits of moshi are off by 1.1 in a pack, and the experts of longcat_flash get no gradients.
 _EXACT_FROM: Final = {"moshi": (5, 18), "longcat_flash": (5, 18)}
 # The results of `_asks_for_attention`; a functools.cache would make torch.compile warn.
 _ASKS: dict[str, bool] = {}

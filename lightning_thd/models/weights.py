@@ -1,8 +1,8 @@
 """Models built on the meta device -> the weights that a rank keeps, drawn at random or read from a folder.
 
-A drawn weight has the same values however the model is split, because its generator is seeded with the job's
-seed and the name of the weight or module. In ``postponed_reading``, ``from_pretrained`` returns a model on
-the meta device. ``read_weights`` lets transformers read a rank's tensors into a copy, and takes them from it.
+A drawn weight has the same values however the model is split, because its generator is seeded with ``seed``
+and the name of the weight or module. In ``postponed_reading``, ``from_pretrained`` returns a model on the
+meta device. ``read_weights`` lets transformers read a rank's tensors into a copy, and moves them from there.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _untouched(tensors: list[Tensor]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
-    """Inside this context, seed every call that fills a named tensor with the tensor's name."""
+    """Inside this context, seed the generator by a tensor's name before each call that fills the tensor."""
     if not available("transformers"):
         yield
         return
@@ -246,7 +246,7 @@ def read_weights(module: nn.Module) -> None:
 
 
 def require_unchanged(module: nn.Module) -> None:
-    """Before the cut, refuse models whose tensors were replaced or written since ``from_pretrained``."""
+    """Refuse, before a pipeline cuts them, models whose tensors changed since ``from_pretrained``."""
     held = {id(tensor) for tensor in module.parameters()}
     for child in module.modules():
         unread = child.__dict__.get(_ATTRIBUTE)

@@ -57,7 +57,7 @@ def balance(
     patches: npt.ArrayLike | None = None,
     max_patches: int | None = None,
 ) -> list[list[IntArray]]:
-    """Distribute sequences so that all ranks have equal work and no microbatch is above the capacity.
+    """Distribute sequences so that all ranks have nearly equal work and no microbatch is above the capacity.
 
     Args:
         lengths: ints ``[S]``, slots of each sequence.
@@ -240,7 +240,7 @@ def scheduled_bins(
     cost: Cost,
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Call a user's scheduler; check that it uses each sequence once, fits, and serves all ranks equally."""
+    """Call a user's scheduler; check that sequences fit and come once, with equally many bins per rank."""
     plan = [
         [np.asarray(bin_, np.int64) for bin_ in rank]
         for rank in scheduler(lengths, slots.usable, dp=dp, cost=cost)

@@ -1,6 +1,6 @@
 """Lengths and the oversize policy -> the sequences of an epoch, and the spans of each sequence.
 
-Lengths may be in a memory map or computed on demand. They are read in blocks, and never copied as a whole.
+Lengths may be in a memory map or computed on demand: then they are read in blocks, never copied as a whole.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
 
 
 def summarize(lengths: OpenLengths) -> LengthSummary:
-    """Read all lengths once, and return their extremes, sum and hash."""
+    """Return extremes, sum and hash of all lengths, from ``lengths.summary`` or by reading them once."""
     known = getattr(lengths, "summary", None)
     if isinstance(known, LengthSummary):
         if known.count != len(lengths):

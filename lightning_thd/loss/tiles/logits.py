@@ -66,9 +66,9 @@ class Settings:
     compute: torch.dtype  # dtype of the products' inputs
     accumulator: torch.dtype  # dtype of the products and of the results
     native: bool  # whether the CPU's bf16 instructions multiply; then gradients are rounded to bf16
-    chunk: int | Literal["auto"]  # tokens of a tile, the caller's argument
+    chunk: int | Literal["auto"]  # tokens of a tile, as the user gave them
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
-    partial_hidden: bool  # whether the caller reduces the gradient of hidden over ``tp_group``
+    partial_hidden: bool  # whether DTensor, not the loss, sums the gradient of hidden over ``tp_group``
     ignore_index: int | None = None  # the target of rows that do not count; None if all rows count
     of_logits: bool = False  # whether the hidden states are logits already, and the weight is empty
 

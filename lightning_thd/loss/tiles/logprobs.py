@@ -1,7 +1,7 @@
 """Hidden states x head weight, in tiles of tokens and vocabulary -> softmax statistics, and gradients.
 
 R rows (selected tokens), V vocabulary columns held here, c x v one tile. The vocabulary is the outer
-loop: a tile of the weight is read and widened once, and its gradient is finished before the next tile.
+loop: a tile of the weight is read and widened once a pass, and its gradient is finished before the next tile.
 """
 
 from __future__ import annotations

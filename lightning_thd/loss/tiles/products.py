@@ -1,7 +1,7 @@
-"""Two tiles -> their product; logits are fp32 or fp64, whatever the dtype of the inputs.
+"""Two tiles -> their product, in fp32 or fp64 for logits, whatever the dtype of the tiles.
 
 Legend: c rows of a tile, v columns, k summed. A logit of 20 that is rounded to bf16 is off by up to 0.06, so
-logits are computed in fp32. CUDA's tensor cores return fp32. A CPU with bf16 instructions computes the
+``product`` returns fp32. CUDA's tensor cores return fp32. A CPU with bf16 instructions computes the
 rounded product and adds its rounding error. Other devices cast the tiles to fp32 first. For gradients,
 only a CPU with bf16 instructions rounds its products, as it rounds the model's own.
 
