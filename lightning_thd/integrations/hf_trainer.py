@@ -50,7 +50,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     answers in the batch, and ``peak=``, to log throughput and MFU.
 
     Args:
-        trainer_class: ``transformers.Trainer`` (default), TRL's above, or a subclass that keeps loss and data.
+        trainer_class: ``transformers.Trainer`` (default), TRL's above, or a class with their loss and data.
 
     Returns:
         A subclass. Options work as in the base or are refused. Unless the base is one of the three TRL

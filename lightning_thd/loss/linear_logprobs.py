@@ -75,7 +75,7 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for no cap.
         logit_scale: factor before the cap.
-        ignore_index: the target that does not count. Unless shapes are static, 5 % or more such rows are skipped.
+        ignore_index: the target that does not count. Unless shapes are static, 5 % or more of it are skipped.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, at most one backward.
