@@ -18,8 +18,10 @@ from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
-from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.meter import Hardware, Meter, count_table
 from lightning_thd.callbacks.module_flops import ModuleFlops
+from lightning_thd.callbacks.seen import microbatches
+from lightning_thd.flops.model import from_ints
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.hf_data import (
     PositionMixin,
@@ -198,14 +200,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
         """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs."""
-        flops_model = self._ready.model
-        if flops_model is None:
+        if (model := self._ready.model) is None:
             return 0
-        flops = 0.0
-        for batch in packs_of(inputs):
-            stats = batch.stats.from_lengths(batch.lengths, windows=flops_model.windows)
-            flops += flops_model.training_flops(stats).model
-        return int(flops)
+        seen: Any = microbatches(inputs["batch"])
+        counts = count_table(seen, model).sum(axis=0).tolist()
+        return int(model.training_flops(from_ints(counts, model)).model)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""

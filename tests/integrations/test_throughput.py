@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from lightning_thd import Packs, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.integrations import ThroughputCallback, prepare_fabric
+from lightning_thd.integrations import ThroughputCallback, packed_trainer, prepare_fabric
 from tests.integrations.support import make_loop, run
 from tests.tiny import sequences, tiny_llama
 
@@ -189,3 +189,30 @@ def test_a_loop_saved_between_two_logs_keeps_its_totals(tmp_path: Path, engine: 
         assert resumed.latest[f"train/{key}"] == loop.latest[f"train/{key}"], key
     assert loop.latest["train/time"] == 5  # without the first step
     assert resumed.latest["train/time"] == 4  # also without the first step after the resume
+
+
+def test_a_packed_trainer_counts_a_shared_prefix_once(tmp_path: Path) -> None:
+    """Every sample begins with the same 12 tokens, which a pack computes once."""
+    data = [{"input_ids": [1] * 12 + list(sample["input_ids"])} for sample in sequences(24)]
+    seen = SeqStats()
+
+    class Counting(packed_trainer()):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += inputs["batch"].stats
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    settings: dict[str, Any] = {"max_steps": 4, "logging_steps": 2, "report_to": "none", "use_cpu": True}
+    trainer = Counting(
+        model=(model := tiny_llama(torch.float32)),
+        args=TrainingArguments(output_dir=str(tmp_path), save_strategy="no", **settings),
+        train_dataset=data,
+        capacity=96,
+        peak=PEAK,
+        data_kwargs={"share_prefixes": True},
+    )
+    trainer.train()
+    wanted = FlopsModel.from_config(model.config).training_flops(seen).model
+    assert seen.shared_tokens
+    assert [entry["total_flops"] for entry in trainer.state.log_history if "loss" in entry][-1] == wanted
+    assert trainer.state.total_flos == wanted
