@@ -1,7 +1,7 @@
 """Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
-The gradient of a trained weight costs as much as its forward. The gradient of a weight's input, trained or
-not, costs the same again if anything trained runs before the weight. Sizes come from parameters and
+The gradient of a trained weight costs as much as its forward. The gradient of the input of a weight, even of
+a frozen one, costs the same again if anything trained runs before the weight. Sizes come from parameters and
 ``in_features``, not from classes, so adapters, sharded (DTensor) and quantized weights count in full.
 """
 
@@ -40,7 +40,7 @@ _LONE_PROJECTION = re.compile(
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
 # Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
-_OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")  # no layers
+_OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")  # not in layers
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")
@@ -299,7 +299,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         return
     like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B's input is the output of A, taken to be trained; A's input is the input of the adapted layer.
+        # B's input is the output of A, which is taken to be trained; A's is the input of the adapted layer.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         term = matmul(f"lora_{weight.adapter}", weight.macs, kind=like.kind, basis=like.basis, last=last)

@@ -40,7 +40,7 @@ def throughput(
         The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec`` (tokens, also of shared prefixes),
         ``device/samples_per_sec`` (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill``,
-        ``packing/shared``, ``packing/attention_fraction``. Rates without ``device/`` sum over devices.
+        ``packing/shared``, ``packing/attention_fraction``. Several devices add sums without ``device/``.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)

@@ -1,9 +1,9 @@
 """One step under torch's FLOP counter -> layers, for models without a known config.
 
-Matmuls grow with the slots. torch counts fused attention as dense squares, which gives the cost of one
-query-key pair. torch counts grouped products and attention on a CPU as zero, so formulas for them are here.
-A warning names the operators without a formula. The counter cannot see kernels outside torch's dispatcher,
-such as those of flash-linear-attention.
+Matmuls grow with the slots. torch counts fused attention as dense squares; divided by these, its count is the
+cost of one query-key pair. torch counts grouped products and attention on a CPU as zero, so formulas for them
+are here. A warning names the operators without a formula. The counter cannot see kernels outside torch's
+dispatcher, such as those of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def counted_layers(
         whole = "varlen" not in operator and rows * length >= (least or stats.slots)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
-        # In calls over all slots, each sees ``length`` keys, padding too; in others, those of its sequence.
+        # In calls over all slots, each slot sees ``length`` keys, padding too; else those of its sequence.
         pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (

@@ -70,7 +70,7 @@ def prepare_thd(
         and ``loop.optimizer.zero_grad()``.
 
     Raises:
-        ValueError: for engines, parallelism and schedulers of Accelerate unfit for packs, or other data.
+        ValueError: for engines, parallelism and schedulers unfit for packs, or ``data`` of another type.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)

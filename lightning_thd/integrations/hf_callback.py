@@ -25,7 +25,7 @@ _KEY = "lightning_thd.throughput"  # A TrainerState holds the totals under this 
 
 
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy
-    """Adds FLOP/s, MFU, tokens/s and the share of padding to the logs of any transformers ``Trainer``.
+    """Adds FLOP/s, MFU, tokens/s and real tokens per slot to the logs of any transformers ``Trainer``.
 
     The keys are those of ``THDThroughputMonitor`` without ``train/``, because reporters add that prefix.
 
@@ -46,7 +46,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
-        self.counts_calls = True  # whether the hook counts; else the Trainer calls ``count``
+        self.counts_calls = True  # whether the hook counts; ``hf_rows`` sets False and calls ``count``
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
 
@@ -106,7 +106,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.monitor.finish()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the rows of a call; this is a forward pre-hook of the model."""
+        """Count the batch of a call, if ``counts_calls``; this is a forward pre-hook of the model."""
         if self.counts_calls:
             named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
             self.count(module, named)

@@ -86,7 +86,7 @@ class WithLabels:
         others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
         if others:
             raise ValueError(
-                f"Row {i} of the dataset has {', '.join(others)}, which the model takes, but packed_trainer "
+                f"Row {i} of the dataset has {', '.join(others)}, which a model takes, but packed_trainer "
                 "packs only ids and labels. Use Lightning with THDDataModule, or remove the columns."
             )
 
@@ -146,7 +146,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         return self._packs
 
     def _begin(self) -> None:
-        if self._resumed is not None:  # Trainer does so after it has skipped the used batches
+        if self._resumed is not None:  # Trainer loads it after it has skipped the used batches
             self._load_rng_state(self._resumed)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
 
 class TrainerPacks:
-    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps()`` gives finished steps."""
+    """An iterable of packs for Trainer; ``begin`` runs before the first; ``steps`` counts finished steps."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ def refuse_options(args: Any) -> None:
                 "Leave it at its default."
             )
         elif value is not None:  # TRL turns its default "auto" into None
-            rank_zero_info(f"{given} has no effect on packs; capacity= sets how many tokens a pack holds.")
+            rank_zero_info(f"{given} has no effect on packs.")
 
 
 def refuse_engines(trainer: Any) -> None:
@@ -154,5 +154,5 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
             remedy = "Define it in a subclass of packed_trainer(...) instead."
         raise ValueError(
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own, which "
-            f"packed_trainer would replace, and with it what this trainer learns. {remedy}"
+            f"packed_trainer replaces or gives packs, so this trainer would learn otherwise. {remedy}"
         )

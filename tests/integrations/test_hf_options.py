@@ -175,8 +175,8 @@ ROWS = Dataset.from_list([{"input_ids": [5, 6]}])
         ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
         ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
         ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
-        ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which the model takes"),
-        ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which the model takes"),
+        ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which a model takes"),
+        ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which a model takes"),
     ],
     ids=str,
 )

@@ -117,7 +117,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # The router's weights multiply the outputs of routed experts. The backward needs these: none is last.
+    # The router's weights multiply the outputs of routed experts. The backward needs those, so none is last.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))

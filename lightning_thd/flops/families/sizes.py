@@ -103,7 +103,7 @@ _MIXED_MLPS = "hy_v3 glm4_moe_lite axk1 glm_moe_dsa deepseek_v32 deepseek_v4 kim
 
 
 def completed(config: Any, known: Collection[str]) -> Any:
-    """Return a config that lists the kind of every layer; transformers' class completes other configs."""
+    """Return a config that lists each layer's kind; transformers' class completes one that does not."""
     if not isinstance(config, Mapping):
         return config
     family = config.get("model_type")
@@ -114,7 +114,7 @@ def completed(config: Any, known: Collection[str]) -> Any:
     if made is None and family in known:
         raise ValueError(
             f"The config of model_type={family!r} has no {missing}, which gives the kind of each layer, and "
-            "transformers does not import here or does not know the family. Add it, or pip install "
+            "transformers does not import here or does not know the family. Add the key, or pip install "
             "'lightning_thd[hf]'."
         )
     return config if made is None else made  # made has the defaults that multimodal files leave out
