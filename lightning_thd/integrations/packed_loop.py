@@ -77,7 +77,7 @@ class Shared:
 def share_packs(
     model: nn.Module,
     *,
-    data: tuple[int, int, dist.ProcessGroup | None],  # (index, number, group) of ranks that read data
+    data: tuple[int, int, dist.ProcessGroup | None],  # (index, count, group) of ranks that read data
     device: torch.device,
     size: int,
     layout: Layout,
@@ -284,7 +284,7 @@ class PackedLoop:
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the totals of all ranks; every rank calls it, as it saves."""
+        """Return the number of steps and the throughput totals of all ranks; every rank must call it."""
         self._meter.pause()
         self._meter.model = self._flops.model("train")
         self._meter.reduce(whole=True)
@@ -400,8 +400,8 @@ def mean_loss(
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
     """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # A loss_fn with reduction="sequences" raises, because the batch gets no sequence_scale. Without a loss
-    # token the mean is NaN, because 0 would look like a perfect loss.
+    # A loss_fn with reduction="sequences" raises, because the batch gets no sequence_scale. Without a
+    # weighted loss token the mean is NaN, because 0 would look like a perfect loss.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:

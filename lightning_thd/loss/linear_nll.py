@@ -165,7 +165,7 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
-    """Run a job on tiles of ``chunk`` rows; "auto" takes as many as the budget allows, or the fewest."""
+    """Run a job on tiles of ``chunk`` rows; "auto" fills the budget, but takes at least ``fewest``."""
     settings, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
     on_cpu, kept = hidden.device.type == "cpu", settings.compute if settings.native else settings.accumulator
     budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)

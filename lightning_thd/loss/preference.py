@@ -36,8 +36,7 @@ DPOKind = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
 ]  # fmt: skip
-# The kinds that have label smoothing.
-_SMOOTH = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
+_SMOOTH = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")  # have label smoothing
 # DiscoPOP's temperature, arXiv:2406.08414, equation 5.
 _DISCOPOP_TAU = 0.05
 
@@ -313,8 +312,9 @@ def _check_smoothing(kind: str, value: float) -> None:
     real_number(value, "label_smoothing", least=0.0)
     needed = kind == "exo_pair"
     if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):
-        wanted = "above 0, 1e-3 for example" if needed else f"0, except for {', '.join(_SMOOTH)}"
-        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted below 0.5, and {wanted}.")
+        wanted = "below 0.5" if kind in _SMOOTH else f"0: only {', '.join(_SMOOTH)} have it"
+        wanted += ", and above 0, 1e-3 for example" if needed else ""
+        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted {wanted}.")
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:

@@ -133,8 +133,8 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
-            f"{type(model).__name__} computes one row per sequence, which needs whole sequences that are not "
-            "empty. Train it without context parallelism, CUDA graphs and empty sequences."
+            f"{type(model).__name__} computes one row per sequence, which needs a base model and whole, "
+            "not empty sequences. Train it without context parallelism, CUDA graphs and empty sequences."
         )
     labels = given.pop("labels", None)
     outputs: list[Any] = []

@@ -174,7 +174,7 @@ class _Probe:
         ids = self.batch.input_ids.clone()
         slots = slots_of(self.batch, index)
         known = torch.unique(ids)
-        # Each token becomes the next larger id of the pack: each token changes, and no new id appears.
+        # Each token becomes the next larger id of the pack, the largest becomes the smallest: no id is new.
         rank = torch.searchsorted(known, ids[slots])
         ids[slots] = known[(rank + 1) % len(known)]
         return self.batch.replace(input_ids=ids)

@@ -1,4 +1,4 @@
-"""The sequences of a step -> the same number of microbatches per rank, of equal work, within the capacity.
+"""The sequences of a step -> the same number of microbatches per rank, of similar work, within the capacity.
 
 The microbatches that all ranks run at the same time are a microstep. It lasts as long as its heaviest
 microbatch. So the work must be equal within a microstep, but may differ between microsteps. The longest
@@ -315,7 +315,7 @@ _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is
 _EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
 
 _Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted by falling work
-_Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
+_Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, index of the bin)
 
 
 def _items(step: Problem) -> list[_Item]:

@@ -71,7 +71,7 @@ class Cost:
         """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
-            raise ValueError(f"lengths has the type {given.dtype}, or is not finite. Pass numbers.")
+            raise ValueError(f"lengths holds {given.dtype} values, wanted finite numbers of tokens.")
         tokens = given.astype(np.float64)
         work: FloatArray = tokens * (self.linear + self.quadratic * tokens)
         if media is None:

@@ -131,7 +131,7 @@ class Entries:
         return self.indices(permute(positions, self.total, key=key))
 
     def indices(self, entries: IntArray) -> IntArray:
-        """Convert numbers of entries to dataset indices, skipping sequences that are left out."""
+        """Convert indices of entries to dataset indices, skipping sequences that are left out."""
         if not len(self.left_out):
             return entries
         return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
