@@ -31,8 +31,8 @@ class SegmentLayout(NamedTuple):
 
     q_lengths: Tensor  # ``[..., M]`` number of queries of id ``i + 1`` that see a key
     kv_lengths: Tensor  # ``[..., M]`` number of keys of id ``i + 1`` that a query sees
-    q_offsets: Tensor  # ``[..., M + 1]`` first slot of each run of queries that see a key, then -1
-    kv_offsets: Tensor  # ``[..., M + 1]`` first slot of each run of keys that are seen, then -1
+    q_offsets: Tensor  # ``[..., M + 1]`` first slots of the first M + 1 runs of queries that see a key, or -1
+    kv_offsets: Tensor  # ``[..., M + 1]`` first slots of the first M + 1 runs of keys that are seen, or -1
     q_starts: Tensor  # ``[..., M]`` slot of the first query of id ``i + 1`` that sees a key, or -1
     kv_starts: Tensor  # ``[..., M]`` slot of the first key of id ``i + 1`` that is seen, or -1
 

@@ -159,12 +159,13 @@ def pad_cu_seqlens(
             f"A tail of {tail} slots needs a dummy sequence. Pass num_sequences={num_sequences + 1} or more."
         )
     step = -(-tail // max(spare, 1))
-    if max_seqlen is not None and max(step, *known, 0) > _count(max_seqlen, "max_seqlen"):
-        raise ValueError(
-            f"A sequence has {max(known, default=0)} tokens, and a tail of {tail} slots over {spare} spare "
-            f"sequences makes them {step} long, but max_seqlen={max_seqlen}. Use a bucket with a larger "
-            "max_seqlen, with more sequences or with fewer slots."
-        )
+    longest = max(known, default=0)
+    if max_seqlen is not None and max(step, longest) > _count(max_seqlen, "max_seqlen"):
+        what, more = f"A sequence has {longest} tokens", ""
+        if longest <= max_seqlen:
+            what = f"A tail of {tail} slots over {spare} spare sequences makes them {step} long"
+            more = ", with more sequences or with fewer slots"
+        raise ValueError(f"{what}, but max_seqlen={max_seqlen}. Use a bucket with a larger max_seqlen{more}.")
     ends = torch.arange(1, spare + 1, device=cu_seqlens.device) * step + used
     return torch.cat([cu_seqlens[: kept + 1], ends.clamp(max=total).to(torch.int32)])
 
@@ -240,7 +241,8 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
         )
     if total is not None and host[-1] != total:
         raise ValueError(
-            f"cu_seqlens ends with {host[-1]} but there are total={total} slots. Use pad_cu_seqlens."
+            f"cu_seqlens ends with {host[-1]} but there are total={total} slots. "
+            + ("Use pad_cu_seqlens." if host[-1] < total else "Pass its last entry.")
         )
 
 

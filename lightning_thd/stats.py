@@ -150,7 +150,7 @@ class SeqStats:
         lengths = _lengths(lengths)
         prefixes, shared = lengths[:0], 0
         if prefix_lengths is not None:
-            prefixes = _lengths(prefix_lengths)
+            prefixes = _lengths(prefix_lengths, "prefix_lengths")
             if prefixes.shape != lengths.shape or (prefixes > lengths).any():
                 raise ValueError(
                     f"prefix_lengths {_short(prefixes.tolist())} do not fit lengths "
@@ -165,7 +165,7 @@ class SeqStats:
             loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
         if slots < real_tokens:
             raise ValueError(
-                f"slots={slots} is less than the {real_tokens} real tokens. Leave it out without padding."
+                f"slots={slots} is less than the {real_tokens} real tokens. Without padding, leave it out."
             )
         if not 0 <= loss_tokens <= slots + shared:
             raise ValueError(
@@ -331,15 +331,15 @@ def _total(values: IntArray) -> int:
     return int(values.sum())
 
 
-def _lengths(lengths: Ints) -> IntArray:
+def _lengths(lengths: Ints, name: str = "lengths") -> IntArray:
     """Return lengths as int64 on the host, because int32 squares overflow above 46,340 tokens."""
     advice = "A sequence has zero or more tokens: pass real lengths."
     values: Any = lengths
     known = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
     if not known or values.min(initial=0) < 0:
-        values = host_ints(lengths, "lengths", least=0, advice=advice)
+        values = host_ints(lengths, name, least=0, advice=advice)
     squares = float(values.max(initial=0)) * float(values.sum(dtype=np.float64))
-    _refuse_overflow(squares, "lengths")
+    _refuse_overflow(squares, name)
     checked: IntArray = values
     return checked
 

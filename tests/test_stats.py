@@ -142,6 +142,7 @@ def of_lengths(*lengths: int, **options: Any) -> Callable[[], SeqStats]:
         (of_lengths(3, loss_tokens=4), "loss_tokens=4 is outside 0..3 slots"),
         (of_lengths(3, windows=(0,)), "A window=0; wanted 1 or more"),
         (of_lengths(3, cross_lengths=[1, 2]), r"cross_lengths \[1, 2\] does not fit the 1 sequences"),
+        (of_lengths(3, prefix_lengths=[-1]), r"^prefix_lengths\[0\] is -1; wanted 0 or more"),
         (of_lengths(3, prefix_lengths=[4]), r"prefix_lengths \[4\] do not fit lengths \[3\]"),
         (of_lengths(3, image_grid_thw=[[1, 0, 4]]), "grid_thw holds 0. Frames, rows and columns"),
         (of_lengths(3, image_grid_thw=[[1, 2**20, 2**20]]), "grid_thw are so large that their squares may"),

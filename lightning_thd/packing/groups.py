@@ -24,9 +24,9 @@ from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.degrees import FloatArray, IntArray, Sharing, Tables, check_tiling
 
 _FULL = 0.96  # Microbatches are planned for this share of their slots; free slots make equal work possible.
-_FEW = 0.1  # The last sequences get no new microbatch if they would fill less than this share of it.
+_FEW = 0.1  # The last sequences get a microbatch if they fill more than this share of it or fit nowhere else.
 _WIDEST = 2.0  # The highest level that is tried, in units of the lowest.
-_WORTH = 1.1  # A sequence may join a group only if that costs at most 1.1 times its cheapest degree.
+_WORTH = 1.1  # A group is filled with sequences whose work at its degree is at most 1.1 times their least.
 _ROUNDING = 1 + 1e-9  # Levels are raised by this factor, because sums of work are rounded.
 
 
@@ -109,9 +109,9 @@ class _Left:
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put each sequence, longest first, in the queue with least work; False means one fits nowhere."""
-        # A queue is the work of a rank (from ``_finish``: of one group, less its level), and groups of equal
-        # degree that may take more. If no group has room, it waits until a later, shorter sequence fits.
+        """Put sequences, longest first, in the queue with room and least work; False: one fits nowhere."""
+        # A queue is a work and the groups of equal degree that add to it: those of a rank or, from
+        # ``_finish``, one group, its work less its level. A queue without room waits for a shorter sequence.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
@@ -217,7 +217,7 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
 
 
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
-    """Give each sequence the fewest ranks at which its work per rank is within a rank's even share."""
+    """Share each sequence over the fewest ranks whose even share holds it; fill up the groups with others."""
     # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
     # and no rank waits for another.
     even, left = tables.even_time(ranks), _Left(tables)

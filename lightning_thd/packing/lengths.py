@@ -18,7 +18,7 @@ UNBOUNDED = 2**62  # most patches of a pack if no bound is set
 
 
 def check_capacity(capacity: object) -> None:
-    """Raise if the capacity is below 1, or above the largest int32 (cu_seqlens are int32)."""
+    """Raise unless the capacity is a whole number from 1 to the largest int32 (cu_seqlens are int32)."""
     advice = "It is the number of slots of a pack, for example 8192."
     whole_number(capacity, "capacity", least=1, most=MOST_SLOTS, advice=advice)
 

@@ -1,8 +1,8 @@
 """Sizes and weights of sources -> which sequences of each source an epoch takes.
 
 An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
-used up. So after any epoch, the counts of uses of two sequences of a source differ by at most one. Nothing is
-stored: the j-th sequence drawn from a source is a pure function of seed, source and j.
+used up. So after any epoch, the counts of uses of two usable sequences of a source differ by at most one.
+Nothing is stored: the j-th sequence drawn from a source is a pure function of seed, source and j.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # mixed into the key that shuffles a source; windows.py and planner.py use other numbers
 _MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
-# Weights of streams become fractions with at most this denominator: 0.3 is exactly 3/10.
-_DENOMINATOR = 10**9
+_DENOMINATOR = 10**9  # the most in a fraction of a stream's weight: 0.3 becomes exactly 3/10
 _KEEP = 2  # planners that are kept: of this epoch, and of the next epoch, which workers prefetch
 
 
@@ -142,8 +141,8 @@ def take_turns(
 ) -> tuple[list[int], int | None]:
     """Return the sources of the next sequences, and the source whose turn came when it had none, or None."""
     # drawn counts the sequences that each source has given before, and waiting those that it can give. Of the
-    # sources that are 1 / (2n - 2) turns behind, the one due first is next. This keeps all n sources within a
-    # turn of their shares: Tijdeman, "The chairman assignment problem", 1980.
+    # sources that are at least 1 / (2n - 2) turns behind, the one due first is next. This keeps all n sources
+    # within a turn of their shares: Tijdeman, "The chairman assignment problem", 1980.
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}
@@ -180,7 +179,7 @@ class Mixture:
     sizes: IntArray  # sequences of each source, int64 ``[K]``
     counts: IntArray  # sequences that an epoch takes of each source, int64 ``[K]``
     seed: int
-    usable: tuple[IntArray | None, ...]  # for each source the positions that take part; None for all
+    usable: tuple[IntArray | None, ...]  # for each source the positions that take part; None if all do
 
     @property
     def total(self) -> int:
@@ -210,7 +209,7 @@ class Mixture:
         return found if usable is None else usable[found]
 
     def source_of(self, indices: npt.ArrayLike) -> IntArray:
-        """Return the number of the source of each dataset index, int64 ``[S]``."""
+        """Return the index in ``names`` of the source of each dataset index, int64 ``[S]``."""
         return np.searchsorted(np.cumsum(self.sizes), np.asarray(indices), side="right")
 
 

@@ -26,7 +26,7 @@ class _StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs over all ranks, which is data-parallel ranks x microbatches of each rank."""
+    """A step size: ``n`` packs over all ranks, one per microbatch of each rank unless degrees are dynamic."""
 
     n: int
 
@@ -36,7 +36,7 @@ class Packs(_StepSize):
 
 @dataclass(frozen=True, slots=True)
 class Sequences(_StepSize):
-    """A step size: exactly ``n`` sequences over all ranks, in as many microbatches as they need."""
+    """A step size: ``n`` sequences over all ranks (fewer in the last step), in the microbatches they need."""
 
     n: int
 

@@ -60,7 +60,7 @@ class Resumable(ABC):
         """Return the number of steps of an epoch."""
 
     def fingerprint(self) -> str:
-        """Return a hash of the lengths and of all settings of a plan except dp."""
+        """Return a hash of ``settings``, by which ``resume`` recognises its own states."""
         return fingerprint(self.settings)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
@@ -301,7 +301,8 @@ class PackPlanner(Resumable):
     @property
     def num_packs(self) -> int | None:
         """Return the number of packs of an epoch; None with ``Sequences(n)``, which packs step by step."""
-        return None if self._packs is None else self._packs.total
+        packs = None if isinstance(self.global_batch, Sequences) else self._packs
+        return None if packs is None else packs.total
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch, wholly or in part."""

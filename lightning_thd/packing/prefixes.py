@@ -31,8 +31,7 @@ from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.planner import LossTokens, PackPlanner, open_loss_tokens
 
 IntArray = npt.NDArray[np.int64]
-# Two neighbours in sorted order that share less than an eighth of the shorter one get separate groups.
-_LEAST = 8
+_LEAST = 8  # neighbours in sorted order that share less than 1/8 of the shorter one get separate groups
 _GROUPS = 7  # mixed into the key that orders the groups of an epoch
 
 
@@ -195,7 +194,7 @@ class PrefixPlanner(PackPlanner):
         return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
 
     def held(self, rows: IntArray) -> IntArray:
-        """Return how many first tokens each sequence of a pack shares with the sequence before it."""
+        """Return how many first tokens each sequence of a pack takes from the sequence before it."""
         places = self._row_of[rows]
         follows = np.diff(places, prepend=-2) == 1
         return np.where(follows, self.groups.shared[places], 0)

@@ -2,7 +2,7 @@
 
 The degree of a sequence is the number of ranks that share it. A step has the sequences that ``PackPlanner``
 gives it. So a killed job resumes with the same sequences on any number of ranks that the largest degree
-divides. It may change the largest degree only with ``Sequences(n)``, and if all sequences fit that degree.
+divides. The largest degree may change only with ``Sequences(n)``, if all sequences fit the old and new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Entries of a data set, and a window size or a schedule -> any range of the packs of an epoch.
 
-Only the seed decides which sequences share a window, so the packs of a window are counted only once. Every
-epoch shuffles the windows, the packs of each window, and the sequences of equal length.
+The seed, not the epoch, decides which sequences share a window, so the packs of a window are counted only
+once. Every epoch shuffles the windows, the packs of each, and the sequences of equal length. Schedules are
+not shuffled.
 """
 
 from __future__ import annotations
@@ -201,9 +202,9 @@ def open_schedule(
     packs = ScheduledPacks(entries=entries, indices=indices, offsets=offsets)
     spans = entries.spans(indices)
     several = (np.diff(offsets) > 1) | (entries.oversize != "own_pack")
-    for what, values, most in (
-        ("slots", slots.padded(spans.lengths), slots.usable),
-        ("patches", entries.patches(spans), slots.patches),
+    for what, values, most, setting in (
+        ("slots", slots.padded(spans.lengths), slots.usable, "capacity"),
+        ("patches", entries.patches(spans), slots.patches, "max_patches"),
     ):
         sums = np.concatenate([[0], np.cumsum(np.zeros(len(spans), np.int64) if values is None else values)])
         totals = np.diff(sums[offsets])
@@ -212,7 +213,6 @@ def open_schedule(
             first = int(over.argmax())
             raise ValueError(
                 f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} {what}, but "
-                f"{most} of a pack are usable. Raise capacity or max_patches, or schedule fewer sequences "
-                "there."
+                f"{most} of a pack are usable. Raise {setting}, or schedule fewer sequences there."
             )
     return packs

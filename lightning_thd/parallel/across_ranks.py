@@ -51,7 +51,7 @@ def stage_group(strategy: Any) -> Any:
 
 
 def communication_device(group: Any, device: torch.device) -> torch.device:
-    """Return the device of tensors for a collective over ``group``: the CPU under gloo or in one process."""
+    """Return the device of tensors for a collective over ``group``: the CPU under gloo or without groups."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
@@ -108,7 +108,7 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
 
 
 def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
-    """Raise, on every rank, unless ranks that share a pack read the same one and all run the same step."""
+    """Raise, on every rank, unless peers read the same pack and all steps have one size and loss scale."""
     found = gather_ints(digests(batch), group=None, device=device)
     for data in range(sizes.data):
         ranks = sizes.readers(data)

@@ -1,7 +1,8 @@
 """A microbatch or a layer -> a random stream with the same numbers on all ranks that compute the same values.
 
-With different dropout masks, copies of weights on tensor-parallel ranks would become different. With one
-stream for all stages, their first layers would have equal masks. So each layer has a stream of its own.
+With different dropout masks, copies of weights on tensor-parallel ranks would become different. If all
+stages of a pipeline used the same stream from its start, their first layers would have equal masks. So in a
+pipeline, each layer has a stream of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def restore(saved: list[Tensor]) -> None:
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether a model has dropout: in one of its modules, or as an option of its config."""
+    """Return whether a model has dropout: in a module, or as an option above 0 of its config."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
     options = model.config.get_text_config(decoder=True).to_dict().items()
@@ -79,5 +80,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def draw_number() -> int:
-    """Draw from the CPU's stream. Every stage does so for every layer, its own or not: streams stay equal."""
+    """Draw an int64 from the CPU's stream, which stays equal on all stages: each draws once per layer."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -89,7 +89,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def towers_of(model: nn.Module) -> list[nn.Module]:
-    """List a multimodal model's parts with weights besides language model and head, as a vision tower."""
+    """List a multimodal model's parts with weights besides language model and head, like a vision tower."""
     embedding, head = (_result_of(model, f"get_{side}_embeddings") for side in ("input", "output"))
     # The language model is the innermost transformers model that holds the input embedding.
     around = [x for _, x in models_in(model) if any(inner is embedding for inner in x.modules())]

@@ -1,7 +1,7 @@
 """A model with ``nn.Linear`` layers -> the same model, in place, whose linear layers multiply in FP8.
 
-A replacement holds the same parameter objects as the layer that it replaces. So ties, optimizer groups and
-hooks stay valid, nothing is copied, and a model on the meta device stays there.
+A replacement holds the same parameter objects and hooks as the layer that it replaces. So ties and optimizer
+groups stay valid, no weight is copied, and a model on the meta device stays there.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def product_reason(child: nn.Module) -> str:
 
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse a model with Transformer Engine layers, or with sharded weights for that engine."""
+    """Refuse a model that has Transformer Engine layers already, or sharded weights if the recipe is its."""
     layers = [
         name
         for name, child in module.named_modules()

@@ -20,8 +20,7 @@ class FP8Report:
     recipe: str | None  # None if this package has not converted the model
     engine: str | None  # likewise
     converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (inputs, outputs)
-    # name -> (inputs, outputs), for linear layers that stay in bf16
-    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same of linear layers in bf16
     # name -> why it stays in bf16, for linear layers and for products outside of linear layers
     reasons: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0  # FP8's share of the training FLOPs of projections, MLPs and experts

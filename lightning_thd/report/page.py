@@ -20,8 +20,7 @@ from lightning_thd._imports import installed
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 from lightning_thd.report.terminal import Table
 
-# metric -> (step, value), sorted by step
-Series: TypeAlias = dict[str, list[tuple[int, float]]]
+Series: TypeAlias = dict[str, list[tuple[int, float]]]  # metric -> (step, value), sorted by step
 PageTheme: TypeAlias = Literal["auto"] | Theme
 
 
@@ -122,7 +121,7 @@ def table(series: Series) -> Table:
     rows = []
     for name, row in ROWS.items():
         if values := [value for _, value in _finite(series, name)]:
-            cells = (values[0], median(values), series[name][-1][1] * row.factor)  # NaN in a diverged run
+            cells = (values[0], median(values), series[name][-1][1] * row.factor)  # the last may be NaN
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
     return Table(columns=("", "first", "median", "last"), rows=rows)
 

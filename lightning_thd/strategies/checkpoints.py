@@ -107,7 +107,7 @@ class Checkpoints:
             self._background.remove(partial(base, filepath))
 
     def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, empty before its first step, with parameter names of all stages."""
+        """Return an optimizer's state, and leave the optimizer without one if it has made no step."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if not cuts_weights(strategy):
             return base(optimizer)
@@ -391,7 +391,7 @@ def load_whole_states(
 def set_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Load an optimizer's state; set groups without parameters here, because torch can load only one such."""
+    """Load an optimizer's state; set groups without parameters here, because torch can load one at most."""
     groups, saved = optimizer.param_groups, state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
     if not empty:

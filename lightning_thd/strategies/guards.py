@@ -45,7 +45,7 @@ def refused_engine(kind: type) -> tuple[str, str] | None:
 
 
 def refuse_engine(strategy: type) -> None:
-    """Refuse a class that puts the mixin on a strategy whose engine runs steps by itself."""
+    """Refuse a class that puts the mixin on a strategy whose engine cannot run our steps."""
     if (found := refused_engine(strategy)) is not None:
         raise TypeError(
             f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on SingleDevice-, "
@@ -139,9 +139,11 @@ def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
     refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
     for callback in callbacks:
         if isinstance(callback, refused) and (shards or isinstance(strategy, DDPStrategy)):
+            why = "copies weights that are cut over ranks"
+            if isinstance(callback, BaseFinetuning):
+                why = "unfreezes weights whose gradients ranks would not average"
             raise MisconfigurationException(
-                f"{type(callback).__name__} under {type(strategy).__name__}: it copies weights that are cut "
-                "over ranks, or unfreezes weights whose gradients ranks would not average. Leave it out."
+                f"{type(callback).__name__} under {type(strategy).__name__}: it {why}. Leave it out."
             )
 
 

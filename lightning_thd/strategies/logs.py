@@ -92,7 +92,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weigh values logged on_epoch by the step's loss tokens over its microbatches x data-parallel ranks."""
+    """Weigh values logged on_epoch by the step's loss tokens / (its microbatches x data-parallel ranks)."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 

@@ -60,7 +60,7 @@ class StepLoop:
         return output
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Backpropagate the first microbatch, then run the others; divide losses by their number."""
+        """Backpropagate the first microbatch, then run the others; divide each loss by their number."""
         assert self._step is not None
         assert self._logs is not None
         step, args = self._step
@@ -139,8 +139,8 @@ def loss_of(output: object) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(
-            f"training_step returned {type(loss).__name__} for a microbatch of a Sequences(n) step, wanted "
-            "the loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
+            f"training_step returned {type(loss).__name__} for a microbatch of a step, wanted the "
+            "loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
         )
     return loss
 

@@ -65,13 +65,13 @@ class THDStrategyMixin(Strategy):
     """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Other batches run as under the
-    base strategy, except in a pipeline. Gradients are synchronised only in the last microbatch,
+    base strategy in one pass, except in a pipeline. Gradients are synchronised only in the last microbatch,
     ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value per step. The
     attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``; set them on a
     class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as ``asynchronous_checkpoints=True``.
 
     Raises:
-        TypeError: if the base strategy runs steps by itself, as DeepSpeed and XLA do.
+        TypeError: if the base strategy's engine cannot run such steps, as DeepSpeed's and XLA's cannot.
     """
 
     data_parallel_size: int | Literal["auto"] = "auto"
@@ -115,7 +115,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def alignment(self) -> Alignment | None:
-        """Return the multiples to which the collator pads sequences and packs, or None."""
+        """Return the multiples to which the collator pads sequences and packs; None for no padding."""
         context = fixed_context(self)
         if context == 1 and not self.sequence_parallel:
             return None
@@ -134,7 +134,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def data_rank(self) -> int:
-        """Return the number of the part of the data that this rank reads, from 0."""
+        """Return the index of the part of the data that this rank reads."""
         return self.sizes.data_rank(getattr(self, "global_rank", 0))
 
     @property
@@ -312,7 +312,7 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce over ranks; means of integers are floats, logged sums count ranks of equal tokens once."""
+        """Reduce over ranks; means of integers are floats; logged sums count the same tokens once."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
         group = None if group is _NOT_GIVEN else group
@@ -335,7 +335,7 @@ class THDStrategyMixin(Strategy):
     # -- checkpoints
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, empty if it has made no step yet."""
+        """Return an optimizer's state; one without a step stays without a state itself."""
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -18,8 +18,7 @@ from lightning_thd._user_code import user_line
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.pipeline.stage import Stage
 
-# (mesh, axes along which a gradient is sharded, dtype)
-_Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
+_Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]  # mesh, axes that shard a gradient, dtype
 
 
 def clip_by_norm(

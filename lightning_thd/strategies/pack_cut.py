@@ -144,8 +144,8 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
         return
     raise MisconfigurationException(
         f"{type(dataset).__name__} is iterable and does not say which part of the data it reads, but "
-        f"{sizes.peers} ranks share each pack. Give it attributes data_rank and data_size, which are set "
-        "here, or let one rank read for its peers with broadcast_data=True."
+        f"{sizes.peers} ranks share each pack. Give it attributes data_rank and data_size, which the "
+        "strategy sets, or let one rank read for its peers with broadcast_data=True."
     )
 
 
@@ -201,7 +201,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return the time of a slot's cheapest exchange among 2, 4, ... ranks over a token's training time."""
+    """Return a slot's cheapest exchange time among 2, 4, ... ranks, as a share of a token's training time."""
     config = model_config(module)
     if config is None:
         return None

@@ -32,7 +32,7 @@ from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 
 
 class WeightShards:
-    """Cuts, shards and clips the weights of a ``ModelParallelStrategy``; ``strategy`` has the mixin."""
+    """Cuts and shards weights of a ``ModelParallelStrategy`` with the mixin, and clips their gradients."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
         assert axes.meshes is not None
@@ -78,8 +78,8 @@ class WeightShards:
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise MisconfigurationException(
-                "The model is wrapped in FullyShardedDataParallel (FSDP1), which cannot use a mesh. Pass the "
-                "model without it: thd_model_parallel applies FSDP2."
+                "The model is wrapped in FullyShardedDataParallel (FSDP1), which thd_model_parallel does not "
+                "support. Pass the model without it: thd_model_parallel applies FSDP2."
             )
         policy, tensor = policy_of(strategy.precision_plugin.precision), self._axes.sizes.tensor
         plans = []  # by position, because precision plugins may replace the modules
@@ -139,12 +139,12 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Free gathered weights after the last batch; else a callback that freezes weights freezes copies."""
+        """After the last batch, free gathered weights, which a callback may freeze instead of the shards."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 
     def no_foreach_over_meshes(self) -> None:
-        """Turn off foreach kernels, which cannot mix meshes, for parameter groups that span two."""
+        """Turn off foreach kernels, which cannot mix meshes, for parameter groups that span several."""
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):

@@ -39,6 +39,7 @@ def planner_of(data: list[dict[str, np.ndarray]], capacity: int, **settings: obj
 def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, capacity: int) -> None:
     data = rows()
     planner = planner_of(data, capacity, global_batch=batch, loss_tokens="all")
+    assert (planner.num_packs is None) == isinstance(batch, Sequences)
     for epoch in (0, 1):
         used = list[int]()
         for k in range(len(planner)):

@@ -31,7 +31,7 @@ def refusals(strategy: str, layout: str) -> dict[str, str]:
     """Return which features a row refuses, and how."""
     place, found = layout_of(layout), {}
     if place.world > 1:
-        found["thawed"] = r"Thaw under \w+: it copies weights .* or unfreezes weights"
+        found["thawed"] = r"Thaw under \w+: it unfreezes weights"
     if "model_parallel" in strategy:  # ranks that share weights out have no whole ones to copy
         found["ema"] = found["swa"] = r"(EMA|Stochastic)Weight\w+ under \w+ModelParallel\w*: it copies"
     if place.cp > 1:  # the sum could be of the pack or of a rank's slots

@@ -310,7 +310,7 @@ ON_RANKS = {
     "no pack": Case("cuts THDBatch, but the dataloader gave.*align=", data=loader([torch.ones(2)] * 4, 4)),
     "slots": Case("3 slots over 2 .* wants a multiple of 2.*align=", layout=SLOTS, data=UNALIGNED),
     "unaligned": Case("Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate", data=UNALIGNED),
-    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which cannot use a mesh", changed(wrapped), CUT),
+    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which thd_model_parallel does not", changed(wrapped), CUT),
     "replicas": Case("data_parallel_replicas=3 does not divide the 2 data-parallel", layout=REPLICAS),
     "compiled": Case(
         r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",

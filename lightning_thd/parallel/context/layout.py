@@ -152,7 +152,7 @@ def offsets_of(lengths: partition.Ints) -> npt.NDArray[np.int32]:
 _BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
 
 # True while a layout is alive. Attention without context parallelism reads only this flag. torch.compile
-# guards on it, and traces attention again when the last shard is freed.
+# guards on it, and traces attention again when it changes.
 in_use = False
 
 

@@ -226,13 +226,13 @@ class BlockCall(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """One step of the ring: an exchange of keys with two ranks, and the kernel call on the received keys."""
+    """A step of the ring: keys sent and received, and the call on the received (in step 0, own) keys."""
 
     to: int  # the rank that gets keys from this one
     source: int  # the rank whose keys this rank gets
     send_rows: Any  # int64 rows of this rank's shard; ``ring_steps`` uploads them
     receive_count: int
-    call: BlockCall | None
+    call: BlockCall | None  # None if no query of this rank sees the keys
 
 
 def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:

@@ -5,7 +5,7 @@ There are four layouts:
 - ``contiguous`` cuts the row of T slots into cp equal stretches.
 - ``dual_chunk`` cuts every sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and
   ``2 cp - 1 - rank``. So all ranks have the same work under causal attention (Transformer Engine's rule).
-- ``mixed`` cuts a sequence as ``dual_chunk`` does if it is longer than 1 / (2 cp) of the pack. Each shorter
+- ``mixed`` cuts a sequence as ``dual_chunk`` does if it is longer than 1 / (2 cp) of the pack. Each other
   sequence goes whole to the rank with the least attention work that has enough free slots. The few that fit
   on no rank are cut to fill the free slots. So ranks exchange few keys and have about the same work.
 - ``striped`` gives slot i of the row to rank i modulo cp.

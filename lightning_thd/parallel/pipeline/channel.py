@@ -22,7 +22,7 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# The dtypes of hidden states. Before its first message, a rank sends the index of the dtype in this tuple.
+# The dtypes of hidden states. Before the first message, ranks pass on the index of its dtype in this tuple.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -29,8 +29,7 @@ from lightning_thd.parallel.pipeline.stage import (
 )
 from lightning_thd.parallel.routers import RouterRelay, leave_to_losses, routers_of, scores_of, wants_balance
 
-# Stages are balanced for sequences of these lengths, in tokens: a pack of mixed documents.
-_LENGTHS = (4096, 2048, 1024, 512, 512)
+_LENGTHS = (4096, 2048, 1024, 512, 512)  # stages are balanced for a pack of these lengths, in tokens
 
 
 def cut_model(

@@ -1,7 +1,7 @@
 """Ranks, stages and microbatches -> the order in which every rank runs forward and backward passes.
 
-All ranks run forward passes in the same order, and backward passes too, so messages between two ranks arrive
-in the order in which they were sent and need no tag. Ranks differ in the warm-up, the number of forward
+All ranks run forward passes in the same order, and backward passes too. So messages between two ranks are
+needed in the order in which they were sent, without a tag. Ranks differ in the warm-up, the number of forward
 passes before forward and backward alternate. The schedules are 1F1B ("one forward, one backward",
 PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B (Megatron-LM, arXiv:2104.04473).
 """
@@ -65,7 +65,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """List a rank's (microbatch, chunk) pairs: with several chunks, groups of p microbatches take turns."""
+    """List a rank's (microbatch, chunk) pairs: groups of p microbatches visit all chunks one by one."""
     if len(chunks) == 1:
         return [(m, chunks[0]) for m in range(microbatches)]
     groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]

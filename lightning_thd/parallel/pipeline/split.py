@@ -67,7 +67,7 @@ def split_layers(
 ) -> Split:
     """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work.
 
-    "auto" minimises the work of the slowest stage, and among equal cuts the parameters of the largest.
+    "auto" minimises the work of the slowest stage. At each stage, fewer parameters of the largest win ties.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)

@@ -104,7 +104,7 @@ class Stage:
             )
 
     def again(self) -> bool:
-        """Return whether this rank calls the model again, with another logit map; count both calls as one."""
+        """Return whether this rank repeats a call that mapped logits wrongly; count both calls as one."""
         # With gradients, only the rank with the head repeats it, on the hidden states that it has received.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
