@@ -22,7 +22,7 @@ INT64_MAX = 2**63 - 1
 def whole_number(
     value: Any, name: str, *, least: int | None = 0, most: int = INT64_MAX, advice: str = ""
 ) -> int:
-    """Return one whole number as an int, or raise with the advice; ``least=None`` allows all of int64."""
+    """Return a whole number as an int, or raise with ``advice``; ``least=None`` allows all of int64."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # a size that is being traced
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
@@ -95,7 +95,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
-    """Return an integer tensor (int64 for wide unsigned dtypes), or other integers as int64 on the CPU."""
+    """Return a tensor of integers (wide unsigned dtypes as int64); make other integers int64 on the CPU."""
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)
@@ -113,7 +113,7 @@ def as_tensor(values: Any) -> Tensor:
 
 
 def described(value: object) -> str:
-    """Describe a value for a message: arrays by dtype and shape, others by type and forty characters."""
+    """Describe a value for a message: arrays by dtype and shape, others by type and 40 characters."""
     if isinstance(value, Tensor | np.ndarray):
         return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}, {value!r:.40}" if value is not None else "None"

@@ -1,4 +1,4 @@
-"""A module -> the transformers models inside it and their configs; other modules use this search."""
+"""A torch module -> the transformers models inside it, and their configs."""
 
 from __future__ import annotations
 

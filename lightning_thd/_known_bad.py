@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid the packages.
+This is the only such table. ``lightning-thd doctor`` prints what applies; ``models.mixers`` avoids it.
 """
 
 from __future__ import annotations

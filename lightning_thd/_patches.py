@@ -102,7 +102,7 @@ def patch(row: str, owner: Any, name: str, value: Any) -> None:
 
 
 def layer_classes(model_class: type) -> Iterator[Any]:
-    """Yield all nn.Module classes in the files that define a model class and its bases, imported ones too."""
+    """Yield each nn.Module class that the files of a model class and of its bases define or import."""
     for name in dict.fromkeys(base.__module__ for base in model_class.__mro__):
         for cls in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
             if inspect.isclass(cls) and issubclass(cls, nn.Module):
@@ -112,7 +112,7 @@ def layer_classes(model_class: type) -> Iterator[Any]:
 def patch_forward(
     row: str, cls: Any, mark: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace a class's forward by ``make(forward)``; do nothing if it has the attribute ``mark``."""
+    """Replace a class's forward by ``make(forward)``, unless the forward has the attribute ``mark``."""
     if not hasattr(cls.forward, mark):
         made = make(cls.forward)
         setattr(made, mark, True)

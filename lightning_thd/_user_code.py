@@ -37,7 +37,7 @@ def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
 
 
 def user_line() -> str:
-    """Return the innermost line of the user's code that runs, such as ``train.py:12: loss = model(x)``."""
+    """Return the running line of the user's code, such as ``train.py:12: f(x)``, or "an unknown line"."""
     frame = calling_frame()
     return "an unknown line" if frame is None else described(frame.f_code.co_filename, frame.f_lineno)
 
@@ -49,7 +49,7 @@ def described(file: str, number: int) -> str:
 
 
 def users_function(function: Any) -> str:
-    """Return the name and line of a callable from the user's code; "" if it comes from elsewhere."""
+    """Return the name and line of a callable that the user's code defines; "" for any other."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

@@ -58,7 +58,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
 
 
 def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
-    """Return ``needed`` or ``ulysses``, compared once per batch and kind of layer."""
+    """Return the cheaper of ``needed`` and ``ulysses``, computed once per batch and kind of layer."""
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
@@ -150,7 +150,7 @@ def _fetch(
     else:
         plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
-        if plan.group_rows:  # a sum over all ranks, so either all ranks exchange or none
+        if plan.group_rows:  # the total of all ranks, so either all ranks exchange or none
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])

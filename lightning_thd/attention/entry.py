@@ -1,4 +1,4 @@
-"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
+"""varlen_attention: packed q, k, v and offsets -> packed output, by the fastest or a given kernel.
 
 Only the CPU kernel checks the values of cu_seqlens, because reading them from a GPU would wait for the GPU.
 
@@ -68,7 +68,7 @@ def varlen_attention(
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in q's dtype or autocast's; 0 if a query sees no key. Without sinks, one token gives v.
+        ``[Tq, H, E]`` in q's dtype or autocast's; 0 if a query sees no key, v if it sees one and no sink.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
@@ -103,7 +103,7 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call on THD tensors; return a function for its shapes that uses rows ``keys`` of k and v."""
+    """Check a call on THD tensors; return a function for its shapes and rows ``keys`` of k and v (or all)."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
@@ -207,7 +207,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v, unless they are fp64, to autocast's dtype, as torch's attention does."""
+    """Cast q, k and v to autocast's dtype if autocast is on and q is not fp64, as torch's attention does."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v

@@ -45,7 +45,7 @@ class KeySource:
         self._send(1)
 
     def rows(self, step: int) -> Tensor:
-        """Return a step's rows; after step 0, wait for them and start the transfer of the next step's."""
+        """Return a step's rows; in steps after 0, wait for them and start the transfer of the next step's."""
         rows: Tensor = self._local_rows
         if step:
             rows, works, _ = self._arriving.pop(step)
@@ -54,7 +54,7 @@ class KeySource:
         return rows
 
     def return_gradient(self, step: int, grad: Tensor) -> None:
-        """Start to send a step's gradient to the rank of its rows, and to receive one for this rank's."""
+        """Start to send a step's gradient to its rows' rank, and to receive one for this rank's own rows."""
         if step == 0:
             self._local_grad = grad  # step 0 has this rank's own rows
             return

@@ -91,7 +91,7 @@ class Offsets(NamedTuple):
     max_kv: int
 
     def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return offsets of CPU tensors as ints; raise if they miss rows, fall, or exceed max_seqlens."""
+        """Return CPU offsets as ints; raise if they miss rows, fall, or have a length over max_seqlen."""
         cu_q = _checked(self.cu_q, rows, self.max_q, "q")
         if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
             return cu_q, cu_q
@@ -119,7 +119,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 
 
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return CPU offsets as ints, the longest length, and the sequence that falls most, if one does."""
+    """Return CPU offsets as ints, the longest length, and the index where they fall most, None if nowhere."""
     array = cu_seqlens.numpy()
     return _parse(array.tobytes(), array.dtype.str)
 

@@ -243,7 +243,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Return what to install for a kernel, or None if nothing is missing; a prebuilt package suffices."""
+    """Return what to install for a kernel, or None if nothing is missing; prebuilt flash-attn suffices."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None

@@ -82,7 +82,7 @@ def lay_out(
     windows: Sequence[Window] = (),
     vision: Vision | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a ``THDBatch`` from checked samples; the arguments are those of ``collate``."""
+    """Return the fields of a ``THDBatch`` from checked samples; the arguments are ``THDBatch.collate``'s."""
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
     if sequence_ids is not None and len(sequence_ids) != len(ids):
@@ -246,7 +246,8 @@ def sequence_labels(samples: Sequence[Sample]) -> Tensor:
             f"The labels of a batch have several shapes, or a sample has none: {shapes}. Give every sample "
             "one number, or every sample a list of the same length."
         )
-    return torch.from_numpy(np.stack([label for label in labels if label is not None]))
+    found = np.stack([label for label in labels if label is not None])
+    return torch.from_numpy(found if found.dtype == np.int64 else found.astype(np.float32))
 
 
 def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list[int], slots: int) -> Tensor:
@@ -276,9 +277,9 @@ class PackWeights(NamedTuple):
     # fp32 ``[T]``, the weight of each slot's target, 0 without a target; None if no sample has weights
     slots: NDArray[np.float32] | None
     total: float  # the sum of ``slots``; the number of targets if no sample has weights
-    # ``[S]``, each sequence's weight / the summed weight of its loss tokens in all packs; 0 without any
+    # ``[S]``, each sequence's weight / the summed weight of its loss tokens in all packs; 0 if that is 0
     shares: list[float]
-    sequences: float  # summed weights of sequences with loss tokens; a piece by its part of the loss weight
+    sequences: float  # summed weights of sequences with loss tokens; a piece adds its part of the weight
 
 
 def pack_weights(
@@ -334,7 +335,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
 def padded_on_host(
     input_ids: Any, attention_mask: Any, other: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check padded ids and their mask, copy all to the host at once, and return them as ``[B, N]``."""
+    """Check padded ids, mask and ``other``, copy them to the host at once, and return them ``[B, N]``."""
     if attention_mask is None:
         raise TypeError("attention_mask is None; wanted [B, N]. Pass ones if no token is padding.")
     ids, mask = int_tensor(input_ids, "input_ids"), attention_mask

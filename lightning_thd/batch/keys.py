@@ -67,7 +67,7 @@ def names(*roles: Role) -> tuple[str, ...]:
     return tuple(name for name, role in KEYS.items() if role in roles)
 
 
-# Keys that always have one value per token. They are cut together with the tokens of a truncated sequence.
+# Keys with one value per token in a checked sample. They are cut with the tokens of a truncated sequence.
 PER_TOKEN = names("token", "type")
 TYPES = names("type")
 COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))

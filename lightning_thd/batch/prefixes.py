@@ -101,7 +101,7 @@ class Prefixes(Immutable):
         return {name: getattr(self, name) for name in (*_INDICES, *_OFFSETS)}
 
     def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
-        """Return the slots of token numbers, int64 of any shape; numbers from N on give ``pad``."""
+        """Return the slots of token indices, int64 of any shape; indices from N on give ``pad``."""
         known = torch.cat([self.token_slots, self.token_slots.new_full((1,), pad)])
         return known[tokens.clamp(max=len(known) - 1)]
 
@@ -218,7 +218,7 @@ class SharedBatch(THDBatch):
         return list(torch.split(values, list(self.lengths)))
 
     def token_sequences(self) -> Tensor:
-        """Return the number of each token's sequence in the batch, int64 ``[N]``."""
+        """Return the index of each token's sequence in the batch, int64 ``[N]``."""
         return seq_idx_from_cu_seqlens(self.prefixes.offsets, sum(self.lengths)).flatten().long()
 
 

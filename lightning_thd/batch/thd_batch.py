@@ -79,7 +79,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:
-    """Return ``[T, ...]`` from ``[T, ...]`` or ``[1, T, ...]``; the caller checks the number of rows."""
+    """Return ``[T, ...]`` from ``[T, ...]`` or ``[1, T, ...]``, without a check of the number of rows."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = as_tensor(x)
     if not isinstance(x, Tensor):
@@ -119,7 +119,7 @@ class THDBatch(_Pinned):
         sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
             those in other packs included.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for input tokens. If 0, only "microbatch" balance adds router loss.
+        token_scale: like ``loss_scale``, for input tokens. If 0, only balance "microbatch" adds router loss.
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.

@@ -80,7 +80,7 @@ def uploaded(found: Any, device: torch.device) -> Any:
 
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember what offsets on a device hold; ``lengths`` are of sequences or, if an array, the offsets."""
+    """Remember what offsets on a device hold; ``lengths`` are of sequences or, as an array, the offsets."""
     _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
 
 

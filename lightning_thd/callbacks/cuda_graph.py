@@ -51,8 +51,7 @@ __all__ = [
 
 # Without a planner, buckets (the shapes to capture) are chosen from this many observed batches.
 _OBSERVED = 32
-# Observed slots are rounded up to a multiple of this, so that later batches fit too.
-_ROUND = 128
+_ROUND = 128  # Observed slots are rounded up to a multiple of this, so that later batches fit too.
 
 
 class CUDAGraphCallback(L.Callback):
@@ -66,14 +65,15 @@ class CUDAGraphCallback(L.Callback):
     Args:
         max_sequences: the number of sequences of each captured shape: one number, or several. ``"auto"``
             chooses one to three numbers from the packs of the data module's planner or, without a planner,
-            from the first 32 batches. It prints the table of :class:`GraphPlan` once.
-        costs: the step times that ``"auto"`` assumes; by default those of a launch-bound step.
+            from the first 32 batches. The table of :class:`GraphPlan` is printed once.
+        costs: the step times that ``"auto"`` and the table assume; by default those of a launch-bound step.
         require: raise an error if graphs are not possible or gain nothing, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
         ValueError: if a number of sequences is below 1.
         MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing.
+        CaptureError: with ``require=True``, if a capture fails.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class ExpertChoices:
         return self._counts
 
     def take(self) -> Tensor:
-        """Return all ranks' choices since the last call, int64 ``[L, E]``, by a collective."""
+        """Add up all ranks' choices since the last call, in a collective; return them as int64 ``[L, E]``."""
         counts, several = self._tensor(self.device), group_size(self.group) > 1
         wire = communication_device(self.group, counts.device) if several else counts.device
         found = counts.to(wire, copy=True)
@@ -75,7 +75,7 @@ class ExpertChoices:
         return found
 
     def close(self) -> dict[str, float]:
-        """Return the metrics of the choices since the last call; a collective and a device read."""
+        """Return the metrics of the choices since the last call, after a collective and a device read."""
         counts = self.take().cpu().numpy()
         if not counts.any():
             return {}

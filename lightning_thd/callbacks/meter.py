@@ -54,7 +54,7 @@ class LowPrecision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The hardware of a measured run: this rank's device, the size of ``group`` and the job's devices."""
+    """The hardware of a measured run: this rank's device, the size of ``group`` and the number of devices."""
 
     device: torch.device = _CPU
     peak: float | None = None  # dense FLOP/s of this rank's device, in bf16 if ``low`` is given
@@ -395,7 +395,7 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
 
 
 def low_precision(module: nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return the low-precision share of a model's FLOPs and the ratio of peaks; None if one is enough."""
+    """Return the low-precision share of a model's FLOPs and the ratio of peaks; None if one peak will do."""
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None

@@ -73,7 +73,7 @@ class ModuleFlops:
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
-        """Start to watch calls of known models or to count operators; not ``inside`` a running step."""
+        """Start to watch calls of known models or to count operators, unless ``inside`` a running step."""
         self._stage = stage
         if stage != "train":
             self._drop_counter()
@@ -271,7 +271,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of a module's transformers models; None without any or, printed, if one is unknown."""
+    """Join the FLOPs of a module's transformers models; None if it has none or one is unknown (printed)."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

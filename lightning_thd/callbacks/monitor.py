@@ -64,11 +64,11 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Collectives and device reads happen once per interval and before checkpoints, never per batch. Metrics
-    have the names of Lightning's ``ThroughputMonitor`` and some more, listed in docs/reference/keys.md.
-    In padded rows, only real tokens count. They are found from ``attention_mask``, ``position_ids``,
-    ``lengths`` or pad ids with the label -100; a message at the end says what packing would save. The rates
-    leave out validation, checkpoints, compilation and the first ``warmup_steps``.
+    Collectives and device reads happen once per interval, before checkpoints and after weights were frozen
+    or unfrozen, never per batch. Metrics have the names of Lightning's ``ThroughputMonitor`` and some more
+    (docs/reference/keys.md). In padded rows, only real tokens count. They are found from ``attention_mask``,
+    ``position_ids``, ``lengths`` or pad ids with the label -100; a message at the end says what packing would
+    save. The rates leave out validation, checkpoints, compilation and the first ``warmup_steps``.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.

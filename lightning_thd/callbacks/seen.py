@@ -125,7 +125,7 @@ def _on_host(images: Mapping[str, Tensor], found: Mapping[int, np.ndarray[Any, A
 
 
 def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
-    """Return the packs in a container's members, except bare tensors, which may be anything."""
+    """Return the records of a container's members, except bare tensors, which may be anything."""
     return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value, pad_id)]
 
 
@@ -181,7 +181,7 @@ def _images(look: _Lookup) -> dict[str, Tensor]:
 
 
 def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
-    """Return one tensor of padded rows, or a pack ``[T]``, with lengths from the batch's other tensors."""
+    """Return the record of padded rows or of a pack ``[T]``, with lengths from the batch's other tensors."""
     ids = ids[None] if isinstance(ids, Tensor) and ids.dim() == 1 and look("input_ids") is ids else ids
     if not _are_rows(ids):
         return []

@@ -31,7 +31,7 @@ class Expected:
     """The statistics that ``lightning-thd plan`` expects for training, from an epoch's first steps."""
 
     steps: int  # steps of an epoch
-    packs: int  # packs of the planned steps; the counts below are of these, if not of the data set
+    packs: int  # packs of the planned steps; fields below describe these, unless they name the data set
     sequences: int
     tokens: int  # real tokens; a shared prefix counts for every sequence
     lengths: tuple[int, int, int]  # tokens of the shortest, median and longest sequence
@@ -42,8 +42,8 @@ class Expected:
     lost: dict[str, int]  # sequences of the data set that policies left out or changed, and tokens_lost
     documents: int  # number of documents in the data set
     distinct: int  # computed tokens; with shared prefixes, fewer than ``tokens``
-    patches: int = 0  # those of all images
-    most_patches: int = 0  # those of the microbatch with most
+    patches: int = 0  # patches of all images
+    most_patches: int = 0  # patches of the microbatch with the most patches
     vision: float | None = None  # the vision tower's share of the work; None without a model
 
     def table(self) -> Table:

@@ -36,7 +36,7 @@ TRAINING = {
 _REFUSALS = (ValueError, OSError, ImportError, MisconfigurationException)
 # But an error that passed through code outside these packages and the standard library keeps its traceback.
 _KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
-_ITERATE = {"torch", "tqdm"}  # They iterate our data, so errors that this package raises may pass through.
+_ITERATE = {"torch", "tqdm"}  # They iterate our data, so this package's errors may pass through them.
 _DEBUG = "JSONARGPARSE_DEBUG"  # environment variable; with "true", jsonargparse shows tracebacks
 
 

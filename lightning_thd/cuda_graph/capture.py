@@ -57,7 +57,7 @@ def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of leaves; None for leaves that no output depends on."""
-    # As in ``backward()``, autocast is off, because it would cast the backward of operators that ran in fp32.
+    # Autocast is off, as in ``loss.backward()`` outside of it: it would cast the backward of fp32 operators.
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
@@ -169,14 +169,14 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise CaptureError(
                 f"the step trains a tensor of shape {tuple(variable.shape)} that is not a parameter of the "
-                "module, or that it uses from outside of the module. A replay would give it no gradient. Put "
-                "it into the module as a Parameter, and use it from there."
+                "module, or is one that the step reached through a reference outside of the module. A replay "
+                "would give it no gradient. Make it a Parameter of the module, and use it from there."
             )
         stack += [parent for parent, _ in node.next_functions]
 
 
 class GradientBuffers:
-    """One buffer per parameter for its gradient, allocated when the first gradient comes."""
+    """One buffer per parameter for its gradient, allocated when the parameter's first gradient comes."""
 
     def __init__(self, count: int) -> None:
         self._held: list[Tensor | None] = [None] * count
@@ -327,7 +327,7 @@ class CapturedStep:
 
 
 def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
-    """Warm up and capture a step; buffers, random states and the Trainer's logs are as before at the end."""
+    """Warm up and capture a step; the module's buffers, random states and the logs do not change."""
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_sums_over_slots(module)
     refuse_fp8(module)
@@ -337,7 +337,10 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
     }
     make_inputs = functools.partial(StaticInputs, bucket, example.device, **options)
-    hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
+    hidden = tuple(
+        HostValue(f"argument {i} after the batch{'' if i > 1 else ' (such as batch_idx)'}")
+        for i in range(1, len(example.rest) + 1)
+    )
     stand_ins = StandIns(module, parameters)
 
     def run(static: StaticBatch) -> Any:

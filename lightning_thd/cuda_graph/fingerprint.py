@@ -32,7 +32,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Not compared: attributes that every module has, such as the Trainer. Registries are spaces of their own.
+# Not compared: attributes that every module has, such as the Trainer. Registries have their own ``_Space``.
 USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"
@@ -72,7 +72,7 @@ class Uses:
 
     # ``written``: (id of the module, name) of the attributes that the step sets. They are not compared.
     # ``read``: names of the LightningModule's attributes that the step reads. Only these are compared: its
-    # hooks may change others. None for other modules.
+    # hooks may change others. ``read`` is None for a module of another class.
     def __init__(self, *others: Uses) -> None:
         self.written: set[tuple[int, str]] = {place for other in others for place in other.written}
         read = [other.read for other in others if other.read is not None]

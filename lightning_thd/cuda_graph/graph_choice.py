@@ -22,8 +22,7 @@ from lightning_thd.packing.entries import summarize
 IntArray = npt.NDArray[np.int64]
 MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
 
-# An additional bucket must save this share of an eager step, because it costs a capture.
-_WORTH = 0.005
+_WORTH = 0.005  # An additional bucket must save this share of an eager step, because it costs a capture.
 _MOST_BUCKETS = 3
 # The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
@@ -62,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphPlan:
-    """The buckets to capture (none if eager is fastest), and the other choices that were compared."""
+    """The buckets to capture (none if eager seems fastest), and the other choices that were compared."""
 
     slots: int
     max_seqlen: int
@@ -125,7 +124,7 @@ def plan_graphs(
     costs: GraphCosts | None = None,
     given: Sequence[int] = (),
 ) -> GraphPlan:
-    """Choose up to three buckets with the least expected cost for sampled layouts; or take those given."""
+    """Choose up to three buckets with the least expected cost for sampled layouts; or take the ``given``."""
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
@@ -144,7 +143,7 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count the sequences of N fitting batches, with the dummies in their tails, int64 ``[N]``."""
+    """Return, for each of the N batches that fit, its sequences plus the tail's dummies, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 

@@ -1,6 +1,6 @@
 """A training step -> the same step, replayed from a captured CUDA graph if the batch fits one.
 
-Use it directly in your own loop or with Accelerate; ``CUDAGraphCallback`` wraps ``training_step`` with it.
+Use ``GraphedStep`` directly in your own loop or with Accelerate; ``CUDAGraphCallback`` does it for a Trainer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from lightning_thd.parallel.shard import THDShard
 
 # Stop after this many captures of all buckets: if parameters move every few steps, captures are useless.
 _MOST_CAPTURES = 4
-# A replay must be faster by this share; otherwise the bucket's batches run eagerly.
-_MARGIN = 0.02
+_MARGIN = 0.02  # A replay must be faster than eager by this share, else the bucket's batches run eagerly.
 
 
 @dataclass(slots=True)
@@ -71,8 +70,8 @@ class GraphStats:
 class GraphedStep:
     """Runs ``function(module, batch, *rest)``, from a captured graph if the batch fits a bucket.
 
-    The first call with gradients captures all buckets, on dummy batches. A batch that cannot be replayed
-    exactly runs eagerly, and ``stats`` counts it. Context-parallel shards always run eagerly.
+    The first call with gradients on a batch that graphs support captures all buckets, on dummy batches. A
+    batch that cannot be replayed exactly, such as a context-parallel shard, runs eagerly; see ``stats``.
 
     Args:
         function: returns the loss or a dict with the loss, for example ``causal_lm_loss``. If ``module`` is
@@ -176,8 +175,8 @@ class GraphedStep:
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
-        # All ranks capture together the first time, and every time with DTensors. Any other capture may be on
-        # this rank only, so it must not communicate.
+        # All ranks capture together the first time, and each time if the module has DTensors. Another capture
+        # may be on this rank only, so it must not communicate.
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
@@ -205,7 +204,7 @@ class GraphedStep:
                 self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
                 prove(subject, step, example)
-        except Exception as error:  # training goes on after any failed capture
+        except Exception as error:  # ``_give_up`` warns of it, or raises it with ``require``
             give_back()  # counters, lists and metrics, which have seen dummy batches
             return as_capture_error(error)
         return None
@@ -223,7 +222,7 @@ class GraphedStep:
             self._slower.add(bucket)
             rank_zero_info(
                 f"CUDA graph of {bucket}: a replay takes {replay_s * 1e3:.2f} ms and eager "
-                f"{eager_s * 1e3:.2f} ms on this rank. Not every rank gains, so these batches run eagerly."
+                f"{eager_s * 1e3:.2f} ms on this rank. A rank gains too little, so these batches run eagerly."
             )
 
     def _forget(self, change: str) -> None:
@@ -300,7 +299,7 @@ _LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, autocast or TF32; for 
 
 
 def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
-    """Raise if a captured step differs from the eager one by more than rounding, on a part-filled bucket."""
+    """Raise if, in a part-filled bucket, a captured step differs from the eager one by more than rounding."""
     layout = small_layout(step.inputs.bucket)
     if layout is None:
         return
@@ -354,14 +353,15 @@ def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None
         if replayed.shape != eager.shape:
             raise CaptureError(
                 f"{name}: a tensor of shape {tuple(eager.shape)}, and {tuple(replayed.shape)} from a graph, "
-                f"which is padded. {_ADVICE}"
+                f"whose batch is padded. {_ADVICE}"
             )
         now, before = replayed.detach().double(), eager.detach().double()
         error = float((now - before).norm() / before.norm().clamp_min(1e-30)) if before.numel() else 0.0
         if math.isfinite(error) and error > bound:
             raise CaptureError(
-                f"{name}: a value that differs by {error:.1e} from a graph, which is padded with dummy "
-                f"sequences. It depends on the number of slots or sequences, or on the padding. {_ADVICE}"
+                f"{name}: the value from a graph, whose batch is padded with dummy sequences, differs from "
+                f"the eager value by {error:.1e}. It depends on the number of slots or sequences, or on the "
+                f"padding. {_ADVICE}"
             )
 
 

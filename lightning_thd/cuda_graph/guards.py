@@ -1,8 +1,8 @@
 """A module under capture -> its logged values, and errors for work that a replay would not repeat.
 
 ``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. For steps without
-random operators, a capture skips this. Checkpointed steps with dropout are refused, because the masks of the
-second forward pass would differ.
+random operators, a capture skips this. Checkpointed steps with random operators, such as dropout, are
+refused, because the second forward pass would draw other numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _TrainerGuard:
 
 
 class LoggedValue(NamedTuple):
-    """One recorded call of ``self.log``; the value is a static tensor or a number."""
+    """One recorded call of ``self.log``; the value is a detached tensor or a number."""
 
     name: str
     value: Any
@@ -170,7 +170,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[A
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
             f"the step changes {owner}.{name}. A replay would not change it again; if it is a buffer, a "
-            "replay would also count the dummy tokens of the tail. Move counters, lists, metrics and running "
+            "replay would also count the dummy tokens of padding. Move counters, lists, metrics and running "
             "statistics to on_train_batch_end."
         )
 
@@ -212,12 +212,12 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_sums_over_slots(module: nn.Module) -> None:
-    """Refuse losses that dummy tokens would change, such as the balancing loss of a MoE model."""
+    """Refuse the balancing loss of a MoE model, because dummy tokens would change it."""
     for child in module.modules():
         if getattr(getattr(child, "config", None), "output_router_logits", False):
             raise CaptureError(
                 f"{type(child).__name__} has config.output_router_logits=True: its balancing loss would "
-                "count the dummy tokens of the tail. Set it to False, or train this model eagerly."
+                "count the dummy tokens of padding. Set it to False, or train this model eagerly."
             )
 
 
@@ -268,8 +268,8 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Raise if checkpointing would have to restore a random state."""
         if self.draws and self.saves:
             raise CaptureError(
-                "activation checkpointing saves random states (preserve_rng_state=True) in a step with "
-                "dropout, and a graph cannot restore them. Set dropout to 0, or switch checkpointing off."
+                "activation checkpointing saves random states (preserve_rng_state=True) in a step that "
+                "draws random numbers, and a graph cannot restore them. Switch checkpointing or dropout off."
             )
 
 

@@ -133,8 +133,9 @@ def _default_step(module: nn.Module) -> StepFunction:
         return causal_lm_loss
 
     def training_step(module: Any, batch: THDBatch) -> Any:
-        count = module.training_step.__code__.co_argcount - 1
-        rest = [HostValue(f"argument {i + 2} of training_step (batch_idx)") for i in range(count - 1)]
+        code = module.training_step.__code__
+        names = enumerate(code.co_varnames[2 : code.co_argcount], 2)  # those after self and the batch
+        rest = [HostValue(f"argument {i} of training_step ({name})") for i, name in names]
         return module.training_step(batch, *rest)
 
     return training_step

@@ -54,7 +54,7 @@ def _wait_for_replayed(function: Any, results: list[Any]) -> None:
 
 
 def _wait_for_recorded(result: Any) -> Any:
-    """Wait for a recorded collective, because some copy results in ``wait``; return finished handles."""
+    """Wait for a recorded collective, because some copy results only in ``wait``; return finished handles."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):

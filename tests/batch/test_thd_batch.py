@@ -176,3 +176,8 @@ def test_tables_are_copied_to_mps_before_their_memory_is_freed(monkeypatch: pyte
     )
     uploaded((np.array([0, 3], np.int32), np.array([1.0])), torch.device("mps"))
     assert sent == [False, False]
+
+
+def test_a_whole_number_among_labels_leaves_them_fp32() -> None:
+    labels = THDBatch.collate([{"input_ids": [5], "label": label} for label in (1, 0.5)]).extras["labels"]
+    assert (labels.dtype, labels.tolist()) == (torch.float32, [1.0, 0.5])

@@ -33,8 +33,7 @@ from lightning_thd.attention.kernels.raw import (
 )
 from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 
-# The largest number of scores in one call with a softcap: 8 MiB in fp32.
-_SCORES = 1 << 21
+_SCORES = 1 << 21  # the largest number of scores in one call with a softcap: 8 MiB in fp32
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
 # Up to _FEW short sequences get one kernel call each, if the conditions in ``_Work`` and ``_few`` hold, too.
@@ -540,7 +539,7 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of q's and k's heads, ``at_least`` or more of q, to bound a call's memory; None is all."""
+    """Yield slices of heads that bound a call's memory, most with ``at_least`` or more of q; None is all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

@@ -3,7 +3,7 @@
 The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
 a tile has all queries that see its keys, so only dq is summed (above COLUMN_ROWS queries, dk and dv too).
-Long runs of adjacent short sequences of equal length are read in place; others are copied and padded.
+Long runs of adjacent short sequences of equal length are read in place; small others are copied and padded.
 
 Legend: T slots, N rows of a piece, B tiles of a call.
 """
@@ -43,8 +43,7 @@ WHOLE_FORWARD = 1280
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
 # Most queries of a backward's tile: 1 MiB of dq per head of 64 in fp32. Also most keys if no mask is needed.
 COLUMN_ROWS = 4096
-# Most entries of a mask: 4 MiB in fp32. Only a tile of 8 rows may exceed it.
-MASK_CELLS = 1 << 20
+MASK_CELLS = 1 << 20  # Most entries of a mask: 4 MiB in fp32. Only a tile of 8 rows may exceed it.
 
 
 @dataclass(frozen=True)

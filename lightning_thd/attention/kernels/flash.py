@@ -2,7 +2,7 @@
 
 The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
 of flash-attn-4 4.0.0b36. Functions here import flash-attn when they run; torch.compile can trace such
-imports. ``support`` has checked before that the import works.
+imports. ``attention.support`` has checked before that the import works.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from lightning_thd.batch.upload import host_offsets, uploaded
 
 # Padding may lengthen a group's shortest sequence to _PADDING times its length plus _FREE rows.
 _PADDING, _FREE = 1.25, 8
-# A group of several sequences has at most this many scores per head: 4 MiB in fp32.
-_SCORES = 1 << 20
+_SCORES = 1 << 20  # A group of several sequences has at most this many scores per head: 4 MiB in fp32.
 
 
 class Rows(NamedTuple):

@@ -19,11 +19,11 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets
 def attend(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
-    """Attend from queries ``[Tq, H, D]`` to ``[Tkv, G, D]`` and ``[Tkv, G, E]``; return ``[Tq, H, E]``."""
+    """Attend from queries ``[Tq, H, D]`` to keys ``[Tkv, G, D]`` with values ``[Tkv, G, E]``."""
     if spec.windowed and not self_attention:  # an H200 gave errors of 0.04 with fewer keys than queries
         raise ValueError(
-            "backend='te' cannot run this call: its windows are not exact if queries and keys have "
-            "different lengths. Use backend='auto', which chooses another kernel."
+            "backend='te' cannot run this call: its windows are exact only if cu_seqlens_q and "
+            "cu_seqlens_kv are the same tensor. Use backend='auto', which chooses another kernel."
         )
     deterministic = torch.are_deterministic_algorithms_enabled()
     attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
@@ -55,7 +55,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build the module, without parameters. It reads the deterministic mode; the argument keys the cache."""
+    """Build the module, which reads torch's deterministic mode; ``deterministic`` is only a cache key."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,

@@ -180,7 +180,7 @@ def _places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _blind_rows(at: Offsets, sequence: Tensor, place: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return which queries see no key: those of sequences without keys, and those before the first key."""
+    """Mark queries that see no key: those of sequences without keys or, if causal, before the first key."""
     keys, rows = at.cu_kv.diff()[sequence], at.cu_q.diff()[sequence]
     return (keys == 0) | (place + keys < rows) if spec.causal else keys == 0
 
