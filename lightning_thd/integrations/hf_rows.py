@@ -171,7 +171,7 @@ def _as_rows(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:
-    """Pack padded rows; with shared prefixes, ids and labels are read once from the device."""
+    """Pack padded rows, with one read of the device for ids, mask and labels."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
     balances = getattr(model.config.get_text_config(), "output_router_logits", False)

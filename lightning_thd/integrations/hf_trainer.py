@@ -242,7 +242,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer would count packs. Newer versions multiply by this call's share of all steps: divide first.
+        # Trainer would count packs. Newer ones multiply by the share of steps that train() ran: divide first.
         samples = self._sum_over_ranks(self._trained_sequences)
         before = getattr(self, "_initial_global_step", None)
         if before is not None:

@@ -184,7 +184,7 @@ class PackedLoop:
             step: a step from the loader, on any device.
 
         Returns:
-            fp32 ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
+            ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
             data-parallel ranks is the step's loss: with ``causal_lm_loss``, a mean over all loss tokens.
         """
         if self._flops.outdated:  # weights were frozen or unfrozen since the last step
@@ -260,7 +260,8 @@ class PackedLoop:
             bare, precision = bare._forward_module, bare._strategy.precision.forward_context
         reason = backend.unavailable(self._engine.device)
         if reason is None and not isinstance(planner, PackPlanner):
-            reason = f"a {type(planner).__name__} plans the loader's steps and cannot list future packs"
+            kind = "reads a stream" if planner is None else f"is planned by a {type(planner).__name__}"
+            reason = f"the loader {kind}, which cannot list future packs"
         if reason is None and (found := sharded_by(bare)) is not None:
             reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
         if reason is None:
@@ -400,8 +401,7 @@ def mean_loss(
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
     """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # A loss_fn with reduction="sequences" raises, because the batch gets no sequence_scale. Without a
-    # weighted loss token the mean is NaN, because 0 would look like a perfect loss.
+    # reduction="sequences" raises: batches get no sequence_scale. Without loss tokens the mean is NaN, not 0.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:

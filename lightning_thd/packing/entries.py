@@ -118,7 +118,7 @@ class Entries:
     left_out: IntArray  # dataset indices of empty and dropped sequences, ascending
     counts: dict[str, int]  # sequences that are empty, dropped, truncated and so on, and the tokens lost
     media: Media | None = None
-    evenly: bool = False  # whether a step or window takes entries at equal distances
+    evenly: bool = False  # whether a step or window takes entries at equal distances; see ``spread``
 
     def patches(self, spans: Spans) -> IntArray | None:
         """Return the image patches of the sequence of each piece, int64 ``[S]``; None if all data is text."""

@@ -48,3 +48,10 @@ def test_without_a_gpu_training_goes_on_or_says_why() -> None:
         loop.capture(require=True)
     with pytest.raises(ValueError, match="max_sequences=0: wanted 'auto', a number of sequences"):
         loop.capture(max_sequences=0)
+
+
+def test_a_stream_has_no_graphs() -> None:
+    _, loop = make_loop("fabric", Sequences(12))
+    loop.loader.planner = None  # as for a stream
+    with pytest.raises(ValueError, match="but the loader reads a stream, which cannot list"):
+        loop.capture(require=True, backend=RecordingBackend())

@@ -2,7 +2,7 @@
 
 Layers look these functions up in their Python module, where each function is patched once. A stretch is a
 part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, like an attention with a
-window. So the functions of attention plan which slots the ranks exchange. N slots of a shard, C channels.
+window. So ``context.needs`` plans the exchange of slots, as for attention. N slots of a shard, C channels.
 """
 
 from __future__ import annotations
