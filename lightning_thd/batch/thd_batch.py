@@ -1,7 +1,7 @@
 """Samples of varying length -> one ``THDBatch``: rows laid end to end, and their lengths on the host.
 
-T slots in a pack, S sequences. Apart from ``to``, only ``from_padded`` reads from a device: collation
-keeps on the host every integer that a kernel or a counter needs.
+T slots in a pack, S sequences. With samples on the host, only ``to`` and ``from_padded`` read from a device:
+collation keeps on the host every integer that a kernel or a counter needs.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ class THDBatch(_Pinned):
             samples: dicts with ``input_ids`` (ints ``[n]``). Optional keys are ``labels`` (ints ``[n]``,
                 unshifted, -100 where ignored), ``position_ids`` and ``next_label`` (int, the target of the
                 last token of a piece of a sequence). ``weights`` is one number for the sequence, or one per
-                token, aligned with labels. ``label`` is a number or list for the whole sequence. Other keys
-                are tensors, concatenated into ``extras``. A batch without samples has one dummy slot.
+                token, aligned with labels. ``label`` is a number or list for the whole sequence. Token types
+                are ints ``[n]``; other keys are tensors; both become ``extras``. No samples: one dummy slot.
             align: an ``alignment.Alignment`` that pads every sequence, and the pack by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0, without targets, fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.

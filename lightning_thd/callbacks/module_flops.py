@@ -1,7 +1,7 @@
 """A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
 
-In the first step of a stage, hooks count how often the step's tokens go through each model, with and without
-gradients. Nothing is read from the device: shapes and the grad mode are enough.
+In the first step of a stage that runs a model, hooks count how often the step's tokens go through each model,
+with and without gradients. Nothing is read from the device: shapes and the grad mode are enough.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument(
-        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="your own buckets, to compare"
+        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="sequences of your buckets, to compare"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))

@@ -1,8 +1,8 @@
 """A module -> a record of what its graphs depend on, compared before every replay.
 
 The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the attributes of
-submodules, of their ``config`` and of the hyperparameters. docs/guides/cuda-graphs.md lists what is not
-compared.
+modules and the values in their ``config`` and hyperparameters; of a LightningModule itself, only those that
+the step reads. docs/guides/cuda-graphs.md lists what is not compared.
 """
 
 from __future__ import annotations
