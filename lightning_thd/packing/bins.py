@@ -81,7 +81,7 @@ def pack_lengths(
         The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
 
     Raises:
-        ValueError: when a length or the capacity is below one, or a sequence is longer than the capacity.
+        ValueError: if a length, the capacity or ``max_sequences`` is below 1, or a length above the capacity.
     """
     check_capacity(capacity)
     values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
