@@ -122,7 +122,7 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
     main(["report", str(tmp_path)])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["loss", "5.5", "3.25", "2"] in lines
-    assert ["MFU", "50%", "50%", "25%"] in lines
+    assert ["MFU", "50%", "37.5%", "25%"] in lines
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
