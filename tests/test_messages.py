@@ -101,7 +101,7 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         (lambda: set_up(SOUND), "'audio' was found"),
         (
             lambda: set_up(READY),
-            "Row 0 is a pack and carries pixel_values, which cannot be divided",
+            "Row 0 carries pixel_values, which cannot be divided",
         ),
         (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),
         (arrays_of_another_version, "it has version 1, wanted 2.*Delete it to build it again"),

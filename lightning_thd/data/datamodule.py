@@ -80,7 +80,7 @@ class THDDataModule(LogsSources):
         tail: what to do with the last, incomplete step of an epoch: ``pad`` runs it with emptier packs,
             ``drop`` leaves it out.
         window: sequences that ``Packs(n)`` packs together; more fill packs better, fewer shuffle better.
-        seed: decides the order of every epoch.
+        seed: decides the order of every epoch; a ``schedule`` or ready packs keep theirs.
         schedule: a ready-made plan for training with ``Packs(n)``: each sequence's pack index, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
         cost: the work of a sequence by its length and images; ranks get equal work. By default it is computed
@@ -263,7 +263,7 @@ class THDDataModule(LogsSources):
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names in the dict of each evaluation stage that got one, in the order of its loaders."""
+        """Return the names of each evaluation stage's sources, if they are a dict, in their order."""
         found: dict[str, tuple[str, ...]] = {}
         for stage, _, name in (source.partition("/") for source in self._sources):
             if name:

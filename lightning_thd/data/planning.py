@@ -86,7 +86,7 @@ class DataSettings:
             raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
     def step(self, job: Job) -> Packs | Sequences:
-        """Return a step's size; by default one pack per batch for each rank, or for each largest group."""
+        """Return a step's size; by default one pack per batch for each rank, or group of sharing ranks."""
         groups = job.ranks if job.sharing is None else max(1, job.ranks // job.sharing.max_degree)
         return self.global_batch or Packs(groups * job.accumulate)
 

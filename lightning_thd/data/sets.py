@@ -67,7 +67,7 @@ class DataSet:
     name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if ``val`` is a dict
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
-    key: dict[str, Any] | None  # cache key of content and policies; None without one or with extras_cost
+    key: dict[str, Any] | None  # cache key of content and policies; None if unknown or with extras_cost
     schedule: NDArray[np.int64] | None = None  # the index of each sequence's pack, if rows are packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None  # the lengths in each source of a mixture

@@ -205,7 +205,7 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         )
     # A module with manual optimization decides how many batches make a step.
     manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)
-    ranks = 1 if job.sharing is not None else job.ranks  # dynamic degrees: any number of packs
+    ranks = 1 if job.sharing is not None else job.ranks  # with dynamic degrees, any number of packs is a step
     check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or manual)
 
 
@@ -270,7 +270,7 @@ class Progress:
         return bool(epochs.started < epochs.ready)
 
     def check_counts(self) -> None:
-        """Refuse a change of accumulation, as all steps are planned; correct the step that loggers show."""
+        """Refuse a change of accumulation after steps are planned; correct the step that loggers show."""
         if self._automatic:  # Lightning miscounts after some resumes, such as from inside a step
             steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total.completed
             self._loop._batches_that_stepped = steps

@@ -101,7 +101,7 @@ def units(
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
         twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _pairs_in(stats, window)
-        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens  # diagonal once
+        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens  # the diagonal once
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
         return 2 * _pairs_in(stats, window) - stats.real_tokens, 1

@@ -123,8 +123,8 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
     if lost:
         raise ValueError(
             f"The optimizer holds {len(lost)} parameters that are not the prepared model's: "
-            f"{type(fabric.strategy).__name__} has replaced them. Give a function that makes the optimizer "
-            "of the prepared model, prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
+            f"{type(fabric.strategy).__name__} has replaced them, or another model has them. Give a function "
+            "of the prepared model: prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
     ready = [x if isinstance(x, _FabricOptimizer) else fabric.setup_optimizers(x) for x in several]
     return prepared, ready if several is made else ready[0]

@@ -108,8 +108,9 @@ def refuse_engines(trainer: Any) -> None:
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
         raise ValueError(
-            f"packed_trainer runs data parallel, but the accelerator has {config}. Accelerate's context "
-            "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
+            f"packed_trainer runs data parallel, but the accelerator has {config}. Set tp_size, cp_size and "
+            "sp_size to 1 (Accelerate's context parallelism would let documents see each other), or use "
+            "Lightning with THDModelParallelStrategy."
         )
 
 
@@ -138,7 +139,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class that defines a method which packed_trainer replaces; ``known`` classes may."""
+    """Refuse a class that has its own form of a method above; methods of ``known`` classes are allowed."""
     for name in (*REPLACED, "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
@@ -148,7 +149,7 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
                 "Its batches are pairs or groups of sequences: write the loop with prepare_thd and a loss of "
                 "causal_lm_logprobs, as examples/rl_logprobs.py does."
             )
-        elif name == "training_step":  # that of a user is given packs, and may call super()
+        elif name == "training_step":  # a user's own is given packs, and may call super()
             continue
         else:
             remedy = "Define it in a subclass of packed_trainer(...) instead."

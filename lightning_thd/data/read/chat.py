@@ -204,7 +204,7 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
 
 
 def _check_content(message: Message, images: bool) -> None:
-    """Refuse ``function_call``, bad ``tool_calls``, missing or numeric content, and parts of other types."""
+    """Refuse ``function_call``, bad ``tool_calls``, missing or numeric content, and parts it cannot read."""
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")

@@ -89,8 +89,7 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
         row = rows[i]
         if other := sorted(set(row) - _READ):
             raise ValueError(
-                f"Row {i} is a pack and carries {', '.join(other)}, which cannot be divided among its "
-                "sequences. Drop the column."
+                f"Row {i} carries {', '.join(other)}, which cannot be divided among its sequences. Drop it."
             )
         lengths = _lengths_of(row, i)
         labels, loss_tokens = row.get("labels"), lengths - 1

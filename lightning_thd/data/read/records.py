@@ -1,7 +1,7 @@
 """Files or a dataset -> records, in chunks that any process can read.
 
 A record is text, or a dict with text, ids, a prompt or a conversation. A record that cannot be read is
-yielded as ``Bad``, so that the caller can skip it. A damaged Parquet, Arrow or JSON file raises.
+yielded as ``Bad``, so that reading can go on. A damaged Parquet, Arrow or JSON file raises.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def completed(config: Any, known: Collection[str]) -> Any:
             "transformers does not import here or does not know the family. Add the key, or pip install "
             "'lightning_thd[hf]'."
         )
-    return config if made is None else made  # made has the defaults that multimodal files leave out
+    return config if made is None else made  # ``made`` has defaults that multimodal config.json files omit
 
 
 def _missing(config: Mapping[str, Any]) -> str:
