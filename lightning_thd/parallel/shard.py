@@ -170,7 +170,7 @@ def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
         if value.shape[:2] != (1, slots):
             raise ValueError(
                 f"A batch carries {name!r} of shape {tuple(value.shape)}, which context parallelism cannot "
-                f"cut; wanted [1, {slots}, ...]. Train models that see images with context_parallel_size=1."
+                f"cut; wanted [1, {slots}, ...]. Leave it out, or set context_parallel_size=1."
             )
         extras[name] = value.index_select(1, own)
     return extras

@@ -122,7 +122,7 @@ class _Shards:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def was_cut(self, parameter: nn.Parameter | None) -> bool:
-        """Return whether ``cut`` has replaced this whole parameter in some module."""
+        """Return whether ``cut`` has replaced this parameter in some module."""
         return parameter is not None and id(parameter) in self._made
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
@@ -219,7 +219,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
 
 
 def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of a module's whole parameters, which each rank uses for its own heads or slots."""
+    """Sum the gradients of a module's uncut parameters, which each rank uses for its own heads or slots."""
     forward = module.forward
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -380,7 +380,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
 
 
 def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan of a model inside a wrapper; layers beside adapters get and return whole tensors."""
+    """Return the plan of a model inside a wrapper; layers with adapters take and return uncut tensors."""
     path = next(name for name, module in model.named_modules() if module is inner)
     if not any(hasattr(module, "base_layer") for module in inner.modules()):
         return {f"{path}.{name}": style for name, style in plan.items()}

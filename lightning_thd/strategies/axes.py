@@ -1,4 +1,4 @@
-"""A Lightning strategy with the mixin -> the axes of its job: their sizes and process groups."""
+"""A Lightning strategy with ``THDStrategyMixin`` -> its parallel axes: their sizes and process groups."""
 
 from __future__ import annotations
 

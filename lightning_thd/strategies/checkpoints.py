@@ -375,7 +375,7 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def load_whole_states(
     states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> None:
-    """Load whole states, by name or number, into the optimizers of a sharded model; a collective."""
+    """Load unsharded states, by name or number, into the optimizers of a sharded model; a collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for state, optimizer in zip(states, optimizers, strict=False):
         if not state["state"]:  # saved before the first step; torch would fail on an empty state

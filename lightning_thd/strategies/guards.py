@@ -45,7 +45,7 @@ def refused_engine(kind: type) -> tuple[str, str] | None:
 
 
 def refuse_engine(strategy: type) -> None:
-    """Refuse a class that puts the mixin on a strategy whose engine cannot run our steps."""
+    """Refuse a class that puts ``THDStrategyMixin`` on a strategy whose engine cannot run our steps."""
     if (found := refused_engine(strategy)) is not None:
         raise TypeError(
             f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on SingleDevice-, "

@@ -92,7 +92,7 @@ def meshes(parameters: Iterable[Tensor]) -> set[Any]:
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Compute the p-norm, with p = ``norm_type``, of each whole gradient and of all together; a collective.
+    """Compute the p-norm, p = ``norm_type``, of each gradient (all its shards) and of all; a collective.
 
     Returns:
         ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; none without gradients. If p is 2,

@@ -226,7 +226,7 @@ def register_strategies() -> None:
 
 
 def _configure(strategy: Any, **options: Any) -> None:
-    """Check the options for sharing packs among ranks, and set them as attributes of the mixin."""
+    """Check the options for sharing packs among ranks, and set them as the strategy's attributes."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
     flags(broadcast_data=options["broadcast_data"])
     check_ways(options["context_parallel_layout"], options["context_parallel_communication"])

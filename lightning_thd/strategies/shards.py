@@ -32,7 +32,7 @@ from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 
 
 class WeightShards:
-    """Cuts and shards weights of a ``ModelParallelStrategy`` with the mixin, and clips their gradients."""
+    """Cuts and shards weights of a ``ModelParallelStrategy`` with ``THDStrategyMixin``, clips gradients."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
         assert axes.meshes is not None

@@ -68,7 +68,7 @@ class ShardLayout:
         self.cu_seqlens: Tensor  # int32 ``[S + 1]``, the offsets of the sequences in the shard
         self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
         self.used = False  # whether attention has looked this layout up
-        self.job_ended = False  # whether the job that made this layout has ended
+        self.job_ended = False  # whether ``end_job`` was called while this layout was alive
         self.cache: dict[Any, Any] = {}
         _remember(self)
 

@@ -150,11 +150,12 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                     "cannot share weights. Set pipeline_parallel_size=1."
                 )
     config = inner.config.get_text_config(decoder=True)
-    for option in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+    needed = {"num_kv_shared_layers": "keys of earlier layers", "hidden_size_per_layer_input": "embeddings"}
+    for option, inputs in needed.items():
         if value := getattr(config, option, None):
             raise ValueError(
-                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier layers, or "
-                "embeddings of their own, from other pipeline stages. Set pipeline_parallel_size=1."
+                f"{type(inner).__name__} has {option}={value!r}: its layers use {inputs} from other "
+                "pipeline stages. Set pipeline_parallel_size=1."
             )
     if wants_balance(inner) and scores_of(inner) is None:
         raise ValueError(

@@ -89,7 +89,7 @@ def with_critic() -> Any:
         ),
         (
             lambda: another_config(make_model("llama"), hidden_size_per_layer_input=8),
-            "has hidden_size_per_layer_input=8: .* or embeddings of their own",
+            "has hidden_size_per_layer_input=8: its layers use embeddings from",
         ),
     ],
 )
