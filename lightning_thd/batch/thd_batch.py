@@ -58,7 +58,12 @@ class _Rows(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """Return the weight as the number of rows; a real shape could only be a whole number."""
-        return super().size() if dim is None else self.weight
+        if dim is None:
+            return super().size()
+        # Lightning adds this to an integer tensor. A sum with a float has the default dtype. "bf16-true"
+        # and "16-true" make that half precision, in which counts of tokens stop growing or overflow.
+        half = torch.get_default_dtype().itemsize < 4
+        return torch.tensor(self.weight, dtype=torch.float32) if half else self.weight
 
 
 def weighing_rows(weight: float) -> Tensor:

@@ -16,6 +16,7 @@ from torchmetrics import Metric, SumMetric
 
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import weighing_rows
 from lightning_thd.batch.upload import uploaded
 
 _FX = "training_step"
@@ -27,6 +28,7 @@ class StepLogs:
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
         self._logged: dict[str, list[Tensor]] = {}
+        self._scale: float | None = None  # the loss scale of the step's batches
         # Values, known from earlier steps, whose reduction over ranks waits for the end of the step.
         known = self._values() if microbatches > 1 else {}
         self._late = {key: value for key, value in known.items() if value.meta.sync.should}
@@ -34,7 +36,8 @@ class StepLogs:
     def begin(self, batch: THDBatch) -> str | None:
         """Let Lightning log as in ``training_step``; return the name of the hook that really runs."""
         if self._results is not None:
-            weigh(self._results, batch)
+            self._scale = batch.loss_scale
+            weigh(self._results, self._scale)
             for value in self._values().values():
                 value._forward_cache = None
         for value in self._late.values():
@@ -75,8 +78,8 @@ class StepLogs:
                     value.value = value._forward_cache
         self._logged.clear()
         # Values that later hooks log get the step's weight: its loss tokens per rank.
-        if self._results is not None and self._results.batch_size is not None:
-            self._results.batch_size *= self._microbatches
+        if self._results is not None and self._scale is not None:
+            weigh(self._results, self._scale / self._microbatches)
 
     @property
     def _results(self) -> Any:
@@ -91,10 +94,9 @@ class StepLogs:
         return {key: value for key, value in results.items() if value.meta.fx == _FX and value.meta.on_step}
 
 
-def weigh(results: Any, batch: THDBatch) -> None:
+def weigh(results: Any, loss_scale: float) -> None:
     """Weigh values logged on_epoch by the step's loss tokens / (its microbatches x data-parallel ranks)."""
-    results.batch = batch
-    results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
+    results.batch, results.batch_size = (weighing_rows(1.0 / loss_scale if loss_scale else 0.0),), None
 
 
 def _reduce(values: Tensor, meta: Any) -> Tensor:

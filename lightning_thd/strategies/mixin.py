@@ -261,7 +261,7 @@ class THDStrategyMixin(Strategy):
         """Run the user's ``training_step`` on one batch."""
         batch, results = args[0], self._trainer._results
         if isinstance(batch, THDBatch) and results is not None:
-            weigh(results, batch)
+            weigh(results, batch.loss_scale)
         if self._shards is None:
             output = super().training_step(*args, **kwargs)
         else:

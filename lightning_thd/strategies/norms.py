@@ -112,7 +112,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     stage = next(stages_in(module), None)
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad.detach(), p)
+            wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), p, dtype=wide)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             norms[f"grad_{p}_norm{group_separator}{name}"] = norm
             if stage is None or stage.channel.rank == 0 or parameter is not stage.tied:

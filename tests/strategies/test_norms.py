@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
+from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, grad_norm, meshes
 from tests.ranks import run_ranks
 
 
@@ -61,3 +61,12 @@ def test_nothing_to_clip_and_values() -> None:
     parameter.grad = torch.tensor([-3.0, 0.1, 3.0])
     clip_by_value([parameter], 0.5)
     assert parameter.grad.tolist() == pytest.approx([-0.5, 0.1, 0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_low_precision_are_not_rounded_to_it(dtype: torch.dtype) -> None:
+    module = nn.ModuleList([nn.Linear(50, 60, dtype=dtype) for _ in range(2)])
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter) * 3e3  # a norm of 2e5, beyond fp16
+    wanted = torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None]).norm()
+    assert float(grad_norm(module, 2)["grad_2.0_norm_total"]) == pytest.approx(float(wanted), rel=1e-5)

@@ -128,6 +128,34 @@ def test_epoch_mean_is_the_mean_over_all_tokens(step: Packs | Sequences, accumul
         assert float(trainer.callback_metrics[name]) == pytest.approx(losses[0], rel=1e-6)
 
 
+class LogsOne(L.LightningModule):
+    """Logs 1, in training and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.log("train", torch.ones(()), on_step=True, on_epoch=True)
+        return self.weight.sum()
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("val", torch.ones(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("strategy", ["auto", "thd"])
+def test_epoch_means_count_more_tokens_than_half_precision_can(strategy: str, precision: Any) -> None:
+    samples = [{"input_ids": torch.ones(3_000, dtype=torch.int64)}] * 30  # fp16 ends at 65,504
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(LogsOne(), THDDataModule(samples, val=samples, capacity=3_000))
+    for name in ("train_epoch", "val"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(1.0, rel=1e-6)
+
+
 class Keeps(Job):
     """Holds on to its last batch, a shard, as a callback of a user's may."""
 

@@ -69,7 +69,8 @@ def alone(function: Callable[..., Any], layout: ShardLayout | None) -> Callable[
     }
     if layout is None:
         return function
-    return lambda *args, **kwargs: rules[function](function, layout, *args, **kwargs)
+    kernel = torch.autocast("cpu", enabled=False)(function)  # a kernel does not read autocast
+    return lambda *args, **kwargs: rules[function](kernel, layout, *args, **kwargs)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None) -> Tensor:
@@ -120,9 +121,10 @@ def weights(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
 
 
-def compare(kinds: list[str], layouts: list[Layout], cases: int) -> float:
-    """Largest relative error of outputs and gradients over all cases."""
+def compare(kinds: list[str], layouts: list[Layout], cases: int, autocast: bool = False) -> float:
+    """Largest relative error of outputs and gradients over all cases, in fp64, or in fp32 under autocast."""
     group: Any = dist.group.WORLD
+    dtype, bound = (torch.float32, 2e-5) if autocast else (torch.float64, 1e-10)
     worst = 0.0
     for kind in kinds:
         for lengths in CASES[:cases]:
@@ -135,11 +137,12 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int) -> float:
                 t = tensors(kind, at.slots)
                 slots = {name for name, x in t.items() if x.shape[0] == at.slots}
                 t = {
-                    name: (x[at.own] if name in slots else x).detach().clone().requires_grad_()
+                    name: (x[at.own] if name in slots else x).detach().to(dtype, copy=True).requires_grad_()
                     for name, x in t.items()
                 }
-                out = run(kind, t, at)
-                whole_out = torch.empty(at.slots, *out.shape[1:], dtype=out.dtype)
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    out = run(kind, t, at)
+                whole_out = torch.empty(at.slots, *out.shape[1:], dtype=torch.float64)
                 (out * weights(whole_out)[at.own]).sum().backward()
                 found = {"out": gather_pack(out.detach(), at)}
                 for name, x in t.items():
@@ -151,7 +154,7 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int) -> float:
                         found[name] = grad
                 for name, value in wanted.items():
                     error = float((found[name] - value).norm() / value.norm().clamp_min(1e-3))
-                    assert error < 1e-10, (kind, lengths, layout, name, error)
+                    assert error < bound, (kind, lengths, layout, name, error)
                     worst = max(worst, error)
     return worst
 
@@ -170,3 +173,7 @@ KINDS = ["convolution", "state_space", "delta", "kimi"]
 def test_shards_equal_the_pack(cp: int, cases: int) -> None:
     # fp64: other orders of the same sums.
     assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk", "mixed"], cases)) < 1e-12
+
+
+def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
+    run_ranks(compare, 2, ["state_space", "delta"], ["dual_chunk"], 1, True)
