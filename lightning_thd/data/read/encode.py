@@ -248,8 +248,7 @@ def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     refuse_keys(record)
     if found := [name for name in _NOT_KEPT if record.get(name) is not None]:
         raise ValueError(
-            f"{', '.join(found)} beside input_ids would be lost: here only ids and labels are kept. "
-            "Write Parquet."
+            f"{', '.join(found)} beside input_ids would be lost: only ids and labels are kept. Write Parquet."
         )
     read = ("input_ids", "labels", "attention_mask")
     sample = check_sample({name: record[name] for name in read if name in record}, "the record", empty=True)
