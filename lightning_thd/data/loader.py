@@ -174,6 +174,7 @@ class THDLoader:
         self._requeue_dropped()
         at = self._saved = replace(self._position, ended=False)
         self._step_ends.clear()
+        ends = self._step_ends
         self._handed_out, self._not_run, handed, self._iterating = 0, 0, 0.0, True
         self._total_at_start = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
@@ -203,6 +204,11 @@ class THDLoader:
                     self._indices.append(list(batch.sequence_ids))
                 self._not_run = int(self._reports)
                 yield batch
+                if self._step_ends is not ends:
+                    raise ValueError(
+                        "The loader was set to another position inside a loop over it, and the loop cannot "
+                        "follow. Leave the loop after load_state(), and begin it again."
+                    )
                 self._not_run = 0
         self._iterating = False
         if not self.source.resumes:

@@ -209,9 +209,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
-        planner = None if self._packs is None else self._packs.loader.planner
-        if planner is not None:  # Trainer's own epoch counts only the packs since it resumed
-            self.state.epoch = self.state.global_step / planner.num_steps(0)
+        source = None if self._packs is None else self._packs.loader.source
+        if source is not None and (length := source.length(0)) is not None:
+            # Trainer's own epoch counts only the packs since it resumed.
+            self.state.epoch = self.state.global_step * source.per_step / length
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume

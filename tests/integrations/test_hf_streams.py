@@ -143,10 +143,13 @@ def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: P
         planned(tmp_path / "again").train(str(checkpoint))
 
 
-def test_resuming_begins_in_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
-    trainer = planned(tmp_path, max_steps=12, save_steps=10, logging_steps=1)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_resuming_begins_in_the_epoch_of_the_checkpoint(streamed: bool, tmp_path: Path) -> None:
+    write_samples(tmp_path)
+    source = Stream(f"{tmp_path}/*.jsonl", steps_per_epoch=8) if streamed else sequences(30)
+    trainer = planned(tmp_path, train_dataset=source, max_steps=12, save_steps=10, logging_steps=1)
     trainer.train()
-    resumed = planned(tmp_path, max_steps=12, logging_steps=1)
+    resumed = planned(tmp_path, train_dataset=source, max_steps=12, logging_steps=1)
     resumed.train(str(tmp_path / "checkpoint-10"))
     assert len(resumed.get_train_dataloader()) <= 10  # the packs of an epoch
     first, second = ([row for row in x.state.log_history if "loss" in row] for x in (trainer, resumed))

@@ -137,6 +137,29 @@ def test_a_step_that_was_fetched_but_not_run_is_the_next_one(engine: str, stream
         assert run(stopped, 2)[2] == wanted[2:]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.save of a scheduler warns
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_state_that_is_loaded_inside_a_loop_ends_it(streamed: bool, tmp_path: Path) -> None:
+    source: Any = (lambda part, parts: iter(sequences(60))) if streamed else sequences(60)
+    data = THDDataModule(source, capacity=CAPACITY, global_batch=Sequences(6))
+    owner, loop = make_loop("accelerate", None, data=data)
+    seen: list[Any] = []
+
+    def train() -> None:
+        for step in loop.loader:
+            run(loop, 1, [step])
+            seen.append([b.sequence_ids for b in step.microbatches])
+            if len(seen) == 2:
+                owner.save_state(tmp_path)
+            elif len(seen) == 4:
+                owner.load_state(tmp_path)
+
+    with pytest.raises(ValueError, match="inside a loop over it"):
+        train()
+    assert run(loop, 2)[2] == seen[2:]
+    assert loop.loader.state_dict()["step"] == 4
+
+
 REFUSED = {
     "loader": "ValueError: prepare_thd got data of type DataLoader, wanted a THDDataModule",
     "packs": "make 1 packs a step. Set Packs(1)",
