@@ -158,7 +158,8 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> T
     entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], layout)
     num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
     for rows, one in zip(plan.spanning, spanned, strict=True):
-        read = one.read(entering.index_select(0, rows.members))
+        with torch.autocast(inputs[0].device.type, enabled=False):  # states keep the precision of the kernel
+            read = one.read(entering.index_select(0, rows.members))
         outputs.append((one.out + read.to(one.out.dtype)).flatten(0, 1))
     for rows in plan.closing:
         _run(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
