@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -177,7 +178,7 @@ def load_config(path: str) -> Any:
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     """Return real tokens / slots if batches of ``rows`` sequences were padded to their longest one."""
     flat = [length for pack in packs for length in pack]
-    flat = np.random.default_rng(0).permutation(flat).tolist()  # packs hold sequences of similar length
+    random.Random(0).shuffle(flat)  # packs hold sequences of similar length
     batches = [flat[start : start + rows] for start in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
     return sum(flat) / slots
