@@ -104,7 +104,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
             f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
-            f"{'q' if side == 'q' else 'k and v'}: give padding at the end a sequence of its own."
+            f"{'q' if side == 'q' else 'k and v'}. Count padding at the end as one more sequence."
         )
     if fall is not None:
         raise ValueError(

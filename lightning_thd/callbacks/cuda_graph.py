@@ -180,7 +180,7 @@ class CUDAGraphCallback(L.Callback):
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches. They capture only if all ranks expect a gain.
         if not all_agree(problem is None, batch.input_ids.device):
-            self._stay_idle(problem or "graphs gain nothing on another rank, whose message says why")
+            self._stay_idle(problem or "graphs gain nothing on another rank")
             return False
         return True
 

@@ -2,7 +2,7 @@
 
 ``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. For steps without
 random operators, a capture skips this. Checkpointed steps with random operators, such as dropout, are
-refused, because the second forward pass would draw other numbers.
+refused if checkpointing saves that state, because the second forward pass would draw other numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
             value = value.detach()
         elif isinstance(value, bool) or not isinstance(value, int | float):
             refuse(
-                f"the step logs {name!r}, a {type(value).__name__}, whose state a replay would not update. "
+                f"the step logs {name!r}, a {type(value).__name__}, which a replay would not update. "
                 "Log a tensor, or update the metric in on_train_batch_end from what the step returns."
             )
             return
@@ -129,7 +129,7 @@ def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterat
 
 
 def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
-    """Refuse logged Python numbers that are not constant over runs, or are sizes of the bucket."""
+    """Refuse logged Python numbers that differ between runs, or are ``sizes`` of the captured batch."""
     for values in zip(*runs, strict=True):
         numbers = [x.value for x in values if not isinstance(x.value, Tensor)]
         if numbers and (len(set(numbers)) > 1 or numbers[0] in sizes):
@@ -169,14 +169,14 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[A
         index, name = key
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
-            f"the step changes {owner}.{name}. A replay would not change it again; if it is a buffer, a "
-            "replay would also count the dummy tokens of padding. Move counters, lists, metrics and running "
+            f"the step changes {owner}.{name}. A replay would not change Python state again, and would count "
+            "dummy tokens of padding in a buffer. Move counters, lists, metrics and running "
             "statistics to on_train_batch_end."
         )
 
 
 def remembered(spaces: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """Return a function that gives dictionaries of attributes back their present values and contents."""
+    """Return a function that restores the values that these attributes have now, and their contents."""
     kept: list[tuple[dict[str, Any], str, Any, Any]] = [
         (space, name, value, value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
         for space in spaces

@@ -1,4 +1,4 @@
-"""A counted data set, settings and ranks -> a planner; the packs of windows are counted once for all runs."""
+"""An indexed data set, settings and ranks -> a planner; large data sets cache their numbers of packs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DataSettings:
             raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
     def step(self, job: Job) -> Packs | Sequences:
-        """Return a step's size; by default one pack per batch for each rank, or group of sharing ranks."""
+        """Return a step's size; by default one pack per batch for each rank, or for each dynamic group."""
         groups = job.ranks if job.sharing is None else max(1, job.ranks // job.sharing.max_degree)
         return self.global_batch or Packs(groups * job.accumulate)
 
@@ -167,7 +167,7 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
     assert data.weights is not None
     assert data.lengths is not None
     if settings.schedule is not None:
-        raise ValueError("schedule= uses each sequence once, but a mixture draws sequences. Leave one out.")
+        raise ValueError("schedule= uses each sequence once, but a mixture repeats some. Leave one out.")
     limit = make_slots(settings.capacity, plan["align"]).longest
     most = limit if plan["oversize"] == "drop" else None
     lengths: Mapping[str, npt.NDArray[np.integer]] = data.lengths
@@ -206,10 +206,10 @@ def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return a row's ids, 4 bytes each; with images, positions or types, numbers that no other row shares."""
+    """Return a row's ids, 4 bytes each. A row that may share no prefix gets numbers that no other has."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
-    if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
+    if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):  # not only ids decide
         ids = np.full(len(ids), -1 - i)
     return ids.astype("<i4").tobytes()
 
@@ -221,7 +221,7 @@ def _refuse(option: str, clashes: Mapping[str, bool]) -> None:
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
-    """Return how many sequences each policy left out or changed; bad records count as ``skipped``."""
+    """Return the sequences that each policy left out or changed, ``tokens_lost``, and ``skipped`` records."""
     counts = dict(planner.entries.counts)
     counts["empty"] -= len(data.index.bad)  # a bad row also has length 0
     return {**counts, "skipped": data.skipped} if data.skipped else counts

@@ -1,7 +1,7 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, and their router z-loss.
 
 transformers balances experts over all slots of a microbatch, so its loss depends on the packing. The
-formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts.
+formulas are in docs/guides/experts.md. Legend: S sequences, E experts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Routers:
                 setattr(module, FUNCTION, before)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
-        """Compute a model's router loss ``[]``; NaN in training on pipeline stages without the head."""
+        """Compute a router loss, a scalar. In training, pipeline stages without the head return NaN."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
@@ -111,7 +111,7 @@ class Routers:
         return loss
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return each slot's sequence, S for padding; if prefixes are shared, each token's, and its slot."""
+        """Return the sequence of each slot, or S; of shared prefixes, each token's sequence and slot."""
         batch = self.batch
         if isinstance(batch, SharedBatch):
             return batch.token_sequences(), batch.prefixes.token_slots

@@ -22,8 +22,8 @@ from lightning_thd.batch import IGNORE_INDEX, THDBatch
 class SlotLosses(NamedTuple):
     """The losses of a batch's slots and their weights, on the device, without gradient."""
 
-    losses: Tensor  # weight times loss of each row, ``[R]``
-    weights: Tensor  # the weight of each row, times the scale that ``see`` gets, ``[R]``
+    losses: Tensor  # weight times loss of each row, times the scale that ``see`` gets, ``[R]``
+    weights: Tensor  # the weight of each row, times that scale, ``[R]``
     kept: Tensor | None  # int64 ``[R]``, the slots of the rows; None for all slots
 
 
@@ -57,7 +57,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect slot losses while a CUDA graph records a step; replays fill the tensors again, for ``show``."""
+    """Collect slot losses while a CUDA graph records a step; each replay writes new values into them."""
     found: list[SlotLosses] = []
     token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
     try:

@@ -2,10 +2,9 @@
 
 ``watch_models`` patches ``PreTrainedModel``. A model that is built with "thd" or switched to it gets two
 hooks, ``enter`` and ``leave``. The forward of every model class gets a guard. The hooks find the pack in
-the arguments of a call, or take the batch that a loss has announced. The guard sees the calls that the hooks
-miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside a model
-without. The guard announces the first and refuses the second. It refuses the third if the outer model gets
-labels or pools its output.
+the arguments of a call, or take the batch that a loss has announced. The guard sees what the hooks miss. It
+announces the pack of ``model.forward(...)``. It refuses a model whose config was switched to "thd" by hand,
+and a model without "thd" around a model with "thd" if the outer model gets labels or pools its output.
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
 
@@ -219,14 +218,14 @@ def enter(
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
-    # A loop may pass a batch in place of tensors, to run its whole step inside the call: keep args then.
+    # A training loop may call the model with a batch, to run its whole step inside. Keep such args in place.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
     if outer is not None and outer.families:
         families, masks = outer.families, outer.masks  # an outer model may pass its masks to an inner model
         embeds = kwargs.get("inputs_embeds")
-        # An inner model that gets embeddings of all the pack's slots continues the language model.
+        # An inner model that gets embeddings of all slots is a part of the language model: it keeps the pack.
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
         if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
@@ -334,7 +333,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Refuse layers that "thd" cannot make correct; check a model until it passes once, or in every trace."""
+    """Refuse layers that "thd" cannot make correct, until a model passes once; when compiling, always."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     else:
@@ -347,7 +346,7 @@ def _refuse_wrong_layers(model: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(model_id: int) -> str | None:
     model = _MODELS.get(model_id)
-    if model is None:  # never adopted, because its class has its own copy or unpickle method
+    if model is None:  # never adopted, because its class has its own __deepcopy__ or __setstate__
         return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
     return _unknown_layers(model)
 
@@ -459,7 +458,7 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
 
     The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
     thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
-    boundaries are inputs of the graph. Around layers that break the graph, this wrapper must run in Python.
+    pack's boundaries are inputs of the graph. Layers that break the graph need this wrapper to run in Python.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

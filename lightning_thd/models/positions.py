@@ -117,7 +117,7 @@ def adopt_row_scales(model_class: type) -> None:
 
 
 class _CacheOfOffsets:
-    """An empty cache with a length per slot, ``[T]``: slot + length is the position inside the sequence."""
+    """Stands in for an empty cache: slot + length, ``[T]``, is the position of a slot inside its sequence."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -206,7 +206,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         if position_ids.shape[-1] != pack.slots:
             raise ValueError(
                 f"{type(self).__name__} got {position_ids.shape[-1]} positions for a pack of {pack.slots} "
-                f"slots: some keys belong to no sequence. Use sequences of at most {limit} tokens."
+                f"slots, which cannot be assigned to sequences. Use sequences of at most {limit} tokens."
             )
         return _one_by_one(run, pack, position_ids, limit)
 
@@ -280,7 +280,7 @@ def _restore(rotary: Any) -> None:
 
 # ---- Embeddings of padding that are zero
 
-# Its square is far above the smallest positive number of float32 and bfloat16, and far below any epsilon.
+# The square is far above the smallest positive float32 and bfloat16, and far below the epsilon of a norm.
 _TINY = 1e-12
 _TINY_HALF = 2.0**-11  # its square, 2**-22, is one of float16's smallest positive numbers
 

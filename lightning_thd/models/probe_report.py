@@ -25,7 +25,7 @@ class PackingReport:
         tolerance: largest ``error``, ``gradient_error`` and ``pad_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest change of a parameter's gradient by a trailing pad, relative to that gradient.
-        batch_norms: names of the batch norms that average over a pack in the model's mode before the check.
+        batch_norms: names of the batch norms that average over a pack in the mode of the given model.
         skipped: the checks that were skipped, and why.
         module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
             that should agree; None if none is found.
@@ -116,7 +116,7 @@ class PackingLeakError(RuntimeError):
             what = "gets different or non-finite gradients if a trailing pad is added"
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.batch_norms and report.same and not report.leaks:
-            remedy = "Use norms of single tokens, such as LayerNorm, or keep batch norms in eval()"
+            remedy = "Use norms of single tokens, such as LayerNorm, or running statistics in eval()"
         elif report.attention is None:  # not a transformers model
             remedy = "Keep sequences apart in every layer: call varlen_attention with batch.cu_seqlens, and "
             remedy = f"{remedy}take positions from batch.position_ids"

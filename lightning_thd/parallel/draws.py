@@ -80,5 +80,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def draw_number() -> int:
-    """Draw an int64 from the CPU's stream, which stays equal on all stages: each draws once per layer."""
+    """Draw an int64 from the CPU's stream, as each stage does for every layer, so that streams stay equal."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -39,7 +39,7 @@ class StepLoop:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the first microbatch of a step has run and the step has not ended."""
+        """Return whether a step has begun and not ended."""
         return self._step is not None
 
     def first(self, batch: Any, *args: Any) -> Any:
@@ -60,7 +60,7 @@ class StepLoop:
         return output
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Backpropagate the first microbatch, then run the others; divide each loss by their number."""
+        """Backpropagate the first microbatch, then run the others. A loss is divided by ``len(step)``."""
         assert self._step is not None
         assert self._logs is not None
         step, args = self._step
@@ -146,7 +146,7 @@ def loss_of(output: object) -> Tensor:
 
 
 def warn_of_extras(output: object, microbatches: int) -> None:
-    """Warn that callbacks get other outputs of ``training_step`` than the loss for one microbatch only."""
+    """Warn that callbacks get only one microbatch's outputs of ``training_step``, apart from the loss."""
     extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
     if extras and microbatches > 1:
         rank_zero_warn(

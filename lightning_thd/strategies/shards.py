@@ -139,7 +139,7 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """After the last batch, free gathered weights, which a callback may freeze instead of the shards."""
+        """Shard weights again after the last batch, so that a callback freezes no gathered copies of them."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 

@@ -122,7 +122,7 @@ class Extra(nn.Module):
     [
         (
             "in place",
-            r"the step changes Extra.total. A replay would not change it again; if it is a buffer",
+            r"the step changes Extra.total. A replay would not change Python state again, and would",
         ),
         ("rebound", r"the step changes Extra.total"),
         ("kept", r"the step changes Extra.last"),

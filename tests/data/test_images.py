@@ -183,7 +183,7 @@ def asked(*content: Any, **more: Any) -> dict[str, Any]:
         (chat(0, b"no image"), "bytes of an image cannot be opened as an image"),
         (chat(0, "https://x.org/a.png"), "is an address. Download images"),
         (chat(0) | {"images": [as_bytes(0)]}, "the record has 1 images, but its messages have places for 0"),
-        (asked({"type": "image"}), "a place for an image beyond the 0"),
+        (asked({"type": "image"}), "more places than the 0 images given"),
         *((asked({"type": kind}), f"of type '{kind}', but only text") for kind in ("video", "input_audio")),
         (chat(0) | {"videos": ["a.mp4"]}, "the record holds 'videos', but only text and images are rendered"),
         (chat(0) | {"audio": "a.wav"}, "the record holds 'audio', .* audio cannot be packed"),

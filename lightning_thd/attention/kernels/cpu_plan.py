@@ -195,7 +195,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on the same rows. ``once``: in a backward, each key is in one tile and call 0 has all queries."""
+    """Calls on the same rows. ``once``: a key is in one tile, call 0 has all queries: only dq is summed."""
 
     q: Rows
     k: Rows
@@ -353,7 +353,7 @@ class _Cutter:
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         # Causal columns that start on the diagonal need no mask tensor. Without a left limit, all queries
-        # see the keys before query 0's position, so columns of these keys need none and may be wide.
+        # see the keys before query 0's position, so columns of these keys need no mask either.
         edges = list(range(max(0, shift), keys, width))
         wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
         edges = [*range(0, max(0, shift), wide), *edges, keys]

@@ -5,7 +5,7 @@ from lse. If out and lse include more than the given keys (a sink or other ranks
 those of the complete attention. A sink is an extra key of every query, with a learned logit and a value of
 zero (gpt_oss). It rescales out: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
 
-Legend: T slots, H query heads, E value head size.
+Legend: T slots, Tq slots of queries, H query heads, E value head size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RawKernel(Protocol):
         """Return supported head sizes that are at least the given ones, or None if there are none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; 0 and +inf or -inf for a query without keys."""
+        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``. Without keys, out is 0 and lse is +inf or -inf."""
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""

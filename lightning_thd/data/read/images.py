@@ -1,7 +1,7 @@
 """A conversation with images -> messages whose content is a list of parts, and the source of each image.
 
-A source is a path, a data address, bytes, or an opened image. A part ``{"type": "image"}`` has it under
-``image``, ``path`` or ``url``, and a part ``{"type": "image_url"}`` under ``{"image_url": {"url": ...}}``. A
+A source is a path, a ``data:`` URL, bytes, an opened image, or a dict with ``bytes`` or ``path``. It is
+under ``image``, ``path`` or ``url`` of a part ``{"type": "image"}``, or in ``{"image_url": {"url": ...}}``. A
 part without a source takes the next entry of the record's ``images``, and so does each ``<image>`` in a text
 if the record has ``images``.
 """
@@ -50,7 +50,7 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             if source is None and not left:
-                raise ValueError(f"a message has a place for an image beyond the {given} given. Add it.")
+                raise ValueError(f"the messages have more places than the {given} images given. Add one.")
             sources.append(left.pop(0) if source is None else source)
             parts.append({"type": "image"})
         changed.append({**message, "content": parts})
@@ -74,7 +74,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
-            raise ValueError(f"a message holds the part {part!r:.60} without 'type' or 'text'. Add it.")
+            raise ValueError(f"a message holds the part {part!r:.60}, not a dict with 'type' and 'text'.")
         if not split or text is None or "<image>" not in text:
             yield part
             continue

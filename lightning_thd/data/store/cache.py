@@ -163,7 +163,7 @@ def reopen(folder: Path, *, version: int) -> Arrays | None:
     try:
         return open_arrays(folder, version=version)
     except ValueError as err:
-        rank_zero_warn(f"{err} It is built again now.")
+        rank_zero_warn(f"{str(err).rpartition(' Delete')[0]} It is built again now.")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 

@@ -107,12 +107,12 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of every sequence, int64 ``[n]``."""
+        """Return the number of tokens in each sequence, int64 ``[n]``."""
         return np.diff(self.offsets)
 
     @property
     def loss_tokens(self) -> NDArray[np.integer]:
-        """Return the loss tokens of every sequence, ints ``[n]``; the first label never counts."""
+        """Return the number of loss tokens in each sequence, ints ``[n]``; the first label never counts."""
         if self._loss_tokens is None:
             self._loss_tokens = (
                 np.maximum(self.lengths - 1, 0)
@@ -138,7 +138,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences. Pass the index of one.")
+            raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences does not exist.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -159,7 +159,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Map a folder written by ``save`` into memory; raise ValueError if a file's size or ends differ."""
+        """Map a folder written by ``save`` into memory; raise ValueError if a file was changed since."""
         return cls._from_arrays(folder, open_arrays(folder, version=_VERSION))
 
     @classmethod
@@ -202,7 +202,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save each piece of ``parts(k)`` as a file after the k files of a killed process; join all files."""
+    """Save pieces as files, from ``parts(k)`` if a killed process left k of them, and join all files."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}
