@@ -210,6 +210,8 @@ class THDLoader:
                         "follow. Leave the loop after load_state(), and begin it again."
                     )
                 self._not_run = 0
+        if self._progress is not None:  # a stream's last batch is fetched ahead, and has not run yet
+            self._progress.check_counts()
         self._iterating = False
         if not self.source.resumes:
             self._position = Position(epoch=self._position.epoch + 1, ended=True)

@@ -38,7 +38,7 @@ def refusals(strategy: str, layout: str) -> dict[str, str]:
         found["sums"] = r"MisconfigurationException: self.log\(reduce_fx='sum'"
         found["counts"] = r"Counting\.tokens is a SumMetric while ranks share packs.*set its process_group to"
     if place.pp > 1:
-        found["accumulate"] = found["validated in between"] = "but a pipeline.* run all microbatches"
+        found["accumulate"] = found["validated in between"] = "but with a pipeline,.* each batch is a step"
         found["metrics"] = found["counts"] = "only the last pipeline stage has the numbers"
         found["manual"] = "which automatic_optimization=False cannot"
     return found
