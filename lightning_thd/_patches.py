@@ -44,15 +44,13 @@ PATCHES: Final[dict[str, Patch]] = {
         "models/positions.py",
     ),
     "vision towers": Patch(
-        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their files",
-        "models/towers.py",
+        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their files", "models/towers.py"
     ),
     "ropes": Patch("forward of rotary embeddings with longrope or dynamic ropes", "models/positions.py"),
     "zero embeddings": Patch("forward of Gemma 3n's scaled word embeddings", "models/positions.py"),
     "classifiers": Patch("forward of ...ForSequenceClassification", "models/pooled_heads.py"),
     "postponed weights": Patch(
-        "PreTrainedModel._load_pretrained_model, ._finalize_model_loading, for a while",
-        "models/weights.py",
+        "PreTrainedModel._load_pretrained_model, ._finalize_model_loading, for a while", "models/weights.py"
     ),
     "seeded weights": Patch("the functions of transformers.initialization, for a while", "models/weights.py"),
     "head call": Patch(

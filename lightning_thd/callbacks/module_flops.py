@@ -19,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_thd._find import outermost_models
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.cuda_graph.fingerprint import only_looking
+from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel, Member, join
-from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
+from lightning_thd.flops.terms import Basis, Causal, Recompute, Tokens, lone, matmul
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.stats import combine
@@ -30,7 +31,8 @@ Policy: TypeAlias = Recompute | Literal["auto"]
 _MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
 _MAX_WATCHED = 3  # Calls of models are watched in up to this many steps of a stage, until a step has some.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
-_HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
+_HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
+_POOLED_HEADS = re.compile(_HEADS.pattern.replace("score|", "score|pooler|pre_classifier|head|"))
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
 _UNCOUNTED = 0.05  # We warn if a larger share of the weights is outside every known model.
 
@@ -47,12 +49,7 @@ class ModuleFlops:
     """Finds each stage's ``FlopsModel``: the user's, one built from configs, or a count of the first step."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        given: FlopsModel | None = None,
-        *,
-        sharded: bool,
-        **conventions: Any,
+        self, module: nn.Module, given: FlopsModel | None = None, *, sharded: bool, **conventions: Any
     ) -> None:
         self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" is the model before the first step
@@ -156,9 +153,7 @@ class ModuleFlops:
     def _model_from_counter(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
         name = type(self._module).__name__
         try:
-            seen = [stats for stats, _ in resolve(step)]
-            least = min(stats.slots for stats in seen)
-            layers = counted_layers(counter, combine(seen), least=least, name=name)
+            layers = counted_layers(counter, [stats for stats, _ in resolve(step)], name=name)
         except ValueError as err:
             rank_zero_info(f"FLOPs are not logged: {err}")
             return
@@ -306,20 +301,27 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
             return model
     except (AttributeError, NotImplementedError):
         return model
-    heads = [getattr(child, name) for name in _HEADS if isinstance(getattr(child, name, None), nn.Linear)]
+    groups = weights_by_layer(child, share_of_experts(child))
+    pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    named = _POOLED_HEADS if pooled else _HEADS
+    weights = (*groups.get("transform", ()), *groups.get("", ()))
+    heads = [weight for weight in weights if weight.macs and named.search(weight.path)]
     vocabulary = getattr(child.config, "vocab_size", None)
     elsewhere = any(isinstance(x, nn.Linear) and x.out_features == vocabulary for x in module.modules())
     if not heads and elsewhere:  # the user's module has a language head of its own
         return model
-    pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
     transforms = hasattr(child, "head") and not pooled  # ModernBERT transforms every token before the head
     left_out = ("lm_head",) if transforms else ("lm_head", "transform")
     layers = [layer for layer in model.layers if layer.path not in left_out]
+    upstream = any(w.trained for group in groups.values() for w in group if not named.search(w.path))
+    upstream = upstream or any(term.input_grad for term in layers[-1].terms)
     for head in heads:
-        term = matmul("head", head.in_features * head.out_features, kind="logits")
-        trained = any(parameter.requires_grad for parameter in head.parameters() if parameter.ndim > 1)
-        term = replace(term, weight_grad=term.weight_grad if trained else 0)
-        layers.append(Layer(path="head", terms=(term,), recomputable=False))
+        # A decoder's "score" runs on every token.
+        basis: Basis = "sequence" if pooled and "score." not in head.path else "token"
+        term = matmul("head", head.macs, kind="logits", basis=basis)
+        costs = {"input_grad": term.forward * upstream, "weight_grad": term.forward * head.trained}
+        layers.append(lone("head", replace(term, **costs)))
+        upstream = upstream or head.trained
     return replace(model, layers=tuple(layers))
 
 

@@ -47,11 +47,12 @@ _ROUTER = ("gate", "router", "shared_expert_gate")
 _OUT = (  # the last matmul of a mixer or an MLP
     *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
     *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj", "out_lin", "lin2", "o"),
+    *("linear_2", "2"),
 )
 _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
 # PEFT's additional weights, and the model's own weights that a trained copy replaces.
 _OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.([^.]+)")
-_LAST_NORM = ("post_feedforward", "post_mlp", "post_ff", "output.layernorm", "output_layer_norm")
+_LAST_NORM = ("post_f", "post_mlp", "output.layernorm", "output_layer_norm", "transform.layernorm")
 _SECOND_NORM = (
     *("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe", "mlp_norm"),
     *("attention.output.layernorm", "attention.layernorm", "sa_layer_norm"),

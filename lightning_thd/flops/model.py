@@ -132,7 +132,7 @@ class FlopsModel:
         name = type(module).__name__
         with StepCounter() as counter:
             run()
-        return FlopsModel(name=name, layers=counted_layers(counter, stats, name=name), tokens="slots")
+        return FlopsModel(name=name, layers=counted_layers(counter, [stats], name=name), tokens="slots")
 
     register = staticmethod(register)
 

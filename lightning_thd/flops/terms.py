@@ -15,6 +15,7 @@ Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding"
 # The count. "pair": queries x keys under a causal mask; "all_pair": without; "cross_*": other inputs' keys.
 Basis: TypeAlias = Literal[
     "token",
+    "sequence",
     "pair",
     "all_pair",
     "cross_token",
@@ -116,6 +117,7 @@ def _pairs_in(stats: SeqStats, window: Window) -> int:
 
 
 _COUNTS: dict[Basis, str] = {
+    "sequence": "sequences",
     "all_pair": "sum_squares",
     "cross_token": "cross_tokens",
     "cross_pair": "cross_pairs",

@@ -9,6 +9,7 @@ dispatcher, such as those of flash-linear-attention.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_thd.flops.terms import Layer, Term
-from lightning_thd.stats import SeqStats, window_pairs
+from lightning_thd.stats import SeqStats, combine, window_pairs
 
 _Shape: TypeAlias = Any  # torch.Size: torch's own formulas are untyped
 
@@ -118,13 +119,9 @@ class StepCounter(FlopCounterMode):
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def counted_layers(
-    counter: StepCounter, stats: SeqStats, *, name: str, least: int | None = None
-) -> tuple[Layer, ...]:
-    """Convert the counts of one training step to layers that scale with its slots and pairs.
-
-    ``least`` is the number of slots of the smallest microbatch; the default is ``stats.slots``.
-    """
+def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str) -> tuple[Layer, ...]:
+    """Convert the counts of one step, with these microbatches, to layers that scale with slots and pairs."""
+    stats, each = combine(seen), [one.slots for one in seen]
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
         raise ValueError(
@@ -138,11 +135,12 @@ def counted_layers(
         )
     per_pair = 0.0
     for (operator, rows, length), flops in counter.attention.items():
-        whole = "varlen" not in operator and rows * length >= (least or stats.slots)
+        whole = "varlen" not in operator and rows * length >= min(each)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
         # In calls over all slots, each slot sees ``length`` keys, padding too; else those of its sequence.
-        pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)
+        longest = max(each) / rows  # a decoder's rows may be longer
+        pairs = min(length, longest) * stats.slots if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (
         _third("counted", "linear", "token", matmuls / stats.slots),

@@ -155,8 +155,7 @@ def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     **dict.fromkeys(
-        ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"),
-        lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+        ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"), lambda c, r, beta, e: _smoothed(beta * (c - r), e)
     ),
     "robust": _robust,
     "exo_pair": _exo,

@@ -206,9 +206,7 @@ def _mentions_thd(config: Any) -> bool:
 
 
 def enter(
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     config = model.config

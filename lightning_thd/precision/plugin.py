@@ -78,12 +78,7 @@ class FP8Precision(Precision):
         self._module: nn.Module | None = None  # the module whose layers have delayed scaling's statistics
 
     def alignment(
-        self,
-        cp: int = 1,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        *,
-        layout: Layout = "dual_chunk",
+        self, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, *, layout: Layout = "dual_chunk"
     ) -> Alignment:
         """Return the recipe's multiples for packs; the data module combines them with the strategy's."""
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)

@@ -85,7 +85,7 @@ def number(value: float) -> str:
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` in a folder of CSVLogger; later runs replace the values of equal steps.
+    """Read every ``metrics.csv`` below a folder; a later run replaces the steps from its first one on.
 
     Returns:
         For every metric its (step, value) pairs, sorted by step.
@@ -102,15 +102,19 @@ def read_metrics(folder: str | Path) -> Series:
         )
     found: dict[str, dict[int, float]] = {}
     for file in files:
+        run: dict[str, dict[int, float]] = {}
         try:
             with file.open(newline="") as lines:
                 for row in csv.DictReader(lines):
                     step = int(float(row.pop("step")))
                     for name, text in row.items():
                         if text and name != "epoch":
-                            found.setdefault(name, {})[step] = float(text)
+                            run.setdefault(name, {})[step] = float(text)
         except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
             raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Repair or remove it.") from err
+        for name, values in run.items():  # a resumed run repeats the steps after its checkpoint
+            before = {step: value for step, value in found.get(name, {}).items() if step < min(values)}
+            found[name] = before | values
     if "train/loss_step" in found:  # logged with on_step=True and on_epoch=True
         found.setdefault("train/loss", found["train/loss_step"])
     return {name: sorted(values.items()) for name, values in found.items()}
@@ -120,7 +124,7 @@ def table(series: Series) -> Table:
     """Build a table of the first, median and last values that a training run logged."""
     rows = []
     for name, row in ROWS.items():
-        if values := [value for _, value in _finite(series, name)]:
+        if values := [value for _, value in _finite(series, name, last=True)]:
             cells = (values[0], median(values), series[name][-1][1] * row.factor)  # the last may be NaN
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
     return Table(columns=("", "first", "median", "last"), rows=rows)
@@ -259,20 +263,21 @@ def _title(names: Sequence[str]) -> str:
     return " and ".join(ROWS[name].title for name in names) + (f" [{unit}]" if unit else "")
 
 
-def _finite(series: Series, name: str) -> list[tuple[int, float]]:
-    """Return a metric's finite values in its unit; [] for HFU equal to MFU, or imbalance that is always 1."""
+def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int, float]]:
+    """Return a metric's finite values in its unit, or else its ``last`` one; [] for what repeats."""
     found, factor = series.get(name, []), ROWS[name].factor
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")
     if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
         return []
-    return [(step, value * factor) for step, value in found if math.isfinite(value)]
+    finite = [(step, value * factor) for step, value in found if math.isfinite(value)]
+    return finite or (found[-1:] if last else [])
 
 
 def _headlines(series: Series) -> list[str]:
     """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:  # the metrics of the headline
-        if values := [value for _, value in _finite(series, name)]:
+        if values := [value for _, value in _finite(series, name, last=True)]:
             kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", median(values))
             found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
     return found

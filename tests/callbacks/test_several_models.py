@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
 import torch
 import transformers
@@ -25,7 +26,7 @@ from lightning_thd.callbacks.module_flops import Passes, find_model
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
 from tests.flops.families import encoder
-from tests.flops.test_backward import checkpoint
+from tests.flops.test_backward import _OLD_NAME, checkpoint
 
 SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 SMALL = LlamaConfig(**SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
@@ -186,6 +187,32 @@ def test_an_encoder_without_a_language_head_counts_as_torch_does(kind: str) -> N
     ours = find_model(model)
     assert ours is not None
     stats = SeqStats.from_lengths([32], windows=ours.windows)
+    assert ours.training_flops(stats).model == counter.get_total_flops()
+
+
+@_OLD_NAME
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "ModernBert", "Llama"])
+@pytest.mark.parametrize("trained", ["all", "head", "lora"])
+def test_a_class_head_counts_as_torch_does(kind: str, trained: str) -> None:
+    """Encoders run it once a sequence; PEFT wraps it; on frozen layers its input has no gradient."""
+    changes: Any = {"num_labels": 300, "pad_token_id": 0}
+    llama_like = LlamaConfig(**{**SMALL.to_diff_dict(), **changes})
+    config = llama_like if kind == "Llama" else encoder(kind.lower())[0]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model: Any = getattr(transformers, f"{kind}ForSequenceClassification")
+    model = model._from_config(config, attn_implementation="eager").train()
+    if trained == "head":
+        model.base_model.requires_grad_(False)
+    elif trained == "lora":
+        model.requires_grad_(False)
+        inputs = r".*\.(query|key|value|[qkv]_lin|Wqkv|[qkv]_proj)"
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=inputs))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 32, dtype=torch.long)).logits.sum().backward()
+    ours = find_model(model, causal="full")
+    assert ours is not None
+    stats = SeqStats.from_lengths([32, 32], windows=ours.windows)
     assert ours.training_flops(stats).model == counter.get_total_flops()
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,18 @@ def test_counts_a_step_and_scales_it_with_the_slots() -> None:
     assert model.training_flops(SeqStats.from_lengths([10])).model == 10 * per_token
     padded = model.training_flops(SeqStats.from_lengths([20], slots=30))
     assert padded.model == 30 * per_token
+
+
+def test_a_decoder_longer_than_the_batch_counts_all_its_pairs() -> None:
+    q = torch.randn(2, 1, 16, 8, requires_grad=True)
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def step() -> None:
+        nn.functional.scaled_dot_product_attention(q @ weight, q, q).sum().backward()
+
+    encoder = SeqStats.from_lengths([4, 4])
+    model = replace(FlopsModel.from_module(nn.Identity(), step, stats=encoder), causal="full")
+    assert model.training_flops(encoder).attention == pytest.approx(3 * 4 * 8 * 2 * 16**2, rel=1e-9)
 
 
 def test_grouped_products_count_every_row_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def test_what_repeats_is_left_out() -> None:
 def test_a_loss_that_ended_as_nan_is_no_number_of_an_earlier_step() -> None:
     diverged = {"train/loss": [(0, 5.5), (1, 3.0), (2, math.nan)]}
     assert table(diverged).rows == [("loss", "5.5", "4.25", "nan")]
+    never = {"train/loss": [(0, math.nan), (1, math.inf)], "train/device/mfu": [(1, 0.5)]}
+    assert [row[-1] for row in table(never).rows] == ["inf", "50%"]
+    assert "inf  loss, last" in draw_page(never, "light").get_suptitle()
+
+
+def test_a_resumed_run_has_no_values_of_the_steps_that_it_repeated(tmp_path: Path) -> None:
+    for age, (version, steps, loss) in enumerate([("a", (10, 20, 30, 40), 5.0), ("b", (25, 35), 3.0)]):
+        logs = tmp_path / version / "metrics.csv"
+        logs.parent.mkdir()
+        logs.write_text("step,train/loss\n" + "".join(f"{step},{loss}\n" for step in steps))
+        os.utime(logs, (age, age))
+    assert read_metrics(tmp_path)["train/loss"] == [(10, 5.0), (20, 5.0), (25, 3.0), (35, 3.0)]
 
 
 def test_logs_by_step_and_epoch_have_a_loss_and_logs_without_metrics_are_refused(tmp_path: Path) -> None:
