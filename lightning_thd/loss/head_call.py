@@ -32,6 +32,7 @@ from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
 from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
+from lightning_thd.parallel.routers import require_gradients
 
 _ATTRIBUTE = "_thd_head_call"
 LINEAR_FORWARD = nn.Linear.forward
@@ -147,7 +148,7 @@ class HeadCall:
             with self._lock:  # else a thread could take another thread's replacement for the model's forward
                 own_head = head.__dict__.get("forward")
                 job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
-                outputs = self._call(model, batch, job)
+                outputs: dict[str, Tensor] = self._call(model, batch, job)
             for made in job.logits:
                 if isinstance(made, LazyLogits):
                     made.over = True
@@ -165,14 +166,12 @@ class HeadCall:
             # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds outputs: return exact values.
             if outputs[name].dtype.itemsize < value.dtype.itemsize:
                 outputs[name] = value
-        found: dict[str, Tensor] = outputs
-        return found
+        return outputs
 
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
         """Call the model, with its forward and the forward of its head replaced."""
         inner, before = self.inner, getattr(STATE, "scope", None)
-        own = inner.__dict__.get("forward")
-        kwargs = batch.hf_kwargs()
+        own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
         scope = STATE.scope = announced(batch, kwargs)
@@ -298,16 +297,17 @@ class HeadCall:
 
     def _auxiliary(self, job: _Job, outputs: Any) -> dict[str, Tensor]:
         """Return the loss of ``job.routers``, else the model's balancing loss of experts, if it has one."""
-        auxiliary = getattr(outputs, "aux_loss", None)
         if job.routers is not None:
             return {"aux_loss": job.routers.loss(self.inner, outputs)}
-        if not isinstance(auxiliary, Tensor):
+        if not isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor):
             return {}
         if (coefficient := self.balance_coefficient) is None:
             raise ValueError(
                 f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
                 "router_aux_loss_coef. Set it, or config.output_router_logits=False."
             )
+        if coefficient:
+            require_gradients(self.inner, getattr(outputs, "router_logits", None) or ())
         return {"aux_loss": auxiliary * coefficient}
 
     @property

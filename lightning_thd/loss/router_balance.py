@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
 from lightning_thd.batch import THDBatch
@@ -27,6 +27,7 @@ from lightning_thd.parallel.routers import (
     Scores,
     balance_of,
     module_of_loss,
+    require_gradients,
     router_sums,
     routers_of,
     scores_of,
@@ -48,7 +49,6 @@ class Experts(NamedTuple):
     number: int
     top_k: int
     scores: Scores
-    routers: tuple[nn.Module, ...]
 
 
 @dataclass(slots=True)
@@ -84,24 +84,15 @@ class Routers:
         """Compute a router loss, a scalar. In training, pipeline stages without the head return NaN."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
-        (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
-        slots = self.batch.input_ids.shape[-1]
+        (groups, of_tokens), (count, top_k, scores) = self._groups(), self.experts
+        slots, size = self.batch.input_ids.shape[-1], len(self.batch.lengths) + 1
         if any(layer.shape != (slots, count) for layer in given) or not (given or self.stage):
             raise ValueError(
                 f"{type(inner).__name__} returns router logits {[list(layer.shape) for layer in logits]}, "
                 f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
             )
-        trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
-        attached = sum(layer.requires_grad for layer in given)
-        if self.stage is None and torch.is_grad_enabled() and attached < trained:
-            raise ValueError(
-                f"{type(inner).__name__} returns router logits without a gradient, as activation "
-                "checkpoints with use_reentrant=True do: its routers would not be balanced. Set "
-                "use_reentrant=False. See docs/reference/messages.md#experts."
-            )
-        size = len(self.batch.lengths) + 1
-        options: Any = {"experts": count, "top_k": top_k, "scores": scores, "slots": of_tokens}
-        sums = router_sums(given, groups, size, **options)
+        require_gradients(inner, given)
+        sums = router_sums(given, groups, size, experts=count, top_k=top_k, scores=scores, slots=of_tokens)
         if self.stage is not None:
             assert self.stage.balance is not None
             sums = self.stage.balance.add(sums)
@@ -121,12 +112,11 @@ class Routers:
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
         """Compute the loss from sums of probabilities, choices and squared lse, ``[S + 1, E + E + 1]``."""
-        (count, top_k, *_), batch, scale = self.experts, self.batch, self.batch.token_scale
+        (count, top_k, _), batch, scale = self.experts, self.batch, self.batch.token_scale
         likely, chosen = sums[:, :count], sums[:, count:-1].detach()
         total = sums.new_zeros(())
         if self.balance == "microbatch":
-            one = balance_of(likely.sum(0, keepdim=True), chosen.sum(0, keepdim=True), top_k)
-            total = total + self.coefficient * one[0]
+            total = self.coefficient * balance_of(likely.sum(0)[None], chosen.sum(0)[None], top_k)[0]
         if not scale:
             return total
         likely, chosen = likely[:-1], chosen[:-1]
@@ -192,8 +182,8 @@ def routers_for(
 
 def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     """Look up a model's experts, or refuse a family whose routers or balancing formula are not known."""
-    kinds, name = routers_of(inner), type(inner).__name__
-    if not kinds:
+    name = type(inner).__name__
+    if not routers_of(inner):
         raise ValueError(
             f"{what} needs the logits of routers, and {name} returns none. Leave it out. "
             "See docs/reference/messages.md#experts."
@@ -206,8 +196,7 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
             f"{what} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
             "which leaves the loss to the model, and no router z-loss."
         )
-    classes = tuple(kind for kind, _ in kinds)
-    return Experts(count, top_k, scores, tuple(x for x in inner.modules() if isinstance(x, classes)))
+    return Experts(count, top_k, scores)
 
 
 def _first(names: tuple[str, ...], *places: Any) -> int | None:
@@ -224,8 +213,7 @@ def _muted(function: Any) -> Any:
     def balance(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_HERE, "muted", False):
             return function(logits, *args, **kwargs)
-        first = logits[0] if isinstance(logits, tuple) and logits else None
-        return torch.zeros((), device=None if first is None else first.device)
+        return torch.zeros((), device=logits[0].device if isinstance(logits, tuple) and logits else None)
 
     balance._thd_muted = True  # type: ignore[attr-defined]
     return balance

@@ -83,6 +83,21 @@ def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
     return [(kind, index) for kind, index in dict.fromkeys(classes) if isinstance(kind, type)]
 
 
+def require_gradients(inner: nn.Module, logits: Sequence[Tensor]) -> None:
+    """Raise ValueError if routers are trained, but gave logits through which no gradient flows back."""
+    attached = sum(layer.requires_grad for layer in logits)
+    if attached == len(logits) or not torch.is_grad_enabled():
+        return
+    kinds = tuple(kind for kind, _ in routers_of(inner))
+    routers = (module for module in inner.modules() if isinstance(module, kinds))
+    if attached < sum(any(p.requires_grad for p in router.parameters()) for router in routers):
+        raise ValueError(
+            f"{type(inner).__name__} returns router logits without a gradient, as activation checkpoints "
+            "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False. See "
+            "docs/reference/messages.md#experts."
+        )
+
+
 def wants_balance(inner: Any) -> bool:
     """Return whether a model's config asks for a balancing loss over the routers of its layers."""
     return bool(getattr(inner.config.get_text_config(decoder=True), "output_router_logits", None))

@@ -290,6 +290,20 @@ def test_a_tied_weight_is_treated_alike_on_both_of_its_stages(kind: type[Decayed
         run_ranks(fit, 2, kind, Layout(pp=2))
 
 
+class Reentrant(Job):
+    """Balances experts through activation checkpoints that return router logits without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3_moe@4")
+        self.model.config.output_router_logits = True
+        self.model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_reentrant_checkpoints_do_not_stop_the_balance_of_a_stage() -> None:
+    with pytest.raises(RankError, match="router logits without a gradient"):
+        run_ranks(fit, 2, Reentrant, Layout(pp=2))
+
+
 class Dropping(Job):
     """Drops what its layers give, and draws a number in ``training_step`` that all stages must agree on."""
 
