@@ -281,6 +281,7 @@ class THDThroughputMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps after the last full interval, so that a short fit also gets metrics."""
+        self._marks.pause()
         if "train" in self._meters and _log_every(trainer):
             self._report(trainer, "train", last=True)
             _notice_padding(self._meters["train"])
@@ -502,7 +503,8 @@ class StepMarks:
             self._since = self._clock()
 
     def pause(self) -> None:
-        """Do not count the time until the next mark."""
+        """Do not count the time until the next mark; the time before is ``other``."""
+        self.mark("other")
         self._since = None
 
     def close(self) -> dict[str, float]:

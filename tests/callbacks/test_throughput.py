@@ -432,6 +432,23 @@ def test_the_parts_of_a_step() -> None:
     assert marks.close() == {}
 
 
+class Tidies(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.sleep(0.25)
+
+
+@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=["alone", "evaluated"])
+def test_the_parts_of_all_steps_add_up_to_their_time(tmp_path: Path, settings: Any) -> None:
+    """Work after a step counts before an evaluation and at the end of a run, too."""
+    clock, memory = Clock(), Memory()
+    run = trainer(tmp_path, monitor(clock), logger=memory, num_sanity_val_steps=0, **settings)
+    run.fit(Tidies(clock), loader(UNEQUAL), loader(UNEQUAL[:1]))
+    rows = [row for _, row in memory.rows if "train/time" in row]
+    parts = sum(value for row in rows for key, value in row.items() if "step_time" in key)
+    assert len(rows) == 3
+    assert 2 * parts == pytest.approx(rows[-1]["train/time"], abs=0.26)  # the last 0.25 s has no row
+
+
 class SlowData(list[Any]):
     def __getitem__(self, i: Any) -> Any:
         time.sleep(SLOW_S / 4)
