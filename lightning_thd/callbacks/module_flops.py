@@ -304,8 +304,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
     groups = weights_by_layer(child, share_of_experts(child))
     pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
     named = _POOLED_HEADS if pooled else _HEADS
-    weights = (*groups.get("transform", ()), *groups.get("", ()))
-    heads = [weight for weight in weights if weight.macs and named.search(weight.path)]
+    heads = [w for key in ("transform", "") for w in groups.get(key, ()) if w.macs and named.search(w.path)]
     vocabulary = getattr(child.config, "vocab_size", None)
     elsewhere = any(isinstance(x, nn.Linear) and x.out_features == vocabulary for x in module.modules())
     if not heads and elsewhere:  # the user's module has a language head of its own
@@ -319,7 +318,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
         # A decoder's "score" runs on every token.
         basis: Basis = "sequence" if pooled and "score." not in head.path else "token"
         term = matmul("head", head.macs, kind="logits", basis=basis)
-        costs = {"input_grad": term.forward * upstream, "weight_grad": term.forward * head.trained}
+        costs: Any = {"input_grad": term.forward * upstream, "weight_grad": term.forward * head.trained}
         layers.append(lone("head", replace(term, **costs)))
         upstream = upstream or head.trained
     return replace(model, layers=tuple(layers))

@@ -139,8 +139,8 @@ def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
         # In calls over all slots, each slot sees ``length`` keys, padding too; else those of its sequence.
-        longest = max(each) / rows  # a decoder's rows may be longer
-        pairs = min(length, longest) * stats.slots if whole else max(stats.sum_squares, 1)
+        # A decoder's rows may be longer than those of the batch.
+        pairs = min(length, max(each) / rows) * stats.slots if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (
         _third("counted", "linear", "token", matmuls / stats.slots),

@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -269,8 +270,7 @@ def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int,
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")
     if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
         return []
-    finite = [(step, value * factor) for step, value in found if math.isfinite(value)]
-    return finite or (found[-1:] if last else [])
+    return [(step, value * factor) for step, value in found if math.isfinite(value)] or found[-1:] * last
 
 
 def _headlines(series: Series) -> list[str]:
@@ -286,8 +286,6 @@ def _headlines(series: Series) -> list[str]:
 def _versions() -> str:
     found = [time.strftime("%Y-%m-%d %H:%M"), f"Python {platform.python_version()}"]
     for name in ("lightning_thd", "torch", "lightning", "transformers"):
-        try:
+        with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
     return ", ".join(found)
