@@ -30,8 +30,7 @@ NAMES = [block for block in START if "trainer" not in block]
 
 
 def devices(block: str) -> int:
-    found = re.search(r"devices=(\d)", block)
-    return int(found[1]) if found else 1
+    return max(map(int, re.findall(r"devices=(\d)", block)), default=1)  # comments may name fewer
 
 
 def run_page(code: list[str], folder: str) -> int:
