@@ -161,7 +161,7 @@ class CausalLMModule(L.LightningModule):
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Return the microbatch's loss; log it here unless batches accumulate (``on_train_batch_end``)."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        if self.trainer.accumulate_grad_batches == 1:
+        if getattr(self._trainer, "accumulate_grad_batches", 1) == 1:
             self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
         return loss
 
