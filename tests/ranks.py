@@ -1,7 +1,8 @@
-"""Start a few real gloo ranks in seconds and bring their results, or the first error, back."""
+"""Start a few real ranks, of gloo or NCCL, in seconds and bring their results, or the first error, back."""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -14,10 +15,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from unittest import mock
 
-IMAGINED = bool(os.environ.get("IMAGINED_RANKS"))  # every rank of the session has an imagined GPU
+# "gloo" has CPUs, "nccl" GPUs; "imagined" has GPUs and an NCCL that do not exist: tests/imagined/README.md.
+Kind: TypeAlias = Literal["gloo", "imagined", "nccl"]
+_JOIN = {"gloo": ("tests.ranks", "join_ranks"), "imagined": ("tests.imagined.nccl", "join_gpus")}
+_JOIN["nccl"] = ("tests.gpu.nccl", "join_gpus")
+KIND: Kind = "imagined" if os.environ.get("IMAGINED_RANKS") else "gloo"  # of every rank of the session
 _LAST_WORDS_S = 1.0  # after the first error, until the other ranks are killed
 
 
@@ -82,9 +87,9 @@ def run_ranks(
     world_size: int,
     *args: object,
     timeout_s: float = 180.0,
-    imagined: bool = IMAGINED,
+    kind: Kind = KIND,
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` gloo ranks and return the results in rank order.
+    """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 
     The process group is initialised before ``fn`` runs, and the environment is torchrun's, so a Lightning
     Trainer inside ``fn`` joins it without launching anything.
@@ -94,20 +99,20 @@ def run_ranks(
         world_size: number of processes.
         args: picklable arguments, the same on every rank.
         timeout_s: seconds until the ranks are killed and the test fails.
-        imagined: have ranks of an imagined NCCL, each with an imagined GPU; see tests/imagined/README.md.
+        kind: the backend of the ranks.
     """
-    with tempfile.TemporaryDirectory() as folder, started(fn, world_size, args, folder, imagined) as job:
+    with tempfile.TemporaryDirectory() as folder, started(fn, world_size, args, folder, kind) as job:
         return _collect(*job, time.monotonic() + timeout_s)
 
 
 @contextmanager
 def started(
-    fn: Callable[..., Any], world_size: int, args: tuple[object, ...], folder: str, imagined: bool = IMAGINED
+    fn: Callable[..., Any], world_size: int, args: tuple[object, ...], folder: str, kind: Kind = KIND
 ) -> Iterator[tuple[list[Any], Any]]:
     """Start ranks that meet in a folder, and kill them at the end; the processes and the queue of results."""
     ctx = forkserver()
     results: Any = ctx.Queue()
-    common = (os.getpid(), world_size, folder, results, fn, args, imagined)
+    common = (os.getpid(), world_size, folder, results, fn, args, kind)
     ranks = [ctx.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
     for process in ranks:
         process.start()
@@ -171,23 +176,19 @@ def _rank_main(
     results: mp.Queue[tuple[int, bool, Any]],
     fn: Callable[..., Any],
     args: tuple[object, ...],
-    imagined: bool,
+    kind: Kind,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     threading.Thread(target=_end_with, args=(asking,), daemon=True).start()
     os.environ.update(environment_of(rank, world_size))
-    if not imagined:  # several ranks of gloo have no GPU each
+    if kind == "gloo":  # several ranks of gloo have no GPU each
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     try:
-        if imagined:
-            from tests.imagined.nccl import join_gpus
-
-            join_gpus(rank, world_size, Path(folder, "store"))
-        else:
-            join_ranks(rank, world_size, Path(folder, "store"))
+        module, name = _JOIN[kind]
+        getattr(importlib.import_module(module), name)(rank, world_size, Path(folder, "store"))
         value = fn(*args)
         save_coverage()  # the parent kills ranks once it has the results
         # Bytes, because a queue sends tensors as files that close when this process ends.

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import sysconfig
 import types
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -140,12 +139,6 @@ def join_gpus(rank: int, world_size: int, store: Path) -> None:
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
     import lightning.pytorch as L
 
-    filters = warnings.simplefilter  # what the imagination warns of is no error
-
-    def never_an_error(action, *args, **options):
-        filters("ignore" if action == "error" else action, *args, **options)
-
-    warnings.simplefilter = never_an_error
     made = L.Trainer.__init__
 
     def init(self, *args, **options):

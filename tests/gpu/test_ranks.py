@@ -1,0 +1,42 @@
+"""Layouts of several ranks on the real NCCL give one process's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd import CUDAGraphCallback, Packs
+from tests.ranks import run_ranks
+from tests.strategies import jobs
+from tests.strategies.jobs import Layout
+from tests.strategies.layouts import LAYOUTS, check_layout, dtype_of
+from tests.strategies.test_layouts import check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GRAPHS = ("qwen3", Layout(strategy="thd_ddp", dp=2), Packs(4), torch.float32)
+
+
+def train(name: str) -> dict[str, Any]:
+    return jobs.train(*LAYOUTS[name], dtype_of(name))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(name: str) -> None:
+    check_layout(name, run_ranks(train, LAYOUTS[name][1].world, name, kind="nccl", timeout_s=300.0))
+
+
+def train_in_graphs() -> dict[str, Any]:
+    graphs = CUDAGraphCallback(max_sequences=(12, 24), require=True)
+    found = jobs.train(*GRAPHS, trainer_options={"callbacks": [graphs]})
+    return {**found, "captured": graphs.stats.replays + graphs.stats.fallbacks["slower"]}
+
+
+def test_graphs_on_two_ranks() -> None:
+    found = run_ranks(train_in_graphs, 2, kind="nccl", timeout_s=300.0)
+    check(*GRAPHS, found)
+    assert all(rank["captured"] > 0 for rank in found)
