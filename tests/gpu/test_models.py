@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_thd import causal_lm_loss
 from lightning_thd.models import register_thd
 from tests.device_reads import no_waiting
 from tests.loss.cases import cases, run
@@ -50,6 +51,24 @@ def test_loss(make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given
     for name, gradient in gradients.items():
         near = {"rtol": RELATIVE, "atol": ABSOLUTE + RELATIVE * float(gradient.abs().max())}
         torch.testing.assert_close(found[name].cpu(), gradient, **near)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_model(dtype: torch.dtype) -> None:
+    model = thd_model("qwen3").to("cuda", dtype).train()
+    compiled = torch.compile(model, fullgraph=True)
+    found = []
+    for way in (model, compiled):
+        for batch in (pack.to("cuda") for pack in matrix.packs() * 2):
+            with no_waiting("error" if len(found) % 4 > 1 else "default"):
+                model.zero_grad()
+                loss = causal_lm_loss(way, batch)
+                loss.backward()
+            found.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
+    for eager, fast in zip(found[:4], found[4:], strict=True):
+        for a, b in zip(eager, fast, strict=True):
+            assert float((a - b).norm() / a.norm()) < (1e-5 if dtype is torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
