@@ -82,8 +82,19 @@ def rates(name: str, sizes: tuple[int, int, int, int, int], slots: int, document
         flops.training_flops(SeqStats.from_lengths(batch.lengths)).model for batch in batches
     )
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
-    graphs = GraphedStep(causal_lm_loss, model, buckets=make_buckets((2 * documents,), slots=slots))
-    for way, run in (("eager", lambda batch: causal_lm_loss(model, batch)), ("graphs", graphs)):
+    buckets = make_buckets((2 * documents,), slots=slots)
+    ways: dict[str, Callable[[THDBatch], Tensor]] = {
+        "eager": lambda batch: causal_lm_loss(model, batch),
+        "graphs": GraphedStep(causal_lm_loss, model, buckets=buckets),
+        "compiled": lambda batch: causal_lm_loss(model, batch),
+        "compiled, graphs": GraphedStep(causal_lm_loss, model, buckets=buckets),
+    }
+    for way, run in ways.items():
+        if way == "compiled":
+            if sizes != SMALL:
+                break
+            for layer in model.model.layers:
+                layer.compile(dynamic=True)
         torch.cuda.reset_peak_memory_stats()
         seconds = step_s(run, model, batches)
         small = sizes == SMALL
@@ -96,7 +107,8 @@ def rates(name: str, sizes: tuple[int, int, int, int, int], slots: int, document
             goal, met = ("", None) if small else (f">= {GOAL_MFU}", mfu >= GOAL_MFU)
             yield Row(case=f"{case}: MFU", value=mfu, unit="share", goal=goal, met=met)
         yield Row(case=f"{case}: peak", value=torch.cuda.max_memory_allocated() / 2**30, unit="GiB")
-    graphs.close()
+        if isinstance(run, GraphedStep):
+            run.close()
 
 
 @part(

@@ -83,11 +83,7 @@ def forkserver() -> Any:
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: object,
-    timeout_s: float = 180.0,
-    kind: Kind = KIND,
+    fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 180.0, kind: Kind = KIND
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 

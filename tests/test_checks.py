@@ -22,13 +22,7 @@ from lightning_thd._checks import (
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        [3, 4],
-        (3, 4),
-        np.array([3, 4], np.uint16),
-        torch.tensor([3, 4], dtype=torch.int32),
-    ],
+    "given", [[3, 4], (3, 4), np.array([3, 4], np.uint16), torch.tensor([3, 4], dtype=torch.int32)]
 )
 def test_any_container_of_ints_is_taken(given: object) -> None:
     values = host_ints(given, "lengths", least=3)

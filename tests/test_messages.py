@@ -99,10 +99,7 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         (lambda: CausalLMModule(config={"vocab_size": 8}), "it names no model_type, for example"),
         (marked_by_a_slow_tokenizer, "which only a fast tokenizer can follow"),
         (lambda: set_up(SOUND), "'audio' was found"),
-        (
-            lambda: set_up(READY),
-            "Row 0 carries pixel_values, which cannot be divided",
-        ),
+        (lambda: set_up(READY), "Row 0 carries pixel_values, which cannot be divided"),
         (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),
         (arrays_of_another_version, "it has version 1, wanted 2.*Delete it to build it again"),
     ],

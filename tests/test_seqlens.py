@@ -172,10 +172,7 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: cu_seqlens_from_lengths([[1, 2], [3, 4]]), r"lengths has shape \[2, 2\]; wanted one dimens"),
         (lambda: found_in(4, 5, 0), r"position_ids\[0\] is 4; wanted 0 at the start"),
         (lambda: found_in(0, 1, 3), r"position_ids\[2\] is 3 after 1; wanted 0 at the start"),
-        (
-            lambda: found_in(0, 0, 1, 0),
-            "There are 3 sequences but num_sequences=2. Pass 3 or more",
-        ),
+        (lambda: found_in(0, 0, 1, 0), "There are 3 sequences but num_sequences=2. Pass 3 or more"),
         (lambda: found_in(0, 1, num_sequences=-1), "num_sequences=-1; wanted 0 or more"),
         # What does not fit is never cut.
         (lambda: pad_cu_seqlens(OFFSETS, 1, 9), "2 sequences do not fit into num_sequences=1; none may be"),

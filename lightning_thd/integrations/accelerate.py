@@ -79,14 +79,8 @@ def prepare_thd(
     _refuse_fast_scheduler(accelerator, scheduler)
     several = isinstance(optimizer, list | tuple)
     optimizers = optimizer if several else [optimizer]
-    shared = share_packs(
-        model,
-        data=data_rank(accelerator),
-        device=accelerator.device,
-        size=context_parallel_size,
-        layout=context_parallel_layout,
-        communication=context_parallel_communication,
-    )
+    ways = context_parallel_layout, context_parallel_communication
+    shared = share_packs(model, data_rank(accelerator), accelerator.device, context_parallel_size, *ways)
     accumulate = accelerator.gradient_accumulation_steps
     loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
     accelerator.sync_gradients = True  # after an error inside accumulate(), later Accelerators see False

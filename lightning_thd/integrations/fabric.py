@@ -72,17 +72,10 @@ def prepare_fabric(
             f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
             "ModelParallelStrategy or one device."
         )
-    shared = share_packs(
-        model,
-        data=data_rank(fabric),
-        device=fabric.device,
-        size=context_parallel_size,
-        layout=context_parallel_layout,
-        communication=context_parallel_communication,
-    )
+    ways = context_parallel_layout, context_parallel_communication
+    shared = share_packs(model, data_rank(fabric), fabric.device, context_parallel_size, *ways)
     loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)
     model, optimizer = _set_up(fabric, model, optimizer)
-
     engine = Engine(
         backward=fabric.backward,
         no_sync=lambda module: fabric.no_backward_sync(module),  # type: ignore[arg-type]

@@ -76,7 +76,6 @@ class Shared:
 
 def share_packs(
     model: nn.Module,
-    *,
     data: tuple[int, int, dist.ProcessGroup | None],  # (index, count, group) of ranks that read data
     device: torch.device,
     size: int,

@@ -35,10 +35,6 @@ class SharedStepPlan(StepPlan):
     # begins at a multiple of c.
     degrees: IntArray
 
-    def leads(self, rank: int) -> list[bool]:
-        """Return for each microbatch of a rank whether the rank is the first of the group that shares it."""
-        return [rank % int(degree) == 0 for degree in self.degrees[rank]]
-
     @cached_property
     def weights(self) -> FloatArray | None:
         """Return the weights of ``StepPlan``; ranks that share a pack get equal parts of its weight."""

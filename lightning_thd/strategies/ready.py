@@ -93,14 +93,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _configure(
-            self,
-            context_parallel_size=context_parallel_size,
-            max_context_parallel_size=max_context_parallel_size,
-            context_parallel_layout=context_parallel_layout,
-            context_parallel_communication=context_parallel_communication,
-            broadcast_data=broadcast_data,
-        )
+        ways = context_parallel_layout, context_parallel_communication
+        _configure(self, context_parallel_size, max_context_parallel_size, ways, broadcast_data)
 
     def configure_ddp(self) -> None:
         """Wrap the model in DDP; let DDP accept that a rank without images does not use a vision tower."""
@@ -173,14 +167,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         if reshard_after_forward != "auto":
             flags(reshard_after_forward=reshard_after_forward)
         flags(sequence_parallel=sequence_parallel, asynchronous_checkpoints=asynchronous_checkpoints)
-        _configure(
-            self,
-            context_parallel_size=context_parallel_size,
-            max_context_parallel_size=max_context_parallel_size,
-            context_parallel_layout=context_parallel_layout,
-            context_parallel_communication=context_parallel_communication,
-            broadcast_data=broadcast_data,
-        )
+        ways = context_parallel_layout, context_parallel_communication
+        _configure(self, context_parallel_size, max_context_parallel_size, ways, broadcast_data)
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
         self.tensor_parallel_size = tensor_parallel_size
@@ -225,13 +213,16 @@ def register_strategies() -> None:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")
 
 
-def _configure(strategy: Any, **options: Any) -> None:
+def _configure(
+    strategy: Any, size: int | str, largest: int | None, ways: tuple[Layout, Communication], broadcast: bool
+) -> None:
     """Check the options for sharing packs among ranks, and set them as the strategy's attributes."""
-    check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
-    flags(broadcast_data=options["broadcast_data"])
-    check_ways(options["context_parallel_layout"], options["context_parallel_communication"])
-    for name, value in options.items():
-        setattr(strategy, name, value)
+    check_degrees(size, largest)
+    flags(broadcast_data=broadcast)
+    check_ways(*ways)
+    strategy.context_parallel_size, strategy.max_context_parallel_size = size, largest
+    strategy.context_parallel_layout, strategy.context_parallel_communication = ways
+    strategy.broadcast_data = broadcast
 
 
 def _check_pipeline(

@@ -200,10 +200,7 @@ META = torch.device("meta")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"cu_seqlens_q": cu([3, 1])},
-            "cu_seqlens_q runs from 0 to 4 but .* 0 to 5, the rows of q",
-        ),
+        ({"cu_seqlens_q": cu([3, 1])}, "cu_seqlens_q runs from 0 to 4 but .* 0 to 5, the rows of q"),
         ({"cu_seqlens_kv": cu([3, 3])}, "cu_seqlens_kv runs from 0 to 6 .* the rows of k and v"),
         ({"cu_seqlens_q": cu([3, 2]) + 1}, "cu_seqlens_q runs from 1 to 6"),
         ({"cu_seqlens_q": torch.tensor([0, 6, 5]).int()}, "falls from 6 to 5 at sequence 1"),
@@ -214,14 +211,8 @@ META = torch.device("meta")
         ({"cu_seqlens_q": cu([])}, r"cu_seqlens_q is torch.int32 \[1\]; want int32 .*at least 1"),
         ({"cu_seqlens_q": cu([3, 2]).to(META)}, "cu_seqlens_q is on meta but q is on cpu"),
         ({"cu_seqlens_kv": cu([3, 1, 1])}, "cu_seqlens_q has 3 entries and cu_seqlens_kv 4"),
-        (
-            {"k_THD": torch.ones(5, 3, 8), "v_THD": torch.ones(5, 3, 8)},
-            "4 query heads are not .* by 3",
-        ),
-        (
-            {"k_THD": torch.ones(5, 0, 8), "v_THD": torch.ones(5, 0, 8)},
-            "4 query heads are not .* by 0",
-        ),
+        ({"k_THD": torch.ones(5, 3, 8), "v_THD": torch.ones(5, 3, 8)}, "4 query heads are not .* by 3"),
+        ({"k_THD": torch.ones(5, 0, 8), "v_THD": torch.ones(5, 0, 8)}, "4 query heads are not .* by 0"),
         ({"q_THD": torch.ones(1, 5, 4, 8)}, r"q has shape \[1, 5, 4, 8\]; want three dimensions"),
         ({"k_THD": torch.ones(5, 2, 4)}, "q has head size 8 and k 4"),
         ({"v_THD": torch.ones(4, 2, 8)}, r"k has shape \[5, 2, 8\] and v \[4, 2, 8\]"),

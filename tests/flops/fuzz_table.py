@@ -63,8 +63,7 @@ TABLE = {
         lambda _: {"module": LINEAR, "run": lambda: LINEAR(torch.ones(7, 4)), "stats": STATS},
     ),
     "flops.from_module": Entry(
-        from_module,
-        lambda _: {"module": LINEAR, "run": lambda: LINEAR(torch.ones(7, 4)), "stats": STATS},
+        from_module, lambda _: {"module": LINEAR, "run": lambda: LINEAR(torch.ones(7, 4)), "stats": STATS}
     ),
     "flops.Chunk": Entry(Chunk, lambda rng: {"size": rng.randint(1, 9)}),
     "flops.FlopsBreakdown": Entry(

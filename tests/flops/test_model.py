@@ -180,10 +180,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: read_config({**LLAMA2_7B, "vocab_size": None}), "has vocab_size=None. A size is wanted"),
     (lambda: read_config({**LLAMA2_7B, "layer_types": ["retention"]}), "is a 'retention', for which no FLOP"),
     (lambda: read_config({**GEMMA4, "use_bidirectional_attention": "all"}), "sees both ways, for which no"),
-    (
-        lambda: read_config({**DEEPSEEK_V4, **RATES}),
-        "_attention', for which compress_rates=",
-    ),
+    (lambda: read_config({**DEEPSEEK_V4, **RATES}), "_attention', for which compress_rates="),
     (lambda: read_config({"model_type": "gemma2", "num_attention_heads": "x"}), "transformers cannot read"),
     (lambda: llama(causal="other"), "causal='other'; wanted one of half"),
     (lambda: llama().training_flops(SeqStats.from_lengths([8], windows=(64,))), "count windows .64., but"),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._triton import has_triton
 
 from lightning_thd import causal_lm_loss
 from lightning_thd.models import register_thd
@@ -55,20 +57,23 @@ def test_loss(make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_model(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_model(backend: str, dtype: torch.dtype) -> None:
+    if backend == "inductor" and not has_triton():
+        pytest.skip("triton is not installed")
+    torch._dynamo.reset()
+    counters.clear()
     model = thd_model("qwen3").to("cuda", dtype).train()
-    compiled = torch.compile(model, fullgraph=True)
-    found = []
-    for way in (model, compiled):
-        for batch in (pack.to("cuda") for pack in matrix.packs() * 2):
-            with no_waiting("error" if len(found) % 4 > 1 else "default"):
-                model.zero_grad()
-                loss = causal_lm_loss(way, batch)
-                loss.backward()
+    for batch in (pack.to("cuda") for pack in matrix.packs() * 2):
+        found = []
+        for way in (model, torch.compile(model, backend=backend)):
+            model.zero_grad()
+            loss = causal_lm_loss(way, batch)
+            loss.backward()
             found.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
-    for eager, fast in zip(found[:4], found[4:], strict=True):
-        for a, b in zip(eager, fast, strict=True):
-            assert float((a - b).norm() / a.norm()) < (1e-5 if dtype is torch.float32 else 2e-2)
+        errors = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+        assert max(errors) < (1e-5 if dtype is torch.float32 else 3e-2)
+    assert all("_outside_compile" in place for place in counters["graph_break"])  # the head, by design
 
 
 @pytest.mark.parametrize("name", FAMILIES)

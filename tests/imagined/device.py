@@ -315,6 +315,12 @@ def _mm_dtype_out(a, b, out_dtype, *, out):
     return out.copy_(_mm_dtype(a, b, out_dtype))
 
 
+def _addmm_dtype_out(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+    _demand(total.dtype in (out_dtype, a.dtype), "self must have out_dtype or the dtype of mat1")
+    product = alpha * _mm_dtype(a, b, out_dtype)
+    return out.copy_(beta * total + product if beta else product)  # 0 does not read the total, as in cuBLAS
+
+
 def _register():
     lib = torch.library.Library("aten", "IMPL")
     _kept.append(lib)
@@ -327,6 +333,7 @@ def _register():
             ("_efficient_attention_backward", _ea_backward),
             ("mm.dtype", _mm_dtype),
             ("mm.dtype_out", _mm_dtype_out),
+            ("addmm.dtype_out", _addmm_dtype_out),
         ):
             with contextlib.suppress(Exception):
                 lib.impl(name, f, "CPU")

@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows

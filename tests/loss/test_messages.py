@@ -81,10 +81,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: logprobs(chunk=0), r"chunk=0; wanted 1 or more.*tile"),
     (lambda: logprobs(softcap=math.inf), "softcap=inf"),
     (lambda: logprobs(logit_scale=0.0), "scale is 0, wanted another number"),
-    (
-        lambda: logprobs(targets=torch.tensor([0, 101, 2, 3])),
-        r"targets\[1\] is 101, wanted 0 to 100",
-    ),
+    (lambda: logprobs(targets=torch.tensor([0, 101, 2, 3])), r"targets\[1\] is 101, wanted 0 to 100"),
     (lambda: logprobs(targets=torch.tensor([0, 95, 2, 3]), valid_vocab_size=90), "95, wanted 0 to 89"),
     (lambda: logprobs(targets=torch.arange(5)), r"targets is \[5\].*already shifted"),
     (lambda: logprobs(targets=torch.zeros(4)), "targets is torch.float32, wanted int64"),
@@ -161,10 +158,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted below 0.5, and above 0"),
     (lambda: preference.kto_loss(ONE, ONE, ONE), r"desirable is torch.float32 \[2\], wanted bool"),
     (lambda: preference.kto_loss(ONE, ONE, ONE > 0, desirable_weight=-1), "desirable_weight=-1; wanted a"),
-    (
-        lambda: preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE),
-        r"divergence is \[2\], wanted one",
-    ),
+    (lambda: preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE), r"divergence is \[2\], wanted one"),
     (lambda: preference.reward_pair_loss(ONE.long(), ONE), "chosen is torch.int64, wanted floats"),
 ]
 

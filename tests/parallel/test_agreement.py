@@ -10,11 +10,7 @@ import torch.distributed as dist
 from lightning_thd import THDBatch
 from lightning_thd.batch import THDStep
 from lightning_thd.parallel.across_ranks import check_agreement
-from lightning_thd.parallel.context.shared_step import (
-    SharedStep,
-    check_shared_agreement,
-    make_degree_groups,
-)
+from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout

@@ -87,9 +87,7 @@ def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[flo
         (["kimi_linear"], True),
         pytest.param(OTHERS, False, marks=pytest.mark.slow),
         pytest.param(
-            [name for name in [*SHARP, *OTHERS] if name != "qwen3_vl_moe"],
-            True,
-            marks=pytest.mark.slow,
+            [name for name in [*SHARP, *OTHERS] if name != "qwen3_vl_moe"], True, marks=pytest.mark.slow
         ),
     ],
 )

@@ -47,9 +47,7 @@ def wait_for_step(ledger: Path, step: int, job: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [((2, 2, ""), (4, 1, "")), ((4, 1, "4"), (2, 1, "2"))],
-    ids=["fixed", "dynamic"],
+    ("first", "then"), [((2, 2, ""), (4, 1, "")), ((4, 1, "4"), (2, 1, "2"))], ids=["fixed", "dynamic"]
 )
 def test_one_rank_dies_and_the_job_goes_on(
     tmp_path: Path, first: tuple[int, int, str], then: tuple[int, int, str]

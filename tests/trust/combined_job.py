@@ -235,10 +235,7 @@ def packed(case: Case) -> tuple[dict[str, Tensor], list[list[int]]]:
         accumulate_grad_batches=accumulate,
     )
     data = THDDataModule(
-        case.samples(),
-        capacity=case.capacity,
-        global_batch=step,
-        pad_to=case.capacity if case.pad else None,
+        case.samples(), capacity=case.capacity, global_batch=step, pad_to=case.capacity if case.pad else None
     )
     trainer.fit(module, data)
     used = [module.used]

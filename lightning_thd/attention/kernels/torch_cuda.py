@@ -134,24 +134,42 @@ class AtenEfficient:
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
         sequence, place = _places(at.cu_q, q.shape[0])
-        rows = -(-at.max_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
-        wide = lse.new_full((at.cu_q.shape[0] - 1, rows, heads), torch.inf, dtype=torch.float32)
+        padded = -(-at.max_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
+        wide = lse.new_full((at.cu_q.shape[0] - 1, padded, heads), torch.inf, dtype=torch.float32)
         wide = wide.index_put((sequence, place), lse.float()).transpose(1, 2).contiguous()
-        no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        shared = q, _share_heads(k, heads), _share_heads(v, heads), out
-        row, keys, values, result = (x.unsqueeze(0) for x in shared)
-        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            *(grad.unsqueeze(0), row, keys, values, None, result, *at),
-            *(wide, 0.0, no_seed, no_seed, _mask(spec), False),
-            num_splits_key=1 if torch.are_deterministic_algorithms_enabled() else None,
-            **_scores(spec),
-        )
-        dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+        rows = (x.unsqueeze(0) for x in (grad, q, _share_heads(k, heads), _share_heads(v, heads), out))
+        splits = 1 if torch.are_deterministic_algorithms_enabled() else None
+        found = _efficient_backward(*rows, *at, wide, _mask(spec), splits, *_scores(spec).values())
+        dq, dk, dv = (x.squeeze(0) for x in found)
         if at.cu_q is not at.cu_kv:
             dq = dq.masked_fill(_blind_rows(at, sequence, place, spec)[:, None, None], 0.0)
             unseen = _unseen_keys(at, k.shape[0], spec)[:, None, None]
             dk, dv = dk.masked_fill(unseen, 0.0), dv.masked_fill(unseen, 0.0)
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
+
+
+# An own operator, because torch 2.11 to 2.13 have a wrong signature of theirs for torch.compile.
+@torch.library.custom_op(
+    "lightning_thd::efficient_attention_backward",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor cu_q, Tensor cu_kv, SymInt max_q, "
+    "SymInt max_kv, Tensor lse, int mask, int? splits, float scale, int? window)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _efficient_backward(*given: Any) -> tuple[Tensor, ...]:
+    *rows, mask, splits, scale, window = given
+    seed = torch.zeros((), dtype=torch.int64, device=rows[0].device)  # not used: dropout is 0
+    options = {"scale": scale, "num_splits_key": splits, "window_size": window}
+    found = torch.ops.aten._efficient_attention_backward(
+        *rows[:4], None, *rows[4:], 0.0, seed, seed, mask, False, **options
+    )
+    return tuple(found[:3])
+
+
+@_efficient_backward.register_fake
+def _(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[1:4])
 
 
 def _mask(spec: AttentionSpec) -> int:

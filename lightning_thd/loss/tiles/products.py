@@ -135,6 +135,9 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         return
     lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
     a, b = (a if lift is None else a * lift).to(compute), b.to(compute)
+    if a.is_cuda and lift is None and not torch._C._len_torch_dispatch_stack():  # modes cannot count addmm
+        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
+        return
     if a.is_cuda:
         part = torch.mm(a, b, out_dtype=total.dtype)
     elif native:

@@ -8,6 +8,7 @@ window. So ``context.needs`` plans the exchange of slots, as for attention. N sl
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -154,17 +155,23 @@ def run_on_shard(
 
 def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap transformers' function to take states or slots of other ranks while a layer runs on a shard."""
+    in_torch = inspect.unwrap(original)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # An installed kernel replaces transformers' own function, but refuses tensors of a CPU.
+        plain = args[0].device.type == "cpu" and kwargs.get("seq_idx") is kwargs.get("cu_seqlens") is None
+        return (in_torch if plain else original)(*args, **kwargs)
 
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
         running = getattr(_STATE, "running", None) if layouts.in_use else None
         if running is None:
-            return original(*args, **kwargs)
+            return run(*args, **kwargs)
         running.called.append(name)
         if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
             return None
         function: Callable[..., Any] = _SCANS.get(name, convolve_shard)
-        return function(original, running.layout, *args, **kwargs)
+        return function(run, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
     if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by __wrapped__

@@ -134,11 +134,7 @@ def observe() -> tuple[int, bool, int]:
     graphs = CUDAGraphCallback(max_sequences="auto", costs=costs, backend="recording")
     module = GraphModule()
     trainer = quiet_trainer(
-        strategy="ddp",
-        max_steps=36,
-        devices=2,
-        callbacks=[graphs],
-        use_distributed_sampler=False,
+        strategy="ddp", max_steps=36, devices=2, callbacks=[graphs], use_distributed_sampler=False
     )
     trainer.fit(module, Observed())
     assert graphs.plan is not None

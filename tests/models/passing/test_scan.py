@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.models.bamba import modeling_bamba
 
 from lightning_thd.alignment import Layout
+from lightning_thd.models.passing import adopt
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
@@ -19,13 +23,7 @@ from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
 # One over several shards, empty ones, single tokens, all in one shard, cut at one slot.
-CASES = [
-    [3, 28, 1, 0, 2, 11, 1, 2],
-    [48],
-    [1] * 16,
-    [2, 2, 12, 1, 1, 14, 0],
-    [11, 1, 12, 13, 11],
-]
+CASES = [[3, 28, 1, 0, 2, 11, 1, 2], [48], [1] * 16, [2, 2, 12, 1, 1, 14, 0], [11, 1, 12, 13, 11]]
 HEADS, KEYS, VALUES, GROUPS = 4, 3, 5, 2
 
 
@@ -177,3 +175,18 @@ def test_shards_equal_the_pack(cp: int, cases: int) -> None:
 
 def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
     run_ranks(compare, 2, ["state_space", "delta"], ["dual_chunk"], 1, True)
+
+
+def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> None:
+    """causal-conv1d, for example, replaces the function on every device, and refuses tensors of a CPU."""
+    own = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
+
+    @functools.wraps(own)
+    def kernel(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("Expected x.is_cuda() to be true")
+
+    run = adopt._shard_aware("causal_conv1d_fn", kernel)
+    x, weight, bias = torch.randn(2, 3, 7), torch.randn(3, 4), torch.randn(3)
+    assert torch.equal(run(x, weight, bias, activation="silu"), own(x, weight, bias, activation="silu"))
+    with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
+        run(x, weight, bias, seq_idx=torch.zeros(2, 7, dtype=torch.int32))

@@ -16,11 +16,7 @@ from torch import nn
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model
-from lightning_thd.parallel.pipeline.stage import (
-    require_own_inputs,
-    returned_by,
-    stage_of,
-)
+from lightning_thd.parallel.pipeline.stage import require_own_inputs, returned_by, stage_of
 from tests.parallel.pipeline.support import SIZES, make_model
 from tests.ranks import pretended_ranks
 
