@@ -148,7 +148,7 @@ class AtenEfficient:
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
 
 
-# An own operator, because torch 2.11 to 2.13 have a wrong signature of theirs for torch.compile.
+# torch 2.11 to 2.13 give torch.compile a wrong signature of the operator that this one calls.
 @torch.library.custom_op(
     "lightning_thd::efficient_attention_backward",
     mutates_args=(),
