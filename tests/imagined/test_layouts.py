@@ -55,7 +55,7 @@ def test_layouts_on_an_imagined_nccl(names: list[str]) -> None:
     world = LAYOUTS[names[0]][1].world
     ranks = run_ranks(train_all, world, tuple(names), timeout_s=1_800.0, kind="imagined")
     for name, found in zip(names, zip(*ranks, strict=True), strict=True):
-        check_layout(name, list(found))
+        check_layout(name, list(found), dtype_of(name))
         for rank in found:
             check_traffic(name, rank)
 

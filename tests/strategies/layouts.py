@@ -8,7 +8,7 @@ import torch
 
 from lightning_thd import Packs, Sequences
 from tests.strategies.jobs import Layout, check_stages, train_by_hand
-from tests.strategies.test_layouts import check
+from tests.strategies.test_layouts import TOLERANCE, check
 
 
 def _way(communication: str, layout: str) -> dict[str, str]:
@@ -66,11 +66,10 @@ def rows(world: int, size: int) -> list[list[str]]:
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-def check_layout(name: str, found: list[dict[str, Any]]) -> None:
+def check_layout(name: str, found: list[dict[str, Any]], dtype: torch.dtype) -> None:
     """Compare what all ranks found with one process."""
     family, layout, step = LAYOUTS[name]
     if layout.pp == 1:
-        check(family, layout, step, dtype_of(name), found)
+        check(family, layout, step, dtype, found)
     else:
-        wanted = train_by_hand(family, layout, step, dtype_of(name))
-        check_stages(found, wanted, 1e-10 if name in IN_FP64 else 1e-5)
+        check_stages(found, train_by_hand(family, layout, step, dtype), TOLERANCE[dtype])

@@ -152,7 +152,6 @@ class AtenEfficient:
 @torch.library.custom_op(
     "lightning_thd::efficient_attention_backward",
     mutates_args=(),
-    device_types="cuda",
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor cu_q, Tensor cu_kv, SymInt max_q, "
     "SymInt max_kv, Tensor lse, int mask, int? splits, float scale, int? window)"
     " -> (Tensor, Tensor, Tensor)",
