@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_thd import CUDAGraphCallback, Packs
+from lightning_thd import CUDAGraphCallback, Packs, THDBatch, causal_lm_loss
 from tests.ranks import run_ranks
 from tests.strategies import jobs
 from tests.strategies.jobs import Layout
@@ -36,9 +37,21 @@ def test_layout(name: str) -> None:
     check_layout(name, found, dtype_of(name))
 
 
+class Counted(jobs.Job):
+    """Counts outside of ``training_step``, which a graph records."""
+
+    def on_train_batch_start(self, batch: THDBatch, batch_idx: int) -> None:
+        self.real_tokens.append(batch.stats.real_tokens)
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/loss", loss.detach(), sync_dist=True)
+        return loss
+
+
 def train_in_graphs() -> dict[str, Any]:
     graphs = CUDAGraphCallback(max_sequences=(12, 24), require=True)
-    found = jobs.train(*GRAPHS, trainer_options={"callbacks": [graphs]})
+    found = jobs.train(*GRAPHS, {"callbacks": [graphs]}, Counted)
     return {**found, "captured": graphs.stats.replays + graphs.stats.fallbacks["slower"]}
 
 

@@ -204,12 +204,13 @@ def train(
     step: Packs | Sequences,
     dtype: torch.dtype = torch.float64,
     trainer_options: dict[str, Any] | None = None,
+    kind: type[Job] = Job,
 ) -> dict[str, Any]:
     """Train on this rank and return whole parameters and the mean losses of all ranks."""
     strict_warnings()
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     accumulate = step.n // layout.dp if isinstance(step, Packs) and layout.pp == 1 else 1
-    module = Job(family, dtype)
+    module = kind(family, dtype)
     trainer = make_trainer(layout, family, accumulate_grad_batches=accumulate, **(trainer_options or {}))
     trainer.fit(module, data(step))
     losses = torch.tensor(module.losses, dtype=torch.float64, device=trainer.strategy.root_device)
