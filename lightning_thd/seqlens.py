@@ -40,7 +40,7 @@ def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
     """Return the offsets (cumulative sums) of lengths.
 
     Args:
-        lengths: ``[S]`` tokens: a tensor of any integer dtype, a numpy array or a sequence of ints.
+        lengths: ``[S]``, in tokens: an integer tensor, a numpy array or a sequence of ints.
 
     Returns:
         int32 ``[S + 1]``, on the tensor's device, or on the CPU. ``[3, 2]`` becomes ``[0, 3, 5]``.
@@ -242,7 +242,7 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
     if total is not None and host[-1] != total:
         raise ValueError(
             f"cu_seqlens ends with {host[-1]} but there are total={total} slots. "
-            + ("Use pad_cu_seqlens." if host[-1] < total else "Pass its last entry.")
+            + ("Use pad_cu_seqlens." if host[-1] < total else f"Pass total={host[-1]}.")
         )
 
 

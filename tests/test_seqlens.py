@@ -164,7 +164,7 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: take(cu(1, 3, 5)), "^cu_seqlens starts with 1; wanted 0"),
         (lambda: take(cu(0, 4, 3, 5)), "^cu_seqlens decreases from 4 to 3 at entry 2"),
         (lambda: check_cu_seqlens(cu(0, 3, 4), 5), "ends with 4 but there are total=5 .*pad_cu_seqlens"),
-        (lambda: check_cu_seqlens(cu(0, 3, 6), 5), "ends with 6 but .* total=5 slots. Pass its last entry"),
+        (lambda: check_cu_seqlens(cu(0, 3, 6), 5), "ends with 6 but .* total=5 slots. Pass total=6"),
         (lambda: seq_idx_from_cu_seqlens(cu(0, 3, 4), 5), "ends with 4 but there are total=5 slots"),
         (lambda: cu_seqlens_from_lengths([3, -2]), "Sequence 1 has length -2; wanted 0 or more tokens"),
         (lambda: cu_seqlens_from_lengths([2**31 - 1, 1]), "2 lengths add up to 2147483648 tokens"),

@@ -1,11 +1,11 @@
-"""Queries, keys and values of one rank's shard -> the shard's attention output, by any attention kernel.
+"""Queries, keys and values of one rank's shard -> the shard's attention output.
 
 Keys reach other ranks in one of four ways:
 
 - ``all_gather``: every rank gathers all keys and values. The backward pass reduce-scatters their gradients.
 - ``needed``: a rank receives only the keys that its queries see, in one exchange of sizes known on the host.
 - ``ring``: these keys arrive from one rank after the other, and ``merge`` combines the partial results.
-- ``ulysses``: an all-to-all gives each rank the whole pack for H / cp query heads; a second one reverses it.
+- ``ulysses``: all-to-alls give each rank the whole pack for H / cp query heads; one more returns the output.
 
 ``auto`` is ``ulysses`` if a window looks ahead, else the cheaper of ``needed`` and ``ulysses`` for each batch
 and kind of layer (``parallel.context.costs``).
@@ -53,7 +53,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheaper_way(layout, sizes, spec)
-    # If shards are not striped, a window needs few keys of other ranks, so one exchange replaces the ring.
+    # ``needs.plan_block`` refuses windows of shards that are not striped, so one exchange replaces the ring.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 
@@ -158,7 +158,7 @@ def _fetch(
 
 
 def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
-    """Return the key-value heads to send, g to each rank, int64 ``[cp * g]``; None if cp divides G."""
+    """Return the key-value heads to send, rank 0's first, equally many a rank; None if cp divides G."""
     cp, share = layout.cp, heads // kv_heads
     if kv_heads % cp == 0:
         return None

@@ -68,7 +68,7 @@ def varlen_attention(
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in q's dtype or autocast's; 0 if a query sees no key, v if it sees one and no sink.
+        ``[Tq, H, E]`` in q's dtype or autocast's; 0 for a query that sees no key.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
@@ -103,7 +103,7 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call on THD tensors; return a function for its shapes and rows ``keys`` of k and v (or all)."""
+    """Check a call; return a function for tensors of its shapes, on rows ``keys`` of k and v (or all)."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast

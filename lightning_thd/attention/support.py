@@ -207,7 +207,7 @@ def _notice_slow(kernel: Kernel, request: Request) -> None:
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
-    """Return why a kernel cannot run a call, or None if it can once its package is installed."""
+    """Return why a kernel cannot run a request, or None; some kernels refuse further calls themselves."""
     row = SUPPORT[kernel]
     if request.device != row.device and row.device != "any":
         return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
@@ -243,7 +243,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Return what to install for a kernel, or None if nothing is missing; prebuilt flash-attn suffices."""
+    """Return what to install for a kernel; None if its package, or a prebuilt flash-attn, loads."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None

@@ -125,10 +125,10 @@ class ExpertBias(Callback):
         half = [name for name, value in biases.items() if value.dtype.itemsize < 4]
         several = getattr(trainer.strategy, "pipeline_parallel_size", 1) > 1  # a stage may have no experts
         if half or not (self._biases or several):
-            came = f"{half[0]} is {biases[half[0]].dtype}" if half else "no router of the model has one"
+            came = f"{half[0]} is {biases[half[0]].dtype}" if half else "the model has no known routers"
             raise MisconfigurationException(
                 f"ExpertBias moves each router's {_BIAS} in small steps, and {came}; wanted fp32. "
-                + ("Call .float() on it." if half else "Use router_balance='sequence' for this family.")
+                + ("Set its .data to fp32." if half else "Leave ExpertBias out.")
             )
 
     def on_before_optimizer_step(

@@ -42,7 +42,7 @@ class THDFlops(Metric):
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
-        """Count one microbatch, or the sum of several, given as ``SeqStats`` with ``model.windows``."""
+        """Count one microbatch or the sum of several; make ``stats`` with ``windows=model.windows``."""
         count(self.model, stats, work=self.work)  # refuses stats of another model before they are added
         self.counts += uploaded(np.array(to_ints(stats, self.model), np.int64), self.counts.device)
 

@@ -17,7 +17,7 @@ from lightning_thd.models.probe import check_packing
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Print the leak probe's report; exit with 1 if sequences of a pack see each other."""
+    """Print the leak probe's report; exit with 1 if one of its checks fails."""
     parser = Parser(
         "lightning-thd check",
         description="Build a model from its config with random weights, run packs through it, and test "

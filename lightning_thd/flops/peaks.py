@@ -1,7 +1,7 @@
 """A device name and a dtype -> the FLOP/s of dense matmuls: the vendor's figure, or a measurement.
 
-Training uses neither 2:4 sparsity nor 16-bit accumulation. So sparse figures are halved here, and those of
-consumer cards are for 32-bit accumulation. ``Peak.printed`` says whether the vendor's tensor figures were
+Training uses neither 2:4 sparsity nor 16-bit accumulation. So sparse figures are halved here, and consumer
+cards have figures for 32-bit accumulation. ``Peak.printed`` says whether the vendor's tensor figures were
 dense or sparse. If torch sees the two dies of a package as two devices, a row is one die.
 """
 

@@ -4,7 +4,7 @@
 hooks, ``enter`` and ``leave``. The forward of every model class gets a guard. The hooks find the pack in
 the arguments of a call, or take the batch that a loss has announced. The guard sees what the hooks miss. It
 announces the pack of ``model.forward(...)``. It refuses a model whose config was switched to "thd" by hand,
-and a model without "thd" around a model with "thd" if the outer model gets labels or pools its output.
+and one without "thd" that gets labels or pools its output while a model inside it gets a pack.
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
 
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME: Final = "thd"
-# Hooked models by their id, which a copy of a model does not share with its original.
+# Hooked models by ``id``, for ``_reason_of``; a copy of a model is missing until ``adopt`` adds it.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # Class names of all models ever hooked. While the set is empty, the guard need not watch other models.
 _HOOKED: set[str] = set()
@@ -113,9 +113,9 @@ def watch_models(base: Any) -> None:
     @functools.wraps(restore)
     def __setstate__(self: Any, state: Any) -> None:
         restore(self, state)
-        guard(type(self))
         if getattr(self, "_thd_installed", False):
             adopt(self)
+        guard(type(self))  # around what ``adopt`` has patched
 
     patch("attention chosen", base, "get_correct_attn_implementation", get_correct_attn_implementation)
     patch("attention chosen", base, "set_attn_implementation", set_attn_implementation)
@@ -170,7 +170,7 @@ def _spread_thd(model: nn.Module, *, follow: bool) -> None:
     """Set "thd" on every model around a language model with "thd".
 
     If the language model has lost "thd", ``follow`` gives its new attention to the outer models. Without
-    ``follow`` they keep "thd", because the user asked for it by name.
+    ``follow`` they keep the "thd" that was asked for by name.
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):
@@ -216,7 +216,7 @@ def enter(
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
-    # A training loop may call the model with a batch, to run its whole step inside. Keep such args in place.
+    # Name the args, unless the first is a batch: a training loop may run its whole step in the model's call.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
@@ -272,7 +272,7 @@ def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     outermost = scope.outer is None or scope.outer.module is None
     if model._thd_pools or getattr(model, "pooler", None) is not None:
         return pool_each_sequence(model, scope.pack, output, outermost=outermost)
-    if outermost and model._thd_own_class:  # ``_thd_pools`` covers transformers' own classes
+    if outermost and model._thd_own_class:  # a class of the user, which ``_thd_pools`` may miss
         refuse_pooled_pack(model, scope.pack, output)
     return None
 
@@ -331,7 +331,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Refuse layers that "thd" cannot make correct, until a model passes once; when compiling, always."""
+    """Refuse layers that "thd" cannot make correct; check until a model passes, when compiling always."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     else:

@@ -26,7 +26,7 @@ from lightning_thd.models.padded_groups import padded_rows
 
 # An output whose name has one of these parts may be pooled to one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
-# Names of classes that return one row per token.
+# Names of classes that have an output per token.
 _TOKEN_LEVEL = re.compile(
     r"CausalLM|LMHead|MaskedLM|ForConditionalGeneration|TokenClassification|QuestionAnswering|Model$"
 )
@@ -96,7 +96,7 @@ def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
 
 
 def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse an output with one row for all sequences: any of a tuple, or one with a pooled output's name."""
+    """Refuse one row for all sequences: in a tuple any output, in a dict those in ``_POOLED_OUTPUTS``."""
     named: list[tuple[str, Any]] = []
     if isinstance(output, tuple):
         named = [(f"output {i}", value) for i, value in enumerate(output)]

@@ -20,7 +20,7 @@ from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# (first, packs, each, held): `packs` packs from index `first` on hold `held` sequences and get `each` more.
+# (first, packs, each, held): `packs` packs, from index `first`, have `held` sequences and get `each` more.
 _Placement = tuple[int, int, int, int]
 
 

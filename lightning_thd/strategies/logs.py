@@ -64,7 +64,7 @@ class StepLogs:
                 )
 
     def close(self) -> None:
-        """Let Lightning reduce over ranks again; called also after a microbatch that raised an error."""
+        """Give Lightning its reduction back; called also after a microbatch that raised an error."""
         for value in self._late.values():
             value.meta.sync._generate_sync_fn()
 
@@ -95,7 +95,7 @@ class StepLogs:
 
 
 def weigh(results: Any, loss_scale: float) -> None:
-    """Weigh values logged on_epoch by the step's loss tokens / (its microbatches x data-parallel ranks)."""
+    """Weigh values logged on_epoch by 1 / ``loss_scale``, or by 0 if it is 0; see ``THDBatch``."""
     results.batch, results.batch_size = (weighing_rows(1.0 / loss_scale if loss_scale else 0.0),), None
 
 
@@ -204,7 +204,7 @@ class RecordedLogs:
                 if name not in options:
                     raise MisconfigurationException(
                         f"The last pipeline stage logged {name!r} in training_step, but this stage did not. "
-                        "Log the same names on every rank: do not let the loss decide."
+                        "Log the same names on every rank, whatever the loss is."
                     )
                 module.log(name, value, **options[name])
             logs.end(before)

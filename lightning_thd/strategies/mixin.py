@@ -64,11 +64,12 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 class THDStrategyMixin(Strategy):
     """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Other batches run as under the
-    base strategy in one pass, except in a pipeline. Gradients are synchronised only in the last microbatch,
-    ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value per step. The
-    attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``; set them on a
-    class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as ``asynchronous_checkpoints=True``.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Without a pipeline, batches of
+    other types run in one pass, as under the base strategy. Gradients are synchronised only in the last
+    microbatch, ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value
+    per step. The attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``;
+    set them on a class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as
+    ``asynchronous_checkpoints=True``.
 
     Raises:
         TypeError: if the base strategy's engine cannot run such steps, as DeepSpeed's and XLA's cannot.
@@ -95,7 +96,7 @@ class THDStrategyMixin(Strategy):
 
     _axes: Axes | None = None
     _cut: PackCut | None = None  # None if every rank reads and runs different packs
-    _shards: WeightShards | None = None  # None if every rank holds all weights
+    _shards: WeightShards | None = None  # None unless the base strategy cuts weights
     _pipeline: Pipeline | None = None
     _loop: StepLoop
     _checkpoints: Checkpoints
@@ -157,7 +158,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def context_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that share every pack of this rank; None without a mesh."""
+        """Return the process group over which this rank's packs are cut; None without a mesh."""
         return None if self._axes is None else self._axes.group(CONTEXT)
 
     @property
@@ -312,7 +313,7 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce over ranks; means of integers are floats; logged sums count the same tokens once."""
+        """Reduce over ranks; means of integers are floats; logged sums count each token once."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
         group = None if group is _NOT_GIVEN else group
@@ -335,7 +336,7 @@ class THDStrategyMixin(Strategy):
     # -- checkpoints
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; one without a step stays without a state itself."""
+        """Return an optimizer's state; an optimizer that made no step keeps none."""
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

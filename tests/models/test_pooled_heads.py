@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -103,3 +104,11 @@ def test_logits_that_are_one_row_for_all_are_refused() -> None:
     model.bert.pooler = Whole(model.bert.pooler)
     with pytest.raises(ValueError, match=r"BertModel makes its pooler_output by code.*its pooler is a Whole"):
         model(**pack().hf_kwargs())
+
+
+def test_forward_of_an_unpickled_classifier_knows_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build("llama", HEADS["llama"], "thd").eval()
+    batch, forward = pack(), type(model).forward
+    want, pickled = model(**batch.hf_kwargs()).logits, pickle.dumps(model)
+    monkeypatch.setattr(type(model), "forward", forward._thd_unguarded.__wrapped__)  # as in a new process
+    assert torch.equal(pickle.loads(pickled).forward(**batch.hf_kwargs()).logits, want)

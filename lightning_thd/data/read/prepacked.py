@@ -125,8 +125,7 @@ def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
     mask = row.get("attention_mask")
     if mask is not None and not np.array_equal(np.flatnonzero(mask), np.arange(end)):
         raise ValueError(
-            f"Row {i}: attention_mask must be 1 in exactly the first {end} slots, which {name} gives to "
-            "sequences."
+            f"Row {i}: attention_mask must be 1 in the {end} slots that {name} covers, 0 in later ones."
         )
     return values[values > 0]
 

@@ -26,7 +26,7 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
-# Path is last, because jsonargparse would save any value in a config as a Path. Dataset has no type argument,
+# Path is last, or jsonargparse would save any value in a config as a Path. Dataset has no type argument,
 # because jsonargparse makes no object of such a type.
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
@@ -71,7 +71,7 @@ class Opener:
         instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
 
     def open(self, source: Source | Paths) -> Opened:
-        """Open paths or a dataset; text and conversations are tokenised into a memory-mapped store."""
+        """Open paths or a dataset; without ``processor``, text and chats are tokenised into a store."""
         if is_paths(source):
             opened = self._open_paths(cast("Paths", source))
         else:
@@ -84,7 +84,7 @@ class Opener:
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
 
     def first_record(self, source: Source | Paths) -> Any:
-        """Return the first record of a source, before tokenising; None for a store, which keeps only ids."""
+        """Return a source's first record, before tokenising; None for a store's folder or an empty source."""
         if not is_paths(source):
             dataset = as_dataset(source)
             return dataset[0] if len(dataset) else None

@@ -14,7 +14,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def expert_layers(sizes: Sizes) -> set[int]:
-    """Return the indices of the layers whose MLP is a mixture of experts."""
+    """Return the indices of layers with experts, or with only the shared MLP of such a family."""
     count = sizes.num_layers
     if sizes.optional(*_NUM_EXPERTS) == 0 and not sizes.optional("shared_intermediate_size"):
         return set()
@@ -61,7 +61,7 @@ def active_share(sizes: Sizes) -> float:
     """Return the share of the routed experts that a token goes through; 1.0 without experts."""
     top_k = sizes.get(*_TOP_K, default=0)
     mean = sum(top_k) / len(top_k) if isinstance(top_k, (list, tuple)) else float(top_k)
-    return mean / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
+    return mean / (sizes.optional(*_NUM_EXPERTS) or mean or 1.0) or 1.0
 
 
 def active_experts(sizes: Sizes, index: int) -> int:

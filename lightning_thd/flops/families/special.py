@@ -1,7 +1,7 @@
 """Configs of DeepSeek-V4, Gemma 3n, Gemma 4, and the vision towers of Qwen-VL and Llava -> their layers.
 
 Every projection that transformers computes is counted. Vision towers are counted as in Megatron-Bridge:
-attention runs between all patches of a frame (in Qwen2.5-VL's windowed blocks, of a window), and is not
+attention runs between all patches of a frame, or of a window in Qwen2.5-VL's windowed blocks, and is not
 halved. The tower and every deepstack layer have a projector. The convolution that makes patches counts too.
 Below, n is the number of streams of DeepSeek-V4's hyper-connections or of Gemma's AltUp (arXiv:2301.13310).
 """
@@ -96,7 +96,7 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
     layers = [*_layer_inputs_projection(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
         terms = [
-            # Two routings (hidden -> n), from which n^2 coefficients predict the streams and n correct them.
+            # Two routings, hidden -> n: n^2 coefficients predict the streams, n correct them.
             matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
             recurrence("altup_mix", 2 * hidden * streams**2),
             matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),

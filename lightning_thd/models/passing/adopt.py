@@ -90,7 +90,7 @@ def run_delta_rule(
 
 
 def _kernel_options(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
-    """Return a kernel's options without those that this module sets for shards; refuse ``refused`` ones."""
+    """Return a kernel's options without boundaries and final-state flags; raise for ``refused`` ones."""
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
@@ -199,7 +199,7 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
 class _Reach(NamedTuple):
     """Indices for a convolution over the stretches of a shard."""
 
-    rows: Tensor  # indices into own and received slots: all stretches, each after up to W - 1 earlier slots
+    rows: Tensor  # indices into own and received slots: per stretch, up to W - 1 earlier slots, then its own
     sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
     own: Tensor  # ``[N]``, where the outputs of this rank's slots are in the groups laid end to end
 

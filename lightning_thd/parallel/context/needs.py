@@ -1,9 +1,9 @@
 """A layout and a window -> the keys that each rank needs from the other ranks, and its kernel calls on them.
 
-``plan_exchange`` brings a rank all keys that its queries see, for one kernel call. ``plan_block`` plans one
-call per source rank, and the results are merged. So in a ring, a rank holds the keys of at most two others:
-of this step and of the next. A striped layout always needs ``plan_block``: a rank's queries are ``cp`` slots
-apart, as are a source's keys, but a kernel's causal mask moves by one key per query.
+``plan_exchange`` brings a rank all keys that its queries see, before any kernel call. ``plan_block`` plans
+one call per source rank, and the results are merged. In a ring, a rank holds its own keys and those of this
+step and of the next. A striped layout always needs ``plan_block``: a kernel's causal mask moves by one key
+per query, and only the keys of a single source are ``cp`` slots apart, as the queries are.
 
 The plans are pure; ``exchanged`` and the functions after it upload them, once per batch and kind of layer.
 Legend: T slots of a pack, P sequences of a kernel call.
@@ -90,7 +90,7 @@ class Exchange(NamedTuple):
     send_counts: list[int]  # rows for every rank, 0 for itself
     receive_counts: list[int]  # rows from every rank, 0 from itself
     group_rows: int  # rows that all ranks receive in total; 0 if no rank needs a key of another
-    where: Ints  # ``[T]``, each slot's row among this shard's and then the received rows; -1 if in neither
+    where: Ints  # ``[T]``, each slot's row in this shard followed by the received rows; -1 if in neither
 
 
 def plan_exchange(
@@ -213,7 +213,7 @@ def _block(
 
 
 class BlockCall(NamedTuple):
-    """A ``Block`` as a kernel call, with indices on the device; for its fields see ``KernelCall``."""
+    """The kernel call of a ``Block``, whose ``q_rows``, ``left`` and ``right`` it keeps."""
 
     q_rows: Tensor | None
     kv_index: Tensor
