@@ -35,7 +35,7 @@ PATCHES: Final[dict[str, Patch]] = {
     "masks": Patch("transformers.masking_utils._preprocess_mask_arguments", "models/masks.py"),
     "mixers": Patch("forward of state-space, linear-attention and convolution layers", "models/mixers.py"),
     "mixer kernels": Patch(
-        "causal_conv1d_fn, mamba2_chunk_scan and delta rules in transformers' modeling files",
+        "causal convolutions, scans and delta rules in transformers' modeling files",
         "models/passing/adopt.py",
     ),
     "position tables": Patch("forward of position embeddings of the RoBERTa kind", "models/positions.py"),

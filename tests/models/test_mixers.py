@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-import types
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -20,9 +22,10 @@ from lightning_thd._known_bad import known_problems
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import mixers, register_thd
-from lightning_thd.models.mixers import MIXERS, adopt_mixers, boundaries, can_run
+from lightning_thd.models.mixers import MIXERS, adopt_mixers, can_run
 from lightning_thd.models.pack import Pack, Scope, scoped
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.passing.adopt import _KERNELS
 from lightning_thd.models.refusals import refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import build
@@ -115,31 +118,38 @@ def test_kernels_run_where_all_is_well(
     mixers._is_sound.cache_clear()
 
 
-class GatedDelta(nn.Module):
-    """Its keywords go to the kernel, as in transformers."""
+def recorded(own: Any, told: list[Any]) -> Any:
+    """Wrap a kernel of a layer: note the boundaries it is told, and compute without them."""
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> dict[str, Any]:
-        return kwargs
+    @functools.wraps(own)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        names = ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")
+        told.append((own.__name__, *(kwargs.pop(name, None) for name in names)))
+        return inspect.unwrap(own)(*args, **kwargs)
+
+    return record
 
 
-@pytest.mark.parametrize("filters", [True, False])
-def test_kernels_of_fla_are_told_the_offsets_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, filters: bool
-) -> None:
-    module: Any = types.ModuleType("modeling_of_a_test")
-    rule = functools.wraps(len)(lambda: None)  # transformers leaves out what a kernel does not take
-    module.torch_chunk_gated_delta_rule = rule if filters else rule.__wrapped__
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(GatedDelta, "__module__", module.__name__)
-    one = Pack.from_batch(THDBatch.collate([{"input_ids": range(3)}, {"input_ids": range(2)}]))
-    told = boundaries(FLA, one, GatedDelta)
-    assert told["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
-    assert told["cu_seq_lens_q"] is one.cu_seqlens_q
-    assert told.keys() == {"seq_idx", "cu_seq_lens_q", *(["cu_seqlens_cpu"] if filters else [])}
-    if filters:  # the same tensor for all layers: kernels remember by identity what they worked out
-        assert told["cu_seqlens_cpu"].tolist() == [0, 3, 5]
-        assert boundaries(FLA, one, GatedDelta)["cu_seqlens_cpu"] is told["cu_seqlens_cpu"]
-    assert "cu_seqlens_cpu" not in boundaries(SSD, one, GatedDelta)
+@pytest.mark.parametrize(
+    "name",
+    ["mamba2", "bamba", "falcon_h1", "zamba2", "qwen3_next", "olmo_hybrid", "kimi_linear"],
+)
+def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """transformers drops keywords that a kernel does not take, so a wrong name would mix the sequences."""
+    (batch, _), model, told = matrix.packs(), build(name, "thd"), []
+    module = sys.modules[type(model).__module__]
+    for kernel in (x for x in _KERNELS if hasattr(getattr(module, x, None), "__wrapped__")):
+        monkeypatch.setattr(module, kernel, recorded(getattr(module, kernel), told))
+    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels is not None)
+    model(**batch.hf_kwargs())
+    for kernel, ids, offsets, on_host in told:
+        if "delta" in kernel:
+            assert offsets is batch.cu_seqlens_padded
+            assert on_host.tolist() == offsets.tolist()
+        else:
+            assert ids is told[0][1] is not None
+    # Before 5.20, transformers does not wrap its kernels.
+    assert len({kernel for kernel, *_ in told}) > 1 or Version(version("transformers")) < Version("5.20")
 
 
 # ---- Padded groups

@@ -110,23 +110,22 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": run_delta_rule,
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
+_KERNELS: Final = (_CONVOLUTION, *_SCANS, _FUSED, "mamba_inner_fn", "mamba_selective_scan")
 # Layers whose only recurrent function is the convolution; all others must call a scan too.
 _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch a layer's convolution and scan and return their names; return none if the layer does not fit."""
+    """Patch the kernels in a layer's module; return its convolution and scan, or none if it does not fit."""
     module: Any = sys.modules[layer.__module__]
-    names = _names_in(layer.forward)  # type: ignore[attr-defined]
-    scans = {name for name in _SCANS if name in names and callable(getattr(module, name, None))}
-    convolves = _CONVOLUTION in names and callable(getattr(module, _CONVOLUTION, None))
-    if not convolves or len(scans) != (0 if layer.__name__ in _CONVOLUTION_ALONE else 1):
-        return frozenset()
-    for name in (_CONVOLUTION, *scans, _FUSED):
+    for name in _KERNELS:
         function = getattr(module, name, None)
-        if function is not None and not hasattr(function, "_thd_shards"):
+        if callable(function) and not hasattr(function, "_thd_shards"):
             patch("mixer kernels", module, name, _shard_aware(name, function))
-    return frozenset({_CONVOLUTION, *scans})
+    names = _names_in(layer.forward) & {*_SCANS, _CONVOLUTION}  # type: ignore[attr-defined]
+    carried = {name for name in names if callable(getattr(module, name, None))}
+    fits = _CONVOLUTION in carried and len(carried) == (1 if layer.__name__ in _CONVOLUTION_ALONE else 2)
+    return frozenset(carried) if fits else frozenset()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -158,9 +157,9 @@ def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     in_torch = inspect.unwrap(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # An installed kernel replaces transformers' own function, but refuses tensors of a CPU.
-        plain = args[0].device.type == "cpu" and kwargs.get("seq_idx") is kwargs.get("cu_seqlens") is None
-        return (in_torch if plain else original)(*args, **kwargs)
+        # An installed kernel replaces transformers' own function, but refuses tensors of other devices.
+        told = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
+        return (original if told or args[0].device.type not in ("cpu", "meta") else in_torch)(*args, **kwargs)
 
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers.models.bamba import modeling_bamba
+from transformers.models.mamba import modeling_mamba
 
 from lightning_thd.alignment import Layout
 from lightning_thd.models.passing import adopt
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
+from tests.models.families import build
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
@@ -179,6 +181,9 @@ def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
 
 def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> None:
     """causal-conv1d, for example, replaces the function on every device, and refuses tensors of a CPU."""
+    build("mamba", "thd")  # a family whose states no rank passes on
+    wrapped = (vars(modeling_mamba)[name] for name in adopt._KERNELS if name in vars(modeling_mamba))
+    assert sum(hasattr(function, "_thd_shards") for function in wrapped) == 3
     own = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
 
     @functools.wraps(own)
@@ -188,5 +193,6 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
     run = adopt._shard_aware("causal_conv1d_fn", kernel)
     x, weight, bias = torch.randn(2, 3, 7), torch.randn(3, 4), torch.randn(3)
     assert torch.equal(run(x, weight, bias, activation="silu"), own(x, weight, bias, activation="silu"))
+    assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture
     with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
         run(x, weight, bias, seq_idx=torch.zeros(2, 7, dtype=torch.int32))
