@@ -6,14 +6,12 @@ import functools
 import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -34,14 +32,7 @@ register_thd()
 
 
 class Mamba2Mixer(nn.Module):
-    """Stands for the layer of transformers with its fused kernels installed: it records what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[dict[str, Any]] = []
-
     def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
-        self.told.append(kwargs)
         return hidden_states.cumsum(1)
 
 
@@ -51,19 +42,6 @@ def announced(batch: THDBatch) -> AbstractContextManager[None]:
 
 
 adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
-
-
-def test_with_kernels_the_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, (batch, _) = Mamba2Mixer(), matrix.packs()
-    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels == mixers._SSD)
-    with announced(batch):
-        for _ in range(2):
-            layer(torch.randn(1, 35, 3))
-    first, second = layer.told
-    assert first["seq_idx"].dtype == torch.int32
-    assert first["seq_idx"].tolist() == [[0] * 7 + [1] + [2] * 16 + [3] * 3 + [4] * 8]
-    assert first["seq_idx"] is second["seq_idx"]  # worked out once a batch
-    assert first["cu_seq_lens_q"] is batch.cu_seqlens_padded
 
 
 @pytest.mark.parametrize(
@@ -147,9 +125,9 @@ def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.Monk
             assert offsets is batch.cu_seqlens_padded
             assert on_host.tolist() == offsets.tolist()
         else:
-            assert ids is told[0][1] is not None
-    # Before 5.20, transformers does not wrap its kernels.
-    assert len({kernel for kernel, *_ in told}) > 1 or Version(version("transformers")) < Version("5.20")
+            assert ids is told[0][1]  # worked out once a batch
+            assert ids.tolist() == [[0] * 7 + [1] + [2] * 16 + [3] * 3 + [4] * 8]
+    assert len({kernel for kernel, *_ in told}) > 1
 
 
 # ---- Padded groups

@@ -143,8 +143,7 @@ def run_on_shard(
         out = function(*args, **kwargs)
     finally:
         _STATE.running = before
-    called = sorted(name for name in running.called if name != _FUSED)
-    if called != sorted(wanted):
+    if (called := sorted(running.called)) != sorted(wanted):
         raise RuntimeError(
             f"A recurrent layer on a context-parallel shard called {called}, but {sorted(wanted)} carry its "
             "state. Another kernel replaces them (use_kernels=True?). Set context_parallel_size=1."
@@ -166,9 +165,9 @@ def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         running = getattr(_STATE, "running", None) if layouts.in_use else None
         if running is None:
             return run(*args, **kwargs)
-        running.called.append(name)
         if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
             return None
+        running.called.append(name)
         function: Callable[..., Any] = _SCANS.get(name, convolve_shard)
         return function(run, running.layout, *args, **kwargs)
 
