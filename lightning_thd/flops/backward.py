@@ -40,6 +40,7 @@ _LONE_PROJECTION = re.compile(
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
 # Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
+_OF_MLP = ("mlp", "experts", "latent_", "router", "shared")  # beginnings of the names of an MLP's terms
 _OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")  # not in layers
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
@@ -205,34 +206,47 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
             weights = [weight for weight in rest if "embed" in weight.path or "wte" in weight.path]
         if weights:
             layer, upstream = _backward(layer, weights, upstream)
-        if checkpointed and layer.recomputable and layer.path not in checkpointed:
-            layer = replace(layer, recomputable=False)
+        if checkpointed and "" not in (parts := checkpointed.get(layer.path, set())):
+            layer = _checkpointed_in_parts(layer, parts)
         found.append(layer)
     return tuple(found), policy
 
 
-def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
-    """Return which activation checkpointing is on, and in which layers."""
+def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
+    """Return which activation checkpointing is on, and in which parts of which layers; "" is a whole layer."""
     functions: list[Any] = []
-    layers = set()
+    layers: dict[str, set[str]] = defaultdict(set)
     decoder = decoder_prefix(name for name, _ in module.named_modules())
     for name, child in module.named_modules():
         function: Any = None
-        if getattr(child, "gradient_checkpointing", False):
+        if getattr(child, "gradient_checkpointing", False) and child.training:  # else it does nothing
             function = getattr(child, "_gradient_checkpointing_func", None)
         elif type(child).__name__ == "CheckpointWrapper":
             function = child
         if function is not None:
             functions.append(function)
             path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
-            if inside == "weight" and path not in _OUTSIDE_LAYERS:
-                layers.add(path)
+            if path not in _OUTSIDE_LAYERS:
+                part = "mlp" if _stage(inside) > 1 else "mixer"
+                layers[path].add("" if inside == "weight" else part)
     if not functions:
         return "none", layers
     keywords = _keywords(functions[0])
     if keywords.get("context_fn") is not None:
         return "selective", layers
-    return ("full" if keywords.get("use_reentrant", False) else "early_stop"), layers
+    whole = keywords.get("use_reentrant", False) or not keywords.get("early_stop", True)
+    return ("full" if whole else "early_stop"), layers
+
+
+def _checkpointed_in_parts(layer: Layer, parts: set[str]) -> Layer:
+    """Return a layer whose mixer or MLP is checkpointed by itself, or neither."""
+    terms = (
+        replace(term, last=term.last or term.name == "out")
+        if ("mlp" if term.name.startswith(_OF_MLP) else "mixer") in parts
+        else replace(term, again=0)
+        for term in layer.terms
+    )
+    return replace(layer, terms=tuple(terms), recomputable=layer.recomputable and bool(parts))
 
 
 def _keywords(function: Any) -> dict[str, Any]:
@@ -303,7 +317,8 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         # B's input is the output of A, which is taken to be trained; A's is the input of the adapted layer.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
-        term = matmul(f"lora_{weight.adapter}", weight.macs, kind=like.kind, basis=like.basis, last=last)
+        name = ("mlp_" if weight.stage > 1 else "") + f"lora_{weight.adapter}"
+        term = matmul(name, weight.macs, kind=like.kind, basis=like.basis, last=last)
         yield replace(
             term,
             input_grad=term.input_grad if reached else 0,

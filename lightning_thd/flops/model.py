@@ -293,7 +293,7 @@ def _scaled_term(term: Term, member: Member) -> Term:
         forward=round(term.forward * (member.training + member.forward)),
         input_grad=round(term.input_grad * member.training),
         weight_grad=round(term.weight_grad * member.training),
-        again=round(term.forward * member.training),
+        again=round((term.forward if term.again is None else term.again) * member.training),
     )
 
 

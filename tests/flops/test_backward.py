@@ -141,11 +141,11 @@ def reentrant_lora(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def wrap_layers(model: nn.Module, implementation: CheckpointImpl) -> None:
-    """Checkpoint layers as torch does it, by modules around them."""
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+def wrap_layers(model: nn.Module, kinds: str = "LlamaDecoderLayer", **options: Any) -> None:
+    """Checkpoint layers, or parts of them, as torch does it, by modules around them."""
+    wrap = partial(checkpoint_wrapper, **options)
     apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=wrap, check_fn=lambda child: type(child).__name__ == "LlamaDecoderLayer"
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda child: type(child).__name__ in kinds.split()
     )
 
 
@@ -172,11 +172,18 @@ CASES: dict[str, tuple[str, Change, str]] = {
     **{
         f"torch's wrapper {kind.name}": (
             "llama",
-            partial(wrap_layers, implementation=kind),
+            partial(wrap_layers, checkpoint_impl=kind),
             "early_stop" if kind is CheckpointImpl.NO_REENTRANT else "full",
         )
         for kind in CheckpointImpl
     },
+    **{
+        f"only {kinds}": ("llama", partial(wrap_layers, kinds=kinds), "early_stop")
+        for kinds in ("LlamaAttention", "LlamaMLP", "LlamaAttention LlamaMLP")
+    },
+    "without an early stop": ("llama", partial(wrap_layers, early_stop=False), "full"),
+    # from_pretrained returns this mode, which Lightning keeps; transformers then checkpoints nothing.
+    "evaluation mode": ("llama", both(checkpoint, nn.Module.eval), "none"),
 }  # fmt: skip
 
 
