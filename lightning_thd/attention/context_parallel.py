@@ -96,17 +96,11 @@ def context_parallel_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output of this rank's shard of a pack; all ranks must call this together."""
-    sizes = LayerSizes(
-        heads=q_NHD.shape[1],
-        kv_heads=k_NGD.shape[1],
-        head_size=q_NHD.shape[2],
-        value_size=v_NGE.shape[2],
-        element_bytes=q_NHD.element_size(),
-    )
-    way = choose_way(layout, sizes, spec)
+    heads: Any = {"heads": q_NHD.shape[1], "kv_heads": k_NGD.shape[1], "element_bytes": q_NHD.element_size()}
+    way = choose_way(layout, LayerSizes(**heads, head_size=q_NHD.shape[2], value_size=v_NGE.shape[2]), spec)
     assert layout.group is not None
+    traffic.count(way)
     if way == "ulysses":
-        traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
         wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
         q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
         k, v = (gathered(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
@@ -116,18 +110,17 @@ def context_parallel_attention(
         return heads_to_rows(gathered(out, layout.gathered), layout.group)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
-        traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
         ring = KeySource([[s.call] if s.call else [] for s in steps], steps, layout.group)
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
         blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
-        k, v = _fetch(k_NGD, v_NGE, way, layout, spec, sizes)
+        k, v = _fetch(k_NGD, v_NGE, way, layout, spec)
         return merged_attention(raw_kernel(), KeySource([blocks]), q_NHD, k, v, spec=spec, sinks=sinks)
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
         call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
-    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, sizes, call.kv_index)
+    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, call.kv_index)
     at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
     return attend(q_NHD, k, v, at, sinks=sinks)
 
@@ -138,18 +131,15 @@ def _fetch(
     way: Way,
     layout: ShardLayout,
     spec: AttentionSpec,
-    sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collect the keys and values of this and other ranks, and select the rows ``index`` (None means all)."""
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
     if way == "all_gather":
-        traffic.count(sizes.gather_bytes(layout.local_slots, layout.cp), way)
         rows = all_gather_rows(rows, layout.group)
     else:
         plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
-        traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
         if plan.group_rows:  # the total of all ranks, so either all ranks exchange or none
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, sinks_gradient
 from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
@@ -88,6 +89,7 @@ class KeySource:
     def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
         """Post a send and a receive; both ranks know the sizes, so empty messages are left out."""
         posts = []
+        traffic.count("bytes", received.nbytes)
         if len(sent):
             posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
         if len(received):

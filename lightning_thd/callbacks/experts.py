@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_thd._checks import real_number
 from lightning_thd._static import shapes_are_static
+from lightning_thd.callbacks.seen import kept_slots
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.models.pack import current_scope, real_slots
 from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
@@ -43,6 +44,14 @@ class ExpertChoices:
             router.register_forward_hook(only_looking(functools.partial(self._count, layer)))
             for layer, router in enumerate(routers.values())
         ]
+        self._mask: Any = None  # the attention_mask of the model's running call
+        models = [x for x in module.modules() if routers and hasattr(type(x), "get_input_embeddings")]
+        look = only_looking(functools.partial(self._look))
+        self._handles += [x.register_forward_pre_hook(look, with_kwargs=True) for x in models]
+
+    def _look(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._mask = kwargs.get("attention_mask")
 
     def _count(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
         # Skip recomputation in the backward pass, which would count the same choices twice.
@@ -56,6 +65,9 @@ class ExpertChoices:
         counts = self._tensor(chosen.device)
         scope = current_scope()
         real = None if scope is None or scope.pack is None else real_slots(scope.pack)
+        mask = self._mask if real is None else None
+        if isinstance(mask, Tensor) and mask.numel() == len(chosen):  # padded rows
+            real = kept_slots(mask).flatten()
         ones = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).to(chosen.dtype)
         counts[layer].scatter_add_(0, chosen.flatten(), ones.flatten())
 

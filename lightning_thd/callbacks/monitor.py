@@ -21,7 +21,7 @@ from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
 from lightning_thd.flops.model import FlopsModel, check_conventions
-from lightning_thd.flops.rates import check_peak
+from lightning_thd.flops.rates import Work, check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
 from lightning_thd.report.page import PARTS
@@ -309,18 +309,12 @@ class THDThroughputMonitor(Callback):
         """Create the meter of a stage; the first meter of a run looks up the peak and the FLOPs model."""
         strategy = trainer.strategy
         if self._hardware is None:
-            self._flops = self._flops_of(
-                pl_module, sharded=getattr(strategy, "context_parallel_size", 1) != 1
-            )
-            self._hardware = Hardware.of(
-                pl_module,
-                strategy.root_device,
-                self.peak,
-                str(getattr(trainer.precision_plugin, "precision", "32-true")),
-                group=data_parallel_group(strategy),
-                devices=trainer.world_size,
-            )
-        work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
+            sharded = getattr(strategy, "context_parallel_size", 1) != 1
+            self._flops = self._flops_of(pl_module, sharded=sharded)
+            precision = str(getattr(trainer.precision_plugin, "precision", "32-true"))
+            job: Any = {"group": data_parallel_group(strategy), "devices": trainer.world_size}
+            self._hardware = Hardware.of(pl_module, strategy.root_device, self.peak, precision, **job)
+        work: Work = "training" if stage == "train" else "forward"
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
         source = getattr(trainer, "datamodule", None) or trainer.train_dataloader
         capacity = getattr(source, "capacity", 0)
@@ -332,12 +326,7 @@ class THDThroughputMonitor(Callback):
         return ModuleFlops(module, self.flops_model, sharded=sharded, **conventions)
 
     def _new_meter(
-        self,
-        stage: str,
-        work: Literal["training", "forward"],
-        hardware: Hardware,
-        module: nn.Module,
-        group: Any = None,
+        self, stage: str, work: Work, hardware: Hardware, module: nn.Module, group: Any = None
     ) -> Meter:
         self._meters[stage] = meter = Meter(stage, work, self._clock, hardware)
         ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())

@@ -240,7 +240,7 @@ def _dense(ids: Tensor) -> list[Seen]:
     return [(SeqStats.from_lengths([length] * rows), Dense((length,) * rows))]
 
 
-def _real(mask: Tensor) -> Tensor:
+def kept_slots(mask: Tensor) -> Tensor:
     """Return which slots a mask keeps: nonzero ones; if it is additive (floats, none above 0), its zeros."""
     return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
 
@@ -248,7 +248,7 @@ def _real(mask: Tensor) -> Tensor:
 def _mask_lengths(mask: Tensor) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; equal numbers in a row's mask are one sequence."""
     rows, length = mask.shape
-    numbers = torch.where(_real(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
+    numbers = torch.where(kept_slots(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
     slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
     slots = slots.scatter_add(1, numbers, torch.ones_like(numbers))[:, 1:]
     return _histogram(slots, length)
@@ -270,7 +270,7 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)
-    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else _real(mask)
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else kept_slots(mask)
     continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
     edge = torch.zeros_like(real[:, :1])
     starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, continues), (continues, edge)))

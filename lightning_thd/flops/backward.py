@@ -213,7 +213,7 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
-    """Return which activation checkpointing is on, and in which parts of which layers; "" is a whole layer."""
+    """Return which activation checkpointing is on, and in which parts of which layers ("": all)."""
     functions: list[Any] = []
     layers: dict[str, set[str]] = defaultdict(set)
     decoder = decoder_prefix(name for name, _ in module.named_modules())
@@ -319,18 +319,11 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         last = weight.adapter == "B" and weight.stage == 3
         name = ("mlp_" if weight.stage > 1 else "") + f"lora_{weight.adapter}"
         term = matmul(name, weight.macs, kind=like.kind, basis=like.basis, last=last)
-        yield replace(
-            term,
-            input_grad=term.input_grad if reached else 0,
-            weight_grad=term.weight_grad if weight.trained else 0,
-        )
+        yield replace(term, input_grad=term.forward * reached, weight_grad=term.forward * weight.trained)
 
 
 def share_of_experts(module: nn.Module) -> float:
     """Return the share of the routed experts that a token goes through, from the module's config."""
-    for child in module.modules():
-        config = getattr(child, "config", None)
-        if config is not None and hasattr(config, "model_type"):
-            sizes = Sizes(config)
-            return active_share(sizes.sub("text_config") or sizes)
-    return 1.0
+    configs = (getattr(child, "config", None) for child in module.modules())
+    sizes = next((Sizes(config) for config in configs if hasattr(config, "model_type")), None)
+    return 1.0 if sizes is None else active_share(sizes.sub("text_config") or sizes)

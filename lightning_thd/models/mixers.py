@@ -172,7 +172,7 @@ def run_on_pack(
     assert scope is not None
 
     def gather(value: Tensor) -> Tensor:
-        traffic.count(value.nbytes * (shard.cp - 1), "gathered")
+        traffic.count("gathered")
         if not value.is_floating_point():
             return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
         return gather_pack(value[0], shard)[None]

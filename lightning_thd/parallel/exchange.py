@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_thd.parallel.context import traffic
+
 # torch 2.13 renamed both functions and kept their arguments.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,9 +55,16 @@ def stacked(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = stacked(rows, group)
+    traffic.count("bytes", out[rows.shape[0] :].nbytes)
+    return out
+
+
 def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     _reduce_scatter(out, rows.contiguous(), group=group)
+    traffic.count("bytes", rows[out.shape[0] :].nbytes)
     return out
 
 
@@ -67,6 +76,8 @@ def _exchanged(
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
+    own = out.shape[0] // group.size() if received is None else received[group.rank()]
+    traffic.count("bytes", out[own:].nbytes)
     return out
 
 
@@ -125,7 +136,7 @@ def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather all ranks' rows, N of each rank, as ``[P * N, ...]``; reduce-scatter the gradient."""
-    return mapped(rows, partial(stacked, group=group), partial(_scattered, group=group))
+    return mapped(rows, partial(_gathered, group=group), partial(_scattered, group=group))
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

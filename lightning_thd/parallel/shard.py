@@ -130,7 +130,7 @@ def shard_batch(
         device=batch.input_ids.device,
     )
     own = shard_layout.own
-    traffic.count_slots(shard_layout.local_slots)
+    traffic.count("slots", shard_layout.local_slots)
     real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)
     return THDShard._of(
         batch,

@@ -244,9 +244,7 @@ def _reason(
         return f"has {sizes[0]} inputs and {sizes[1]} outputs, not multiples of {recipe.features}"
     if min(sizes) < min_features:
         return f"has {min(sizes)} features, fewer than min_features={min_features}"
-    if convert is not None and not convert(name, child):
-        return "convert= returned False"
-    return None
+    return "convert= returned False" if convert is not None and not convert(name, child) else None
 
 
 def product_reason(child: nn.Module) -> str:

@@ -104,9 +104,7 @@ def _reduce(values: Tensor, meta: Any) -> Tensor:
         return values.sum()
     if meta.is_max_reduction:
         return values.max()
-    if meta.is_min_reduction:
-        return values.min()
-    return values.mean()
+    return values.min() if meta.is_min_reduction else values.mean()
 
 
 class SyncedMetrics:

@@ -21,6 +21,7 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
+from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import Communication, end_job
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
@@ -309,6 +310,11 @@ class THDStrategyMixin(Strategy):
         if self._shards is not None:
             self._shards.free_after_validation(self._trainer)
         return output
+
+    def on_validation_end(self) -> None:
+        """Leave the exchanges of an evaluation out of those that the next training steps log."""
+        super().on_validation_end()
+        traffic.read_and_reset()
 
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any

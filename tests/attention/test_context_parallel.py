@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.parallel.context import traffic
@@ -184,38 +186,23 @@ def test_parts_in_half_precision_are_merged_in_single(layout: str, communication
     assert max(run_ranks(half_precision, 2, communication, layout)) < 2.0
 
 
-def needed_bytes() -> list[tuple[int, int]]:
-    """Bytes received by the exchange of needed keys, as ``traffic`` counts and as the formula says."""
+def exchanged_bytes() -> list[tuple[int, int]]:
+    """Bytes received by an attention that is checkpointed, as ``traffic`` counts and as formulas say."""
     found = []
-    for layout in LAYOUTS:
+    for layout, way in product(LAYOUTS, ("needed", "ring")):
+        at = shard_of(layout, way)
+        inputs, offsets = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]], at.offsets()
+        attend = partial(varlen_attention, *inputs, offsets, offsets, 40, 40)
         traffic.read_and_reset()
-        sharded(4, 2, 8, {}, layout, "needed")
+        checkpoint(attend, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
         counts = need_counts(LENGTHS, cp=dist.get_world_size(), layout=layout)
-        wanted = int(counts[dist.get_rank()].sum()) * 2 * 2 * 8 * 8
-        found.append(
-            (traffic.read_and_reset().received_bytes, 2 * wanted)
-        )  # keys forward and backward's gradients
+        # Keys arrive in both forward passes, and in a ring's backward; gradients of the keys that were sent.
+        rows = (3 if way == "ring" else 2) * counts[dist.get_rank()].sum() + counts[:, dist.get_rank()].sum()
+        found.append((traffic.read_and_reset().received_bytes, int(rows) * 2 * 2 * 8 * 8))
     return found
-
-
-def bytes_without_gradients() -> list[int]:
-    at = shard_of("dual_chunk", "ring")
-    q, k, v, _ = (x[at.own] for x in tensors(4, 2, 8))
-    found = []
-    for grad in (True, False):
-        traffic.read_and_reset()
-        with torch.set_grad_enabled(grad):
-            varlen_attention(q, k, v, at.offsets(), at.offsets(), 40, 40)
-        found.append(traffic.read_and_reset().received_bytes)
-    return found
-
-
-def test_an_evaluation_counts_no_bytes_of_a_backward_pass() -> None:
-    for training, evaluation in run_ranks(bytes_without_gradients, 2):
-        assert training == 3 * evaluation > 0
 
 
 def test_needed_exchange_receives_what_the_formula_says() -> None:
-    found = [pair for rank in run_ranks(needed_bytes, 4) for pair in rank]
+    found = [pair for rank in run_ranks(exchanged_bytes, 4) for pair in rank]
     assert all(said == wanted for said, wanted in found)
     assert any(said for said, _ in found)

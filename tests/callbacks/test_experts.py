@@ -99,8 +99,12 @@ def test_evaluations_and_recomputed_layers_count_nothing() -> None:
     model.train()
     causal_lm_loss(model, THDBatch.collate(shared, share_prefixes=True, pad_to=32))
     assert choices.take().sum(1).tolist() == [2 * 11] * 2  # a shared slot is routed once
+    model.set_attn_implementation("sdpa")
+    rows = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "attention_mask": torch.ones(2, 4).tril(2)}
+    model(**rows)
+    assert choices.take().sum(1).tolist() == [2 * 7] * 2
     choices.stop()
-    causal_lm_loss(model, batch)
+    model(**rows)
     assert not choices.take().any()
 
 

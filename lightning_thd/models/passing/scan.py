@@ -235,7 +235,7 @@ def _exchange(
     sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
     sent = keep_path(torch.cat(parts), like)  # so that all ranks run the exchange of backward, or none does
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
-    traffic.count(received.numel() * received.element_size(), "states")
+    traffic.count("states")
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for part, (states_of, changes_of) in zip(torch.split(received, sizes), counted, strict=True):
         first, second = torch.split(part, [states_of * state, changes_of * change])

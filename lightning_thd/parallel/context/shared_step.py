@@ -64,7 +64,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
             )
         if degree == 1:
             know_whole_pack(batch.cu_seqlens_padded)
-            traffic.count_slots(batch.input_ids.shape[-1])
+            traffic.count("slots", batch.input_ids.shape[-1])
             parts.append(batch)
             continue
         shard = shard_batch(batch, group=groups[degree], **options)

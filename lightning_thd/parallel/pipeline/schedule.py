@@ -74,9 +74,7 @@ def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[
 
 def _warm_up(rank: int, ranks: int, chunks: int) -> int:
     """Return how many forward passes come before forward and backward alternate, as in Megatron-LM."""
-    if chunks == 1:
-        return ranks - rank - 1
-    return 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    return ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
 
 
 def _program(
