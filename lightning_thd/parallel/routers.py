@@ -115,13 +115,13 @@ def scores_of(inner: Any) -> Scores | None:
 @functools.lru_cache(maxsize=32)
 def _is_switch(function: Callable[..., Any]) -> bool:
     """Return whether a family's balancing function computes the formula of ``balance_of``."""
-    generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(7, 5, generator=generator) for _ in range(2))
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # not torch's defaults
+    logits = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0), **kind).unbind()
     try:
         theirs = function(logits, 5, 2, None)
     except (TypeError, ValueError, RuntimeError, IndexError):  # the function has another signature
         return False
-    sums = router_sums(logits, torch.zeros(7, dtype=torch.int64), 1, experts=5, top_k=2)
+    sums = router_sums(logits, torch.zeros(7, dtype=torch.int64, device="cpu"), 1, experts=5, top_k=2)
     ours = balance_of(sums[:, :5], sums[:, 5:10], 2)
     return math.isclose(float(ours), float(theirs), rel_tol=1e-5)
 

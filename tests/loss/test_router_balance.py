@@ -11,12 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.alignment import Alignment
 from lightning_thd.loss import router_balance
 from lightning_thd.loss.head_call import HeadCall
+from lightning_thd.loss.router_balance import routers_for
+from lightning_thd.parallel.routers import _is_switch
 from tests.strategies.jobs import family_model
 from tests.tiny import checkpoint_activations, largest_error, nll, sequences
 
@@ -243,7 +246,7 @@ def test_in_a_pipeline_a_message_names_the_option_that_is_on() -> None:
     without = mock.patch.object(HeadCall, "balance_coefficient", None)
     words = "^router_balance='microbatch' needs the coefficient"
     with in_pipeline, without, pytest.raises(ValueError, match=words):
-        router_balance.routers_for(HeadCall.of(model), batch, "microbatch")
+        routers_for(HeadCall.of(model), batch, "microbatch")
 
 
 def test_recomputed_layers_are_balanced_once() -> None:
@@ -258,18 +261,14 @@ def test_recomputed_layers_are_balanced_once() -> None:
 
 @pytest.mark.parametrize("router_balance", ["sequence", "step"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_rounds_no_sum_of_the_balance(router_balance: Any, dtype: torch.dtype) -> None:
+def test_half_precision_rounds_no_sum_of_the_balance(router_balance: Any, dtype: torch.dtype) -> None:
     """The sums are those of a long sequence in 40 layers, of which fp16 has no number."""
     model, batch = expert_model("mixtral"), THDBatch.collate(SAMPLES)
-    routers = router_balance_of(model, batch, router_balance)
+    _is_switch.cache_clear()
+    with _DtypeContextManager(dtype):  # as Lightning's "bf16-true" and "16-true" around a training step
+        routers: Any = routers_for(HeadCall.of(model), batch, router_balance)
     sums = torch.rand(len(SAMPLES) + 1, 2 * routers.experts.number + 1) * 1e5
     with torch.autocast("cpu", dtype):
         found = routers._of_sums(sums, torch.tensor(TOKENS))
-    wanted = router_balance_of(model, batch, router_balance)._of_sums(sums.double(), torch.tensor(TOKENS))
+    wanted = routers._of_sums(sums.double(), torch.tensor(TOKENS))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0.0)
-
-
-def router_balance_of(model: Any, batch: THDBatch, balance: Any) -> router_balance.Routers:
-    found = router_balance.routers_for(HeadCall.of(model), batch, balance)
-    assert found is not None
-    return found
