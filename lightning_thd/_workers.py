@@ -1,21 +1,27 @@
-"""Worker processes of loaders end if the process that reads from them was killed."""
+"""The worker processes of loaders: their end if the process that reads was killed, and their seeds."""
 
 from __future__ import annotations
 
 import os
 from multiprocessing import util
 
+import torch
 
-def end_with_parent(worker: int) -> None:
+
+def begin_worker(worker: int) -> None:
     """Let a worker exit although its queue is unread, if its parent was killed (a ``worker_init_fn``).
 
     A process that exits waits until its queues have been read. A worker of torch notices that its parent was
     killed, but would then wait forever and keep its memory.
     """
     # Finalizers run in descending priority: users' (above 0), this one, then the queue's, which waits (-5).
-    util.Finalize(None, _end_if_orphaned, args=(os.getppid(),), exitpriority=-1)
+    parent = os.getppid()
+    util.Finalize(None, lambda: os.getppid() == parent or os._exit(1), exitpriority=-1)
+    # Workers use one core each, and a fork loses the threads of a tokenizer.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _end_if_orphaned(parent: int) -> None:
-    if os.getppid() != parent:
-        os._exit(1)
+def own_generator(number: int = 0) -> torch.Generator:
+    """Return a generator from which a DataLoader draws the seed of its workers; ``number`` is of an epoch."""
+    # With the global generator, first weights and dropout would depend on workers, validation and resuming.
+    return torch.Generator().manual_seed((torch.initial_seed() + number) % 2**63)

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from lightning_thd._workers import end_with_parent
+from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
 from lightning_thd.batch.samples import sequence_label
@@ -477,7 +477,7 @@ class PlannedSteps:
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            worker_init_fn=end_with_parent,
+            worker_init_fn=begin_worker,
         )
 
     @cached_property
@@ -495,6 +495,7 @@ class PlannedSteps:
         """Yield an epoch's steps from ``at`` on; a batch is read when ``RankStep.batches`` reaches it."""
         whole, count = self.length(at.epoch), self._num_steps(at.epoch)
         stop = whole if limit is None else min(whole, limit)
+        self.loader.generator = own_generator(at.epoch)
         self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
         batches = iter(self.loader)
         for step in range(at.step, -(-stop // self.per_step)):

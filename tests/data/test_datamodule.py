@@ -366,8 +366,9 @@ _WORKING = """
 import sys, time
 from lightning_thd import THDDataModule
 kind, folder = sys.argv[1:]
-short = [{"input_ids": [1, 2]}] * 100_000
-source = folder + "/d.jsonl" if kind == "tokenising" else short
+short = [{"input_ids": [1, 2]}] * (3_000_000 if kind == "counting" else 100_000)
+endless = lambda: iter(lambda: {"input_ids": [1] * 20_000}, None)
+source = {"tokenising": folder + "/d.jsonl", "streaming": endless}.get(kind, short)
 data = THDDataModule(source, capacity=50_000, num_workers=1, cache_dir=folder)
 data.setup("fit")
 print("ready", flush=True)
@@ -376,7 +377,10 @@ for batch in data.train_dataloader():
 """
 
 
-@pytest.mark.parametrize("kind", ["tokenising", pytest.param("loading", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["streaming", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tokenising", "counting", "loading"))],
+)
 def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 16_000)
     command = [sys.executable, "-W", "ignore", "-c", _WORKING, kind, str(tmp_path)]

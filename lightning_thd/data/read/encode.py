@@ -5,7 +5,6 @@ EOS keeps its target even if the pad token has the same id, because no code here
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd._workers import end_with_parent
+from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
 from lightning_thd.batch.samples import check_sample, is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
@@ -295,15 +294,7 @@ def tokenize(
         batch_size=None,
         num_workers=min(num_workers, len(chunks)),
         collate_fn=partial(_encode, encoder),
-        worker_init_fn=_begin_worker,
-        # Without this, the loader would draw from torch's global generator, and the first weights of a model
-        # would depend on whether the tokens were cached.
-        generator=torch.Generator(),
+        worker_init_fn=begin_worker,
+        generator=own_generator(),
     )
     yield from tqdm(loader, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
-
-
-def _begin_worker(worker: int) -> None:
-    end_with_parent(worker)
-    # Workers use one core each, and a fork loses the threads of a tokenizer.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

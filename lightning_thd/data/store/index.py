@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
+from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
 from lightning_thd.batch.samples import (
@@ -425,9 +425,8 @@ def read_rows(
         batch_size=256,
         num_workers=num_workers,
         collate_fn=np.asarray,
-        # With its own generator, counting draws nothing from torch's global generator. Otherwise the first
-        # weights of a model would depend on whether counts were cached.
-        generator=torch.Generator(),
+        worker_init_fn=begin_worker,
+        generator=own_generator(),
     )
     counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0
     with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:

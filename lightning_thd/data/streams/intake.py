@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
 from lightning_thd.data.store.index import OnError
@@ -316,7 +317,8 @@ class Reader:
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.mine)):
             # iter() starts the workers, in the thread that makes this reader.
-            self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers))
+            own: Any = {"worker_init_fn": begin_worker, "generator": own_generator(reading.round)}
+            self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers, **own))
 
     def take(self, count: int) -> list[Read]:
         """Return up to ``count`` samples; fewer only at the end of the shards."""
