@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -43,12 +43,12 @@ _BINS = 32
 class LowPrecision:
     """The share of linear FLOPs in FP8 or FP4, and the ratio of the FP8 or FP4 peak to the bf16 peak."""
 
-    share: float
+    shares: dict[Work, float]
     ratio: float
 
-    def peak(self, peak: float, flops: FlopsBreakdown) -> float:
+    def peak(self, peak: float, flops: FlopsBreakdown, work: Work) -> float:
         """Return the FLOP/s of a device that runs the low-precision part and the rest at their own peaks."""
-        low = self.share * flops.linear
+        low = self.shares[work] * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
 
@@ -211,7 +211,7 @@ class Meter:
         if rated.microbatches and seconds > 0:
             peak, low = found.peak, self.hardware.low
             if peak is not None and rated.flops is not None and low is not None:
-                peak = low.peak(peak, rated.flops)
+                peak = low.peak(peak, rated.flops, self.work)
             job: Any = {"seconds": seconds, "devices": self.hardware.devices, "peak": peak}
             metrics |= rates(rated.stats, rated.flops, microbatches=rated.microbatches, **job)
             self._rated = True
@@ -248,7 +248,10 @@ class Meter:
             ends = np.cumsum([len(step) for step in steps])
             starts = [0, *ends[:-1]][:: -(-len(steps) // _BINS)]
             sums = np.add.reduceat(table[: len(measured)], starts, axis=0).tolist()
-            works = [_work(from_ints(row, self.model), self.model, self.work) for row in sums]
+            each = [from_ints(row, model) for row in sums]
+            works = [
+                float(x.slots if model is None else count(model, x, work=self.work).hardware) for x in each
+            ]
         vector = [
             *table[: len(measured)].sum(axis=0).tolist(),
             *table[len(measured) :].sum(axis=0).tolist(),
@@ -326,15 +329,7 @@ def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
 
 
 def _flops(model: FlopsModel | None, stats: SeqStats, work: Work) -> FlopsBreakdown | None:
-    if model is None:
-        return None
-    return count(model, stats, work=work) if stats.slots else FlopsBreakdown()
-
-
-def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> float:
-    """Return the hardware FLOPs of ``stats``, or its slots if FLOPs are unknown."""
-    flops = _flops(model, stats, work)
-    return float(stats.slots if flops is None else flops.hardware)
+    return None if model is None else count(model, stats, work=work)
 
 
 def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
@@ -401,7 +396,8 @@ def low_precision(module: nn.Module, device: torch.device, peak: str | float) ->
         return None
     name = device_name(device)
     low, high = peak_flops(name, recipe.dtype), peak_flops(name, "bf16")
-    return None if low is None or high is None else LowPrecision(share=fp8_share(module), ratio=low / high)
+    shares: dict[Work, float] = {work: fp8_share(module, work) for work in get_args(Work)}
+    return None if low is None or high is None else LowPrecision(shares=shares, ratio=low / high)
 
 
 def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | str) -> float | None:

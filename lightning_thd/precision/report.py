@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_thd._find import model_with_head
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.rates import Work
 from lightning_thd.precision.convert import is_converted, product_reason
 
 
@@ -65,20 +68,20 @@ def fp8_report(model: nn.Module) -> FP8Report:
     )
 
 
-def fp8_share(model: nn.Module) -> float:
-    """Return the share of a training step's linear FLOPs that run in low precision."""
+def fp8_share(model: nn.Module, work: Work = "training") -> float:
+    """Return the share of the linear FLOPs, which leave out logits, that run in low precision."""
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0
-    active = share_of_experts(model)
-    low = sum(
-        sizes[0] * sizes[1] * (active if ".experts." in f".{name}." else 1.0)
-        for name, child in model.named_modules()
-        if is_converted(child)
-        for sizes in [_sizes(child)]
-    )
+    active, low, top = share_of_experts(model), 0.0, model_with_head(model)
+    for name, child in model.named_modules():
+        if is_converted(child) and (top is None or child is not top.get_output_embeddings()):
+            trained = any(weight.requires_grad and weight.dim() > 1 for weight in child.parameters())
+            products = 2 + trained if work == "training" else 1  # a frozen weight needs no gradient
+            share = active if ".experts." in f".{name}." else 1.0
+            low += math.prod(_sizes(child)) * share * min(1.0, recipe.gradients / products)
     total = _linear_macs(model, active)
-    return min(1.0, low / total) * recipe.gradients / 3 if total else 0.0
+    return min(1.0, low / total) if total else 0.0
 
 
 def _linear_macs(model: nn.Module, active: float) -> float:

@@ -169,18 +169,11 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "a tower beside the decoder": (
         "phi4_multimodal", partial(train_only, keys=["model.layers.1.self_attn.qkv"]), "none"
     ),
-    **{
-        f"torch's wrapper {kind.name}": (
-            "llama",
-            partial(wrap_layers, checkpoint_impl=kind),
-            "early_stop" if kind is CheckpointImpl.NO_REENTRANT else "full",
-        )
-        for kind in CheckpointImpl
-    },
-    **{
-        f"only {kinds}": ("llama", partial(wrap_layers, kinds=kinds), "early_stop")
-        for kinds in ("LlamaAttention", "LlamaMLP", "LlamaAttention LlamaMLP")
-    },
+    "torch's wrapper": ("llama", wrap_layers, "early_stop"),
+    "the reentrant one": ("llama", partial(wrap_layers, checkpoint_impl=CheckpointImpl.REENTRANT), "full"),
+    "only attention": ("llama", partial(wrap_layers, kinds="LlamaAttention"), "early_stop"),
+    "only MLPs": ("llama", partial(wrap_layers, kinds="LlamaMLP"), "early_stop"),
+    "both": ("llama", partial(wrap_layers, kinds="LlamaAttention LlamaMLP"), "early_stop"),
     "without an early stop": ("llama", partial(wrap_layers, early_stop=False), "full"),
     # from_pretrained returns this mode, which Lightning keeps; transformers then checkpoints nothing.
     "evaluation mode": ("llama", both(checkpoint, nn.Module.eval), "none"),

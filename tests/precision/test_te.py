@@ -266,10 +266,10 @@ def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch:
     monkeypatch.setattr(meter, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
     low = meter.low_precision(model, cpu, "auto")
     assert low is not None
-    assert low.share == 1.0
+    assert low.shares == {"training": 1.0, "forward": 1.0}
     assert low.ratio == pytest.approx(1979 / 989.4)
     flops = FlopsModel.from_config(model.config).training_flops(SeqStats.from_lengths([100]))
     seconds = flops.linear / 1979e12 + (flops.attention + flops.logits) / 989.4e12
-    assert flops.model / low.peak(989.4e12, flops) == pytest.approx(seconds)
+    assert flops.model / low.peak(989.4e12, flops, "training") == pytest.approx(seconds)
     assert meter.low_precision(model, cpu, 1e12) is None
     assert meter.low_precision(llama(), cpu, "auto") is None

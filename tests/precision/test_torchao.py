@@ -21,6 +21,7 @@ from lightning_thd.cuda_graph.buckets import choose
 from lightning_thd.precision import FP8Precision, convert_linear, fastest_precision, fp8_report
 from lightning_thd.precision.convert import is_converted
 from lightning_thd.precision.recipes import _KNOWN
+from lightning_thd.precision.report import fp8_share
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, padded_eager, random_batch
 from tests.precision.runs import DATA, Module, fit, llama, mixtral
 
@@ -61,6 +62,14 @@ def test_a_mixture_of_experts_keeps_its_router_and_says_what_stays(tmp_path: Pat
     assert "grouped products" in table
     assert "torchao tensorwise" in table
     assert 0 < fp8_report(module).share < 0.5  # the experts are most of it
+
+
+def test_the_share_leaves_out_the_head_and_gradients_in_high_precision() -> None:
+    model = llama()
+    convert_linear(model, recipe="rowwise_with_gw_hp", engine="torchao", emulate=True, keep="*.0.*")
+    share = pytest.approx(1 - 1 / model.config.num_hidden_layers)
+    assert (1.5 * fp8_share(model), fp8_share(model, "forward")) == (share, share)
+    assert fp8_share(model.requires_grad_(False)) == share  # frozen weights have no gradients
 
 
 def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
