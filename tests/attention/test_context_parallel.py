@@ -186,9 +186,8 @@ def test_parts_in_half_precision_are_merged_in_single(layout: str, communication
     assert max(run_ranks(half_precision, 2, communication, layout)) < 2.0
 
 
-def exchanged_bytes() -> list[tuple[int, int]]:
+def exchanged_bytes() -> None:
     """Bytes received by an attention that is checkpointed, as ``traffic`` counts and as formulas say."""
-    found = []
     for layout, way in product(LAYOUTS, ("needed", "ring")):
         at = shard_of(layout, way)
         inputs, offsets = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]], at.offsets()
@@ -198,11 +197,8 @@ def exchanged_bytes() -> list[tuple[int, int]]:
         counts = need_counts(LENGTHS, cp=dist.get_world_size(), layout=layout)
         # Keys arrive in both forward passes, and in a ring's backward; gradients of the keys that were sent.
         rows = (3 if way == "ring" else 2) * counts[dist.get_rank()].sum() + counts[:, dist.get_rank()].sum()
-        found.append((traffic.read_and_reset().received_bytes, int(rows) * 2 * 2 * 8 * 8))
-    return found
+        assert traffic.read_and_reset().received_bytes == rows * 2 * 2 * 8 * 8
 
 
 def test_needed_exchange_receives_what_the_formula_says() -> None:
-    found = [pair for rank in run_ranks(exchanged_bytes, 4) for pair in rank]
-    assert all(said == wanted for said, wanted in found)
-    assert any(said for said, _ in found)
+    run_ranks(exchanged_bytes, 4)

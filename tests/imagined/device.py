@@ -78,9 +78,7 @@ def _told(kind, name, size, flags):
             LOG.uploads.append((name.removeprefix("aten::"), size, pinned, free, caller()))
             LOG.upload_steps.append(LOG.step)
             waits, forbidden = not free, not pinned
-        if forbidden and _lib.imagined_capturing():
-            return 2
-        return int(waits and LOG.sync_mode == 2)
+        return 2 if forbidden and _lib.imagined_capturing() else int(waits and LOG.sync_mode == 2)
     except BaseException:  # nothing may leave a callback
         return 0
 

@@ -93,9 +93,7 @@ class Deciding(Job):
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         loss = causal_lm_loss(self.model, batch)
         scale = float(loss) / 2
-        if scale > 1:
-            return loss / scale
-        return loss
+        return loss / scale if scale > 1 else loss
 
 
 def decide() -> str:
