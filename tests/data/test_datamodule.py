@@ -375,12 +375,10 @@ print("ready", flush=True)
 for batch in data.train_dataloader():
     time.sleep(1)
 """
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tokenising", "counting", "loading")]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["streaming", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tokenising", "counting", "loading"))],
-)
+@pytest.mark.parametrize("kind", ["streaming", *SLOW])
 def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 16_000)
     command = [sys.executable, "-W", "ignore", "-c", _WORKING, kind, str(tmp_path)]

@@ -180,18 +180,16 @@ def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
         open_source(tmp_path / "s")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_reading_does_not_move_the_random_state(num_workers: int, tmp_path: Path) -> None:
-    # One process a node fills the cache: weights drawn afterwards would differ between ranks, and runs.
-    # Dropout would depend on the number of workers, on validation, and on where a job was resumed.
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_does_not_move_the_random_state(workers: int, tmp_path: Path) -> None:
+    # Else first weights and dropout would depend on the cache, on workers, on validation and on resuming.
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "one"}\n{"text": "another"}\n')
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     packs = [{"input_ids": [1, 2, 3, 4, 5], "lengths": [3, 2]}]
     for source, packed in ((str(file), "off"), (rows, "off"), (packs, "sequences"), (lambda: rows, "off")):
         before = torch.get_rng_state()
-        how: dict[str, Any] = {"packed": packed, "cache_dir": tmp_path / "fresh", "num_workers": num_workers}
-        data = THDDataModule(source, capacity=16, **how)
+        data = THDDataModule(source, capacity=16, packed=packed, cache_dir=tmp_path, num_workers=workers)
         data.prepare_data()
         data.setup("fit")
         assert len(list(data.train_dataloader())) == 1
