@@ -144,7 +144,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         sequences=sum(map(len, packs)),
         tokens=tokens,
         distinct=distinct,
-        lengths=(flat[0], flat[len(flat) // 2], flat[-1]),
+        lengths=(flat[0], int(np.median(flat)), flat[-1]),
         steps=len(planner),
         packs=len(packs),
         fill=distinct / slots,
