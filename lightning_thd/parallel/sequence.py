@@ -67,10 +67,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
-    """Return the module whose ModuleList holds the layers."""
+    """Return the module whose ModuleList holds the layers, bare or in FSDP's wrappers of checkpoints."""
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.ModuleList) and layers and layers[0] in list(child):
+            held = child.children() if isinstance(child, nn.ModuleList) else ()
+            if any(x in layers[:1] for layer in held for x in (layer, *layer.children())):
                 return module
     return None
 

@@ -47,8 +47,8 @@ def clip_by_norm(
         dist.all_reduce(square, group=across)
     total = square.sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule and constant
-    for grads in groups.values():
-        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    for (*_, dtype), grads in groups.items():  # fp16 would round a small factor to 0
+        torch._foreach_mul_(grads, factor if dtype == torch.float16 else factor.to(dtype))
     return total
 
 
