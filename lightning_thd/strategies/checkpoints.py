@@ -40,8 +40,6 @@ from torch.optim import Optimizer
 
 from lightning_thd.strategies.axes import cuts_weights
 
-FRESH = "lightning_thd_fresh_optimizers"  # the key for the indices of optimizers without a step so far
-
 
 class Checkpoints:
     """Saves and loads a strategy's checkpoints; ``base`` is the base strategy's method for the same task."""
@@ -86,16 +84,8 @@ class Checkpoints:
         self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
     ) -> None:
         """Write a checkpoint, in the background if ``open`` prepared for it and ``options`` is None."""
-        strategy, pipeline = self._strategy, self._strategy._pipeline
-        fresh = [i for i, optimizer in enumerate(strategy.optimizers) if not optimizer.state]
-        if pipeline is not None:  # a stage that trains nothing never has a state, so ask all stages
-            found: list[list[int]] = [[]] * pipeline.channel.ranks
-            dist.all_gather_object(found, fresh, group=pipeline.channel.down)
-            fresh = [i for i in fresh if all(i in other for other in found)]
-        if fresh:
-            checkpoint[FRESH] = fresh
         if self._background is not None and options is None:
-            self._background.save(checkpoint, Path(strategy.broadcast(filepath)))
+            self._background.save(checkpoint, Path(self._strategy.broadcast(filepath)))
             return
         base(checkpoint, filepath, storage_options=options)
 
@@ -117,6 +107,7 @@ class Checkpoints:
             state = base(optimizer)
         if fresh:  # to learn the state's form, torch made a step with zero gradients; Adam must not count it
             inner.state.clear()
+            state["state"].clear()
         if pipeline is not None:
             state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)
         return state
@@ -135,23 +126,12 @@ class Checkpoints:
             return base(given, weights_only=weights_only)
         if is_folder:
             names = {} if pipeline is None else pipeline.head_name
-            checkpoint = self._load_folder(path, names, weights_only)
-        elif pipeline is None:
-            checkpoint = self._load_file(base, path, weights_only)
-        else:
+            return self._load_folder(path, names, weights_only)
+        if pipeline is not None:
             raise MisconfigurationException(
                 f"{path} is not a checkpoint folder, and a pipeline loads only folders. Load the file "
                 "without pipeline_parallel_size and save it with THDModelParallelStrategy() once."
             )
-        if strategy.optimizers:  # torch makes a state for optimizers that were saved before their first step
-            for i in checkpoint.get(FRESH, ()):
-                strategy.optimizers[i].state.clear()
-        return checkpoint
-
-    def _load_file(
-        self, base: Callable[..., dict[str, Any]], path: Path, weights_only: bool | None
-    ) -> dict[str, Any]:
-        strategy = self._strategy
         # Hide the optimizers from Lightning, which would number parameters in the order of the module.
         optimizers, strategy.optimizers = strategy.optimizers, []
         try:
@@ -168,10 +148,11 @@ class Checkpoints:
         load(weights, checkpoint_id=path)
         model.load_state_dict(weights["state_dict"], strict=self._strategy.lightning_module.strict_loading)
         keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
-        drop_unknown_options(optimizers, keys)
-        names_here = {value: name for name, value in names.items()}
-        with trained(parameters_with_states(keys, optimizers, model, names_here)):
-            load_states_of_folder(path, optimizers, model, names)
+        if not any(key.startswith("optimizer_") for key in keys):
+            return _rest_of(path, weights_only)  # only weights, which Lightning refuses where it trains
+        for i, optimizer in enumerate(optimizers):
+            drop_unknown_options(f"optimizer_{i}", optimizer, keys)
+            load_state_of_folder(path, f"optimizer_{i}", optimizer, model, names, keys)
         return _rest_of(path, weights_only)
 
     def load_optimizers(
@@ -180,7 +161,7 @@ class Checkpoints:
         """Load states into unsharded optimizers, by number; ``load`` has loaded those of sharded ones."""
         strategy = self._strategy
         if not cuts_weights(strategy) and "optimizer_states" in checkpoint:
-            pairs = zip(without_fresh(checkpoint), strategy.optimizers, strict=False)
+            pairs = zip(checkpoint["optimizer_states"], strategy.optimizers, strict=False)
             numbered = [by_index(state, optimizer, strategy.lightning_module) for state, optimizer in pairs]
             checkpoint = {**checkpoint, "optimizer_states": numbered}
         base(checkpoint)
@@ -265,7 +246,8 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
     optimizers = sorted(
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
     )
-    found.update(state_dict=state["state_dict"], optimizer_states=[state[name] for name in optimizers])
+    states = [{"state": {}, **state[name]} for name in optimizers]  # torch writes no empty dicts
+    found.update(state_dict=state["state_dict"], optimizer_states=states)
     return found
 
 
@@ -280,7 +262,7 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
     if _is_numbered(state):
         return state
     state = by_name(state, optimizer, module)
-    refuse_unknown(state["state"], optimizer, module)
+    refuse_others(state["state"], state["param_groups"], optimizer, module)
     names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
     settings = {name: group for group in state["param_groups"] for name in group["params"]}
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -334,14 +316,21 @@ def _plain(name: str) -> str:
     return name
 
 
-def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse saved states of parameters that the optimizer does not hold, because they would be lost."""
-    others = {_plain(name) for name, _ in module.named_parameters()} - set(names_in(optimizer, module))
-    lost = sorted(set(saved) & others)
+def refuse_others(
+    saved: Iterable[str], groups: Iterable[Mapping[str, Any]], optimizer: Optimizer, module: nn.Module
+) -> None:
+    """Refuse ``saved`` states that the optimizer would lose, and parameters that no saved group has."""
+    held = set(names_in(optimizer, module))
+    lost = sorted(set(saved) & {_plain(name) for name, _ in module.named_parameters()} - held)
     if lost:
         raise ValueError(
             f"The checkpoint has states of {len(lost)} parameters that the optimizer does not hold, "
             f"{lost[:3]} among them. Give the optimizer these parameters too; it does not update frozen ones."
+        )
+    if new := sorted(held.difference(*(group["params"] for group in groups))):
+        raise ValueError(
+            f"The optimizer holds {len(new)} parameters that the checkpoint's optimizer did not, {new[:3]} "
+            "among them. Make it with the same parameters, or load only the weights."
         )
 
 
@@ -365,25 +354,18 @@ def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
             parameter.requires_grad_(False)
 
 
-def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a checkpoint's optimizer states, empty for optimizers that had made no step."""
-    fresh = set(checkpoint.get(FRESH, ()))
-    states = checkpoint["optimizer_states"]
-    return [{**state, "state": {}} if i in fresh else state for i, state in enumerate(states)]
-
-
 def load_whole_states(
     states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> None:
     """Load unsharded states, by name or number, into the optimizers of a sharded model; a collective."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     for state, optimizer in zip(states, optimizers, strict=False):
         if not state["state"]:  # saved before the first step; torch would fail on an empty state
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
                 group.update({name: value for name, value in saved.items() if name != "params"})
             continue
         named = by_name(state, optimizer, model)
-        refuse_unknown(named["state"], optimizer, model)
+        refuse_others(named["state"], named["param_groups"], optimizer, model)
         with trained(parameters_in(optimizer, model, named["state"])):
             set_state(model, optimizer, named, options)
 
@@ -394,9 +376,6 @@ def set_state(
     """Load an optimizer's state; set groups without parameters here, because torch can load one at most."""
     groups, saved = optimizer.param_groups, state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
-    if not empty:
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(state), options=options)
-        return
     for i, group in empty.items():
         given = saved[i] if i < len(saved) else {}
         group.update({name: value for name, value in given.items() if name != "params"})
@@ -409,22 +388,32 @@ def set_state(
     finally:
         for i, group in empty.items():
             optimizer.param_groups.insert(i, group)
+    kept = set(parameters_in(optimizer, model, state["state"]))
+    for parameter in optimizer.state.keys() - kept:  # without a step so far, as a tower without images
+        del optimizer.state[parameter]
 
 
-def load_states_of_folder(
-    path: Path, optimizers: Iterable[Optimizer], model: nn.Module, names: Mapping[str, str]
+def load_state_of_folder(
+    path: Path, i: str, optimizer: Optimizer, model: nn.Module, names: Mapping[str, str], keys: Iterable[str]
 ) -> None:
-    """Load optimizers from a folder; ``names`` maps the model's names to the folder's. A collective."""
-    back = {value: name for name, value in names.items()}
-    for i, optimizer in enumerate(optimizers):
+    """Load the state under the name ``i`` in a folder with these ``keys``; a collective.
+
+    ``names`` maps the model's names to the folder's.
+    """
+    back, start = {value: name for name, value in names.items()}, f"{i}.state."
+    found = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+    saved = {back.get(name, name) for name in found}
+    with trained(parameters_in(optimizer, model, saved)):
         own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        own["state"] = {name: state for name, state in own["state"].items() if name in saved}
         held = [set(entry["params"]) for entry in own["param_groups"]]
-        wanted = {f"optimizer_{i}": renamed(own, names)}
+        wanted = {i: renamed(own, names)}
         load(wanted, checkpoint_id=path)
-        loaded = renamed(wanted[f"optimizer_{i}"], back)
+        loaded = renamed(wanted[i], back)
+        refuse_others(saved, loaded["param_groups"], optimizer, model)
         for entry, mine in zip(loaded["param_groups"], held, strict=True):
             entry["params"] = [name for name in entry["params"] if name in mine]
-        set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True))
+        set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True, strict=False))
 
 
 def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -449,24 +438,12 @@ def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str
     return state
 
 
-def parameters_with_states(
-    keys: Collection[str], optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str]
-) -> list[nn.Parameter]:
-    """Return the parameters with states among a folder's ``keys``; ``names`` maps folder to model names."""
-    found = []
-    for i, optimizer in enumerate(optimizers):
-        start = f"optimizer_{i}.state."
-        saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
-        saved = {names.get(name, name) for name in saved}
-        refuse_unknown(saved, optimizer, module)
-        found += parameters_in(optimizer, module, saved)
-    return found
-
-
-def drop_unknown_options(optimizers: Iterable[Optimizer], keys: Collection[str]) -> None:
+def drop_unknown_options(i: str, optimizer: Optimizer, keys: Collection[str]) -> None:
     """Drop groups' options without a key in the folder, such as a learning-rate finder's ``initial_lr``."""
-    for i, optimizer in enumerate(optimizers):
-        for k, group in enumerate(optimizer.param_groups):
-            for option in [name for name in group if name != "params"]:
-                if f"optimizer_{i}.param_groups.{k}.{option}" not in keys:
-                    del group[option]
+    for k, group in enumerate(optimizer.param_groups):
+        start = f"{i}.param_groups.{k}."
+        if not any(key.startswith(start) for key in keys):
+            raise ValueError(f"The checkpoint has no {start[:-1]}. Make the optimizers with the same groups.")
+        for option in group.keys() - {"params"}:
+            if start + option not in keys:
+                del group[option]

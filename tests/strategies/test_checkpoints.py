@@ -30,11 +30,15 @@ STEPS, SAVED = 3, 2
 
 
 class Grouped(Job):
-    """Has groups of parameters in another order than the module's, and weights outside of the optimizer."""
+    """Has groups in another order than the module's, weights outside of them, and one not yet trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model.model.embed_tokens.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.trainer.global_step < SAVED:  # without a gradient, and so without a state in the checkpoint
+            self.model.model.norm.weight.grad = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -193,6 +197,9 @@ def test_states_of_other_parameters_are_refused() -> None:
         ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1.bias'"
     ):
         by_index(named, part, module)
+    part.step()
+    with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):
+        by_index(by_name(part.state_dict(), part, module), whole, module)
 
 
 BEHIND = Layout(dp=2, options={"asynchronous_checkpoints": True})
