@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -112,7 +113,7 @@ class Pipeline:
         counted_elsewhere = {id(self.stage.tied)} if self.channel.rank else set()
         return {"across": self.channel.down, "counted_elsewhere": counted_elsewhere}
 
-    def gather_states(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather_states(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather all stages' weights in the first stage's CPU memory, a tied weight once; a collective."""
         names = {name.partition(".")[2] for name in self.head_name}
         own = {name: value for name, value in state.items() if name not in names}
@@ -121,6 +122,18 @@ class Pipeline:
         parts: list[Any] | None = [None] * group.size() if first else None
         dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
         return {name: value for part in parts or [own] for name, value in part.items()}
+
+    def write_adapters(self, folder: Path, model: Any, state: Mapping[str, Tensor]) -> None:
+        """Write all stages' adapters, of which PEFT writes only the first stage's; a collective."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        for name in model.peft_config:
+            found = self.gather_states(get_peft_model_state_dict(model, dict(state), name))
+            if self.host_group.rank() == 0:
+                place = folder if name == "default" else folder / name  # as PEFT does
+                whole = {key: value.clone() for key, value in found.items()}
+                save_file(whole, place / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def earlier_stage(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | None:

@@ -197,12 +197,14 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             model = found[0]
         axes, pipeline = self._axes, self._pipeline
         first = axes is None or axes.meshes is None or axes.meshes.stage.get_local_rank() == 0
-        state: Mapping[str, torch.Tensor] = whole_state_dict(model, keep=first)
+        own = state = whole_state_dict(model, keep=first)
         if pipeline is not None and first:
             state = pipeline.gather_states(state)
         if self.is_global_zero:
             exporter: Any = model
             exporter.save_pretrained(str(folder), state_dict=state)
+        if pipeline is not None and first and hasattr(model, "get_base_model"):
+            pipeline.write_adapters(Path(folder), model, own)
         self.barrier()
 
 

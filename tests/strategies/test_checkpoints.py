@@ -66,11 +66,8 @@ WAYS = [(a, b) for a in PLACES for b in PLACES]
 def fit(layout: Layout, saves: str = "", goes_on: str | None = None, **options: Any) -> L.Trainer:
     """Train on this rank, with checkpoints in a folder and from another."""
     warnings.filterwarnings("ignore")
-    how = {
-        "every_n_train_steps": SAVED,
-        "save_top_k": -1,
-        "save_last": "asynchronous_checkpoints" in layout.options,
-    }
+    last = "asynchronous_checkpoints" in layout.options
+    how: Any = {"every_n_train_steps": SAVED, "save_top_k": -1, "save_last": last}
     savers = [ModelCheckpoint(saves, filename="{step}", **how)] if saves else []
     defaults = {"callbacks": savers, "enable_checkpointing": bool(saves), "max_steps": STEPS}
     trainer = make_trainer(layout, **{**defaults, **options})
@@ -156,19 +153,11 @@ def begun(cell: tuple[str, str | None], folder: str) -> dict[str, Any]:
     return weights(PLACES[place], callbacks=[SavesFirst(f"{folder}/{place}.ckpt")])
 
 
-BEGUN: list[tuple[str, str | None]] = [
-    ("dp2", None),
-    ("tp2", "dp2"),
-    ("ddp", None),
-    ("dp2", "ddp"),
-    ("ddp", "dp2"),
-]
+BEGUN: Any = [("dp2", None), ("tp2", "dp2"), ("ddp", None), ("dp2", "ddp"), ("ddp", "dp2")]
 
 
 @pytest.mark.parametrize("cells", [BEGUN[:2], pytest.param(BEGUN, marks=pytest.mark.slow)])
-def test_a_checkpoint_before_the_first_step_counts_no_step(
-    cells: list[tuple[str, str | None]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_before_the_first_step_counts_no_step(cells: Any, tmp_path: Path) -> None:
     [wanted] = run_ranks(written, 1, "one", str(tmp_path))
     for cell, outcomes in zip(cells, run_row(begun, 2, cells, str(tmp_path)), strict=True):
         for outcome in outcomes:
@@ -182,9 +171,7 @@ def test_states_of_other_parameters_are_refused() -> None:
     module(torch.ones(1, 3)).sum().backward()
     whole.step()
     part = torch.optim.Adam(module[0].parameters())
-    with pytest.raises(
-        ValueError, match=r"has groups of \[4\] parameters, but this optimizer has groups of \[2\]. Make it"
-    ):
+    with pytest.raises(ValueError, match=r"groups of \[4\] parameters, but this optimizer has groups of \[2"):
         by_name(whole.state_dict(), part, module)
     named = by_name(whole.state_dict(), whole, module)
     assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -193,9 +180,7 @@ def test_states_of_other_parameters_are_refused() -> None:
     theirs = torch.optim.Adam([{"params": [module[1].bias]}, {"params": [module[0].bias]}])
     assert by_name(state, theirs, module)["state"] == {"1.bias": "b", "0.bias": "a"}
     assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
-    with pytest.raises(
-        ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1.bias'"
-    ):
+    with pytest.raises(ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1"):
         by_index(named, part, module)
     part.step()
     with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):

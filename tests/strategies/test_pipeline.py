@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -169,8 +171,15 @@ def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     module = kind()
     for _ in range(times):
-        make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
-    return {"losses": module.losses, "params": full_parameters(module.model), "norms": module.norms}
+        trainer: Any = make_trainer(layout, max_steps=2)
+        trainer.fit(module, data(Sequences(12)))
+    params = full_parameters(module.model)
+    if kind is Adapted:  # what PEFT reads again has the adapters of all stages
+        trainer.strategy.save_pretrained(folder := trainer.strategy.broadcast(tempfile.mkdtemp()))
+        adapters = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
+        names = {name.replace(".default", ""): name for name in params if "lora_" in name}
+        assert all(torch.equal(adapters[short], params[name]) for short, name in names.items())
+    return {"losses": module.losses, "params": params, "norms": module.norms}
 
 
 @pytest.mark.parametrize(
