@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 
-STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=False)
+STATIC = threading.local()  # torch.compile traces it, and not a ContextVar
 
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
     """Mark a context that must not read tensor values, because its recorded step replays on other batches."""
-    token = STATIC.set(True)
+    before, STATIC.on = shapes_are_static(), True
     try:
         yield
     finally:
-        STATIC.reset(token)
+        STATIC.on = before
 
 
 def shapes_are_static() -> bool:
     """Return whether the code runs inside :func:`static_shapes`."""
-    return STATIC.get()
+    return getattr(STATIC, "on", False)

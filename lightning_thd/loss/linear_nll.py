@@ -152,7 +152,7 @@ class _ScalarLoss(torch.autograd.Function):
         if found is None:
             _, found = _run(ctx, saved)
         upstream = grads[0]
-        if upstream.device.type != "cpu" or STATIC.get() or float(upstream) != 1.0:
+        if upstream.device.type != "cpu" or getattr(STATIC, "on", False) or float(upstream) != 1.0:
             for part in (found.hidden, found.weight, found.bias):
                 if part is not None:
                     part.mul_(upstream)

@@ -155,7 +155,7 @@ def rows_with_target(
     With ``at_most``, nothing is read from the device, and ignored rows fill up the ``at_most`` rows.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    if STATIC.get() or targets.is_meta or capturing:
+    if getattr(STATIC, "on", False) or targets.is_meta or capturing:
         return None, targets, targets != ignore_index
     counts, total = targets != ignore_index, targets.numel()
     number = counts.sum()
@@ -217,7 +217,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
         right |= ~counts
     if targets.device.type != "cpu":
         torch._assert_async(right.all(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not STATIC.get() and not bool(right.all()):
+    elif not getattr(STATIC, "on", False) and not bool(right.all()):
         at = int((~right).nonzero()[0])
         raise ValueError(
             f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "

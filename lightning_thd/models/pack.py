@@ -265,7 +265,7 @@ def packed(batch: THDBatch) -> Generator[None]:
 
 def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
     """Return the scope in which a loss calls a model on a checked batch with ``kwargs``."""
-    if not isinstance(batch, THDShard) and not STATIC.get():
+    if not isinstance(batch, THDShard) and not getattr(STATIC, "on", False):
         return Scope(Pack.from_batch(batch), None)
     return Scope(_pack_from_kwargs(kwargs, kwargs["input_ids"], None), None)
 

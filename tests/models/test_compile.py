@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lightning_thd._static import shapes_are_static, static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
 from lightning_thd.parallel.context import layout
@@ -85,6 +86,13 @@ def test_attention_models_compile_whole_and_twice_at_most(name: str, told: bool)
 def test_state_space_models_compile_around_their_layers(name: str, told: bool) -> None:
     counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=False, told=told)
     assert counts[-1] == counts[-3] <= 12
+
+
+def test_recorded_steps_are_known_without_a_graph_break() -> None:
+    compiled = torch.compile(shapes_are_static, fullgraph=True, backend="eager")
+    with static_shapes():
+        assert compiled()
+    assert not compiled()
 
 
 def test_a_copy_compiled_before_its_first_call_is_refused_too() -> None:
