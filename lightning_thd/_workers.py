@@ -11,14 +11,12 @@ import torch
 def begin_worker(worker: int) -> None:
     """Let a worker exit although its queue is unread, if its parent was killed (a ``worker_init_fn``).
 
-    A process that exits waits until its queues have been read. A worker of torch notices that its parent was
-    killed, but would then wait forever and keep its memory.
+    A worker of torch notices that its parent was killed, but would wait forever until its queue is read.
     """
     # Finalizers run in descending priority: users' (above 0), this one, then the queue's, which waits (-5).
     parent = os.getppid()
     util.Finalize(None, lambda: os.getppid() == parent or os._exit(1), exitpriority=-1)
-    # Workers use one core each, and a fork loses the threads of a tokenizer.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each; a fork loses a tokenizer's threads
 
 
 def own_generator(number: int = 0) -> torch.Generator:

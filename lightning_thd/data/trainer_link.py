@@ -153,11 +153,15 @@ def _flops_model(module: nn.Module | None) -> FlopsModel | None:
         return None
 
 
+class _Hidden(partial[Any]):
+    """A partial whose attributes reach a spawned process; multiprocessing drops those of a plain one."""
+
+
 def hide_hooks(module: L.LightningDataModule, base: type, hooks: Iterable[str]) -> None:
     """Make hooks of ``base`` look absent to Lightning, except those that a subclass overrides."""
     for hook in hooks:
         if getattr(type(module), hook) is getattr(base, hook):
-            hidden = partial(getattr(base, hook), module)  # still callable
+            hidden = _Hidden(getattr(base, hook), module)  # still callable
             hidden.__wrapped__ = getattr(L.LightningDataModule, hook)  # type: ignore[attr-defined]  # is_overridden
             setattr(module, hook, hidden)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def test_loaders_work_without_a_trainer(num_workers: int) -> None:
     assert [b.sequence_ids for b in again.train_dataloader() if isinstance(b, THDBatch)] == [
         b.sequence_ids for b in batches if isinstance(b, THDBatch)
     ]
+
+
+def test_a_spawned_process_gets_a_module_that_trains() -> None:
+    data = pickle.loads(ForkingPickler.dumps(THDDataModule(sequences(9), capacity=CAPACITY)))
+    make_trainer().fit(TinyModule(), data)
 
 
 def test_the_last_step_of_a_limited_epoch_is_still_the_mean_over_its_tokens() -> None:
