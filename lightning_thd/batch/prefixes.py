@@ -237,7 +237,7 @@ class _Tree(NamedTuple):
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
     """Build the prefix tree from keys of tokens, ``[N]`` or ``[N, C]``; None if no prefix is shared."""
-    # Sorted by bytes, a sequence's longest common prefix with earlier ones is with the one right before. In
+    # In byte order, of all earlier sequences the one right before shares the longest prefix. In
     # descending order, a sequence comes before those that are its prefixes.
     starts = [0, *accumulate(lengths)]
     raw, width = keys.tobytes(), keys.strides[0]

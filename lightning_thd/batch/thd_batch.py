@@ -75,6 +75,14 @@ def weighing_rows(weight: float) -> Tensor:
     return found
 
 
+def epoch_weight(batch: THDBatch) -> float:
+    """Return the weight of a batch's logged values in epoch means."""
+    # With 1 / loss_scale, the epoch mean of causal_lm_loss is the exact mean over all loss tokens. With
+    # labels, a batch's loss is a mean over its sequences, so their number is the weight.
+    tokens = 1 / batch.loss_scale if batch.loss_scale else 0.0
+    return float(len(batch.lengths)) if "labels" in batch.extras else tokens
+
+
 def checked_device(device: torch.device | str) -> torch.device:
     """Return a torch device; raise ValueError or TypeError for any other value."""
     try:
@@ -121,10 +129,9 @@ class THDBatch(_Pinned):
             batch that belongs to no step has 1 / its loss tokens, so ``sum * loss_scale`` is the mean.
         extras: extra model inputs, such as ``pixel_values``.
         weights: fp32 ``[T]``, the loss weight of each slot's target; None if no sample has weights.
-        sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
-            those in other packs included.
+        sequence_shares: for every sequence in ``lengths``, its weight / the weight of all its loss tokens.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for input tokens. If 0, only balance "microbatch" adds router loss.
+        token_scale: like ``loss_scale``, for input tokens. If 0, only router balance "microbatch" adds one.
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
@@ -392,7 +399,7 @@ class THDBatch(_Pinned):
 
         ``x`` is as for ``unpack``; ``how`` selects each sequence's last or first token, or the mean over its
         tokens, computed in fp32 or fp64. The rows ``[S, ...]`` have the dtype of ``x`` and the order of
-        ``sequence_ids``. Lengths 2 and 1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[2, 7]`` or ``[1, 7]``.
+        ``sequence_ids``. Lengths 2 and 1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[1, 7]`` or ``[2, 7]``.
         """
         choice(how, "how", "last", "mean", "first")
         if 0 in self.lengths:
@@ -415,11 +422,8 @@ class THDBatch(_Pinned):
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size. With
-        # 1 / loss_scale, Lightning's epoch mean of causal_lm_loss is the exact mean over all loss tokens. The
-        # loss of a batch with labels is a mean over its sequences, so their number is the batch size.
-        tokens = 1 / self.loss_scale if self.loss_scale else 0.0
-        yield weighing_rows(float(len(self.lengths)) if "labels" in self.extras else tokens)
+        # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size.
+        yield weighing_rows(epoch_weight(self))
 
     def __repr__(self) -> str:
         return (
@@ -476,9 +480,7 @@ class THDStep(Immutable):
         return len(self.microbatches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning's weight for the step is its loss tokens / data-parallel ranks; see THDBatch.__iter__.
-        scale = self.microbatches[0].loss_scale
-        yield weighing_rows(len(self) / scale if scale else 0.0)
+        yield weighing_rows(sum(map(epoch_weight, self.microbatches)))
 
 
 def check_batch(batch: object) -> None:

@@ -1,7 +1,7 @@
 """The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy.
 
 Int64 tensors are sent as int32 if their values fit. Positions that count from 0 in every sequence are
-computed on the GPU. The host remembers the values of uploaded offsets, so that no kernel reads them back.
+computed on the GPU. The host remembers the values of uploaded offsets, so nothing reads them back.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def uploaded(found: Any, device: torch.device) -> Any:
 
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember what offsets on a device hold; ``lengths`` are of sequences or, as an array, the offsets."""
+    """Remember the values of offsets on a device: ``lengths`` of sequences, or an array of the offsets."""
     _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints. Read unknown ones from the device once per change, inference tensors always."""
+    """Return offsets as ints; read unknown or changed ones from the device. Inference mode hides changes."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())

@@ -20,18 +20,13 @@ from lightning_thd.cuda_graph import (
     GraphedStep,
     GraphStats,
     LintReport,
+    graph_choice,
     lint_capture,
     make_buckets,
 )
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Layout
-from lightning_thd.cuda_graph.graph_choice import (
-    GraphPlan,
-    MaxSequences,
-    plan_for,
-    plan_graphs,
-    sequence_counts,
-)
+from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, sequence_counts
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.packing import PackPlanner
@@ -166,14 +161,14 @@ class CUDAGraphCallback(L.Callback):
         if isinstance(planner, PackPlanner):
             sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
-            self.plan = plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
+            self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
             self._seen.append(Layout.of_batch(batch))
             if len(self._seen) < _OBSERVED:
                 return False
             slots = -(-max(x.slots for x in self._seen) // _ROUND) * _ROUND
             longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // _ROUND) * _ROUND)
-            self.plan = plan_graphs(
+            self.plan = graph_choice.plan_graphs(
                 self._seen, slots=slots, max_seqlen=longest, costs=self.costs, given=self.given
             )
         rank_zero_info(self.plan.table())

@@ -28,7 +28,7 @@ from lightning_thd.report.page import PARTS
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.
-# Two keys are shown as tokens/s. With several devices both exist, and the second, the total, is shown.
+# Two keys share a label. With several devices both exist, and the second, the total, is shown.
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
     ("real_items_per_sec", "tokens/s"),
@@ -136,7 +136,7 @@ class THDThroughputMonitor(Callback):
         self._graphs = 0  # torch.compile's graphs when the last step ended
 
     def exclude_step(self) -> None:
-        """Leave the running step and the interval's earlier steps out of the rates, but not of the FLOPs."""
+        """Leave this step and those since the last reduction out of the rates, but not of total_flops."""
         self._exclude = True
 
     @contextmanager
@@ -282,7 +282,7 @@ class THDThroughputMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps after the last full interval, so that a short fit also gets metrics."""
         self._marks.pause()
-        if "train" in self._meters and _log_every(trainer):
+        if "train" in self._meters and (self.every_n_steps or _log_every(trainer)):
             self._report(trainer, "train", last=True)
             _notice_padding(self._meters["train"])
 
@@ -400,7 +400,6 @@ class THDThroughputMonitor(Callback):
         meter.end_step()
         if leave_out or counted:  # a step under torch's FLOP counter is slow
             meter.leave_out()
-        if leave_out:
             self._marks.close()
         self._exclude, self._graphs = False, graphs
 

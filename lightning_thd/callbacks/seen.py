@@ -68,7 +68,7 @@ class Shared(tuple[int, ...]):
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
 _Lookup: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
-# The record of a microbatch: its stats, and lengths to count attention windows that the stats leave out.
+# The record of a microbatch: its stats, and lengths, from which windows missing in the stats are counted.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
@@ -265,8 +265,8 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; a sequence is a run of positions that count up.
 
     Without a mask, runs of one slot before and after all longer runs of a row are padding. If there are
-    several rows and each is a single run, the end of a row may be padding that counts on. The lengths are
-    then unknown: entry 0 is -1.
+    several rows and each is a single run, the end of a row may be padding with rising positions. Its lengths
+    are then unknown: entry 0 is -1.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)

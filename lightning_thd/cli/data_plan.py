@@ -105,7 +105,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
-    """Plan an epoch's first steps; return statistics, and lengths and shared tokens of packs' sequences."""
+    """Plan an epoch's first steps; return statistics and, by pack, sequences' lengths and shared tokens."""
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
@@ -138,8 +138,10 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     total = float(sum(ranks.sum() for ranks in rank_work))
     patches = sum(int(plan.patches.sum()) for plan in plans)
     text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans) if patches else total
-    slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
-    distinct, flat = tokens - sum(map(sum, held)), sorted(length for pack in packs for length in pack)
+    computed = [sum(pack) - sum(shared) for pack, shared in zip(packs, held, strict=True)]
+    slots = sum(max(given.capacity, n) for n in computed)  # a sequence above the capacity has its own pack
+    flat = sorted(length for pack in packs for length in pack)
+    tokens, distinct = sum(flat), sum(computed)
     expected = Expected(
         sequences=sum(map(len, packs)),
         tokens=tokens,

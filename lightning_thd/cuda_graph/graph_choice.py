@@ -26,7 +26,7 @@ _WORTH = 0.005  # An additional bucket must save this share of an eager step, be
 _MOST_BUCKETS = 3
 # The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
-# Five of 512 batches lie above the 99th percentile. To plan 512 steps takes about half a second.
+# 512 put five batches above the 99th percentile. To plan 512 steps takes about half a second.
 _SAMPLE = 512
 
 
@@ -42,7 +42,7 @@ class GraphCosts:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if not math.isfinite(value) or value < 0 or (value == 0 and name == "eager"):
-                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time (or 0 if not eager).")
+                raise ValueError(f"GraphCosts({name}={value}): wanted a finite time >= 0 (eager: > 0).")
 
     def replay(self, sequences: int) -> float:
         """Return the time of a replay with S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
@@ -91,7 +91,7 @@ class GraphPlan:
     def problem(self) -> str | None:
         """Return why no graph is worth a capture, or None."""
         if not any(self.quantiles):
-            return "every sampled batch computes shared prefixes once, which captured steps cannot"
+            return "every sampled batch has more tokens than slots (shared prefixes, or oversize='own_pack')"
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
         if self.chosen.coverage == 0.0:
@@ -110,7 +110,7 @@ def plan_for(
     longest = min(summarize(planner.entries.lengths).longest, slots)
     max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
     layouts = sample_layouts(planner, dp=dp)
-    if all(x.slots > slots for x in layouts):  # with shared prefixes, a pack may have more tokens than slots
+    if all(x.slots > slots for x in layouts):  # by shared prefixes or oversize="own_pack"
         none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
         return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
     return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
@@ -128,14 +128,14 @@ def plan_graphs(
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
-    costs = costs or GraphCosts()
+    costs, fit = costs or GraphCosts(), len(needs) / len(layouts)
     choices = [
-        _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs)
+        _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs, fit)
         for k in range(1, _MOST_BUCKETS + 1)
     ]
     chosen = max(choices, key=lambda c: c.speedup)
     if given:
-        chosen = _evaluate("given", tuple(sorted(set(given))), needs, costs)
+        chosen = _evaluate("given", tuple(sorted(set(given))), needs, costs, fit)
         choices.append(chosen)
     quantiles = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").astype(int).tolist()
     found: Any = {"quantiles": tuple(quantiles), "choices": tuple(choices), "chosen": chosen}
@@ -180,13 +180,11 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
     return best
 
 
-def _evaluate(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphCosts) -> Choice:
-    return Choice(
-        name=name,
-        sequences=sequences,
-        coverage=float(np.mean(needs <= max(sequences, default=0))),
-        speedup=costs.eager / expected_cost(needs, sequences, costs),
-    )
+def _evaluate(name: str, sizes: tuple[int, ...], needs: IntArray, costs: GraphCosts, fit: float) -> Choice:
+    """Evaluate buckets for batches of which the share ``fit`` has few enough slots; others run eagerly."""
+    cost = fit * expected_cost(needs, sizes, costs) + (1.0 - fit) * costs.eager
+    coverage = fit * float(np.mean(needs <= max(sizes, default=0)))
+    return Choice(name=name, sequences=sizes, coverage=coverage, speedup=costs.eager / cost)
 
 
 def sequence_counts(max_sequences: object) -> tuple[int, ...]:

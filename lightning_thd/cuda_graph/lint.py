@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,9 +134,9 @@ def _default_step(module: nn.Module) -> StepFunction:
         return causal_lm_loss
 
     def training_step(module: Any, batch: THDBatch) -> Any:
-        code = module.training_step.__code__
-        names = enumerate(code.co_varnames[2 : code.co_argcount], 2)  # those after self and the batch
-        rest = [HostValue(f"argument {i} of training_step ({name})") for i, name in names]
+        given = inspect.signature(module.training_step).parameters.values()
+        _, *names = [x.name for x in given if x.kind <= x.POSITIONAL_OR_KEYWORD]  # the batch is first
+        rest = [HostValue(f"argument {i} of training_step ({x})") for i, x in enumerate(names, 2)]
         return module.training_step(batch, *rest)
 
     return training_step

@@ -8,7 +8,7 @@ as a mapping, as JSON text or as a JSON file::
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
 Drawn lengths are clipped to their bounds, so the second example has a mean of about 3,250. Sequence i depends
-only on the settings, the seed and i, so that every rank and worker makes the same sequence.
+only on the arguments and i, so that every rank and worker makes the same sequence.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
     if mode not in ("file", "distribution"):
         raise ValueError(f'"mode" is {mode!r}. Set it to "file" or "distribution".')
     if kind != "lognormal":
-        raise ValueError(f'"type" is {kind!r}. Set it to "lognormal", or set "mode" to "file".')
+        raise ValueError(f'"type" is {kind!r}. Set it to "lognormal", or leave it out.')
     wanted = ("path",) if mode == "file" else _LOGNORMAL
     if set(config) != set(wanted):
         raise ValueError(f"The mock settings are {sorted(config)}, wanted {sorted(wanted)}.")

@@ -146,11 +146,14 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         return self._packs
 
     def _begin(self) -> None:
-        if self._resumed is not None:  # Trainer loads it after it has skipped the used batches
+        if self._resumed is not None:  # as Trainer does when it has skipped used batches
             self._load_rng_state(self._resumed)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        if ours := self._resumed is not None:
+            self.args.ignore_data_skip = False  # as the user has it, because the arguments are saved
         super()._save_checkpoint(model, trial, *args, **kwargs)
+        self.args.ignore_data_skip = ours or self.args.ignore_data_skip
         if self.args.should_save and self._packs is not None:
             folder = self._get_output_dir(trial=trial)
             self._packs.save(f"{folder}/checkpoint-{self.state.global_step}")
@@ -185,7 +188,7 @@ class TrainerPacks:
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
-        # A checkpoint may be saved inside a step, whose first packs the loader has yielded. So count steps.
+        # The loader may have yielded packs of a step that has not ended. So count only finished steps.
         done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
         torch.save(self.loader.state_after(done), path.with_suffix(".partial"))

@@ -145,7 +145,7 @@ class HeadCall:
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
-            with self._lock:  # else a thread could take another thread's replacement for the model's forward
+            with self._lock:  # else a thread could save another's replacement as the model's own forward
                 own_head = head.__dict__.get("forward")
                 job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
                 outputs: dict[str, Tensor] = self._call(model, batch, job)

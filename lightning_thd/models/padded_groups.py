@@ -23,7 +23,7 @@ from lightning_thd.batch.upload import uploaded
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
-# A group of fixed size may have this many places per slot of the pack. With more, eager groups are faster.
+# Most places of a group of fixed size, per slot of the pack. With more, a step without graphs is faster.
 _STATIC_WASTE = 32
 
 

@@ -270,7 +270,7 @@ def scheduled_bins(
 
 
 def _most_work_first(items: list[_Item], room: tuple[int, int], below: FloatArray) -> IntArray | None:
-    """Put each item in the bin with room and least work, ``below`` included; None if one fits nowhere."""
+    """Put each item in the bin with room and least work + ``below``; None if one fits nowhere."""
     heap = [(load, i) for i, load in enumerate(below.tolist())]
     heapq.heapify(heap)
     free_slots, free_patches = [room[0]] * len(heap), [room[1]] * len(heap)
@@ -351,9 +351,8 @@ def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> I
 
 def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
     """Exchange sequences of the heaviest bins for sequences with less work, or for none; update ``owner``."""
-    # Each exchange takes work from the heaviest bin of a microstep, first of the microstep where that bin is
-    # furthest above the mean. Of all exchanges, the one is made after which both its bins are furthest
-    # below the previous maxima of their microsteps.
+    # Each exchange takes work from the heaviest bin of a microstep; the one furthest above its microstep's
+    # mean comes first. The best exchange leaves both its bins furthest below the previous maxima.
     work, dp, bounds, bins = step.work, step.dp, step.bounds, step.dp * num_microbatches
     loads = step.bin_work(owner, bins)
     held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
@@ -429,7 +428,7 @@ class _Search:
         return plan
 
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other microsteps to ``level`` times their mean; None if the step outlasts ``below``."""
+        """Fill the other microsteps to ``level`` times their mean; None if not all fit within ``below``."""
         while plan.filled < self.microsteps - 1 and plan.left:
             plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
         return self._last(plan, below - plan.waits) if plan.left else plan

@@ -37,9 +37,7 @@ def shard_parameters(
     for root in models_of(module):
         for layer in layers_of(root):
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
-        sharded = fully_shard(root, **options)
-        if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
-            sharded.set_force_sum_reduction_for_comms(True)
+        fully_shard(root, **options)
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:

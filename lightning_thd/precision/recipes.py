@@ -26,7 +26,7 @@ class Recipe:
     rules: Rules = "tensorwise"  # the row of ``alignment.TOKEN_MULTIPLE``
     features: int = 16  # input and output features of a layer must be multiples of this
     capability: tuple[int, int] = (8, 9)  # the lowest compute capability; (8, 9) is Ada
-    below: tuple[int, int] | None = None  # the lowest compute capability that is not supported, if any
+    below: tuple[int, int] | None = None  # only compute capabilities below this are supported
     cuda: tuple[int, int] = (0, 0)  # the lowest CUDA version
     dtype: Literal["fp8", "fp4"] = "fp8"  # the column in the table of peaks
     gradients: int = 3  # how many of a layer's three matmuls (forward, two gradients) run in low precision

@@ -16,7 +16,7 @@ from torchmetrics import Metric, SumMetric
 
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.thd_batch import weighing_rows
+from lightning_thd.batch.thd_batch import epoch_weight, weighing_rows
 from lightning_thd.batch.upload import uploaded
 
 _FX = "training_step"
@@ -28,7 +28,7 @@ class StepLogs:
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
         self._logged: dict[str, list[Tensor]] = {}
-        self._scale: float | None = None  # the loss scale of the step's batches
+        self._weight = 0.0  # the sum over microbatches that have begun
         # Values, known from earlier steps, whose reduction over ranks waits for the end of the step.
         known = self._values() if microbatches > 1 else {}
         self._late = {key: value for key, value in known.items() if value.meta.sync.should}
@@ -36,8 +36,7 @@ class StepLogs:
     def begin(self, batch: THDBatch) -> str | None:
         """Let Lightning log as in ``training_step``; return the name of the hook that really runs."""
         if self._results is not None:
-            self._scale = batch.loss_scale
-            weigh(self._results, self._scale)
+            self._weight += weigh(self._results, epoch_weight(batch))
             for value in self._values().values():
                 value._forward_cache = None
         for value in self._late.values():
@@ -77,9 +76,8 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
-        # Values that later hooks log get the step's weight: its loss tokens per rank.
-        if self._results is not None and self._scale is not None:
-            weigh(self._results, self._scale / self._microbatches)
+        if self._results is not None:  # values that later hooks log get the step's weight
+            weigh(self._results, self._weight)
 
     @property
     def _results(self) -> Any:
@@ -94,9 +92,10 @@ class StepLogs:
         return {key: value for key, value in results.items() if value.meta.fx == _FX and value.meta.on_step}
 
 
-def weigh(results: Any, loss_scale: float) -> None:
-    """Weigh values logged on_epoch by 1 / ``loss_scale``, or by 0 if it is 0; see ``THDBatch``."""
-    results.batch, results.batch_size = (weighing_rows(1.0 / loss_scale if loss_scale else 0.0),), None
+def weigh(results: Any, weight: float) -> float:
+    """Let values that are logged on_epoch from now on count with ``weight``, and return it."""
+    results.batch, results.batch_size = (weighing_rows(weight),), None
+    return weight
 
 
 def _reduce(values: Tensor, meta: Any) -> Tensor:

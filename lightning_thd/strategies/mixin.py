@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_thd._imports import available
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import epoch_weight
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel.context import traffic
@@ -65,12 +66,11 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 class THDStrategyMixin(Strategy):
     """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Without a pipeline, batches of
-    other types run in one pass, as under the base strategy. Gradients are synchronised only in the last
-    microbatch, ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value
-    per step. The attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``;
-    set them on a class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as
-    ``asynchronous_checkpoints=True``.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Without a pipeline, others run
+    in one pass, as under the base strategy. Gradients are synchronised only in the last microbatch,
+    ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value per step. The
+    attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``; set them on a
+    class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as ``asynchronous_checkpoints=True``.
 
     Raises:
         TypeError: if the base strategy's engine cannot run such steps, as DeepSpeed's and XLA's cannot.
@@ -263,7 +263,7 @@ class THDStrategyMixin(Strategy):
         """Run the user's ``training_step`` on one batch."""
         batch, results = args[0], self._trainer._results
         if isinstance(batch, THDBatch) and results is not None:
-            weigh(results, batch.loss_scale)
+            weigh(results, epoch_weight(batch))
         if self._shards is None:
             output = super().training_step(*args, **kwargs)
         else:

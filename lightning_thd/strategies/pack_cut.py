@@ -78,7 +78,7 @@ class PackCut:
                     "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
                     f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
                 )
-            # While shards of a training step exist, attention must know that evaluation packs are whole.
+            # While shards of a training step exist, attention refuses whole packs that are not registered.
             apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
             return moved
         found: list[Any] = []
@@ -201,7 +201,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return a slot's cheapest exchange time among 2, 4, ... ranks, as a share of a token's training time."""
+    """Return, for 2, 4, ... ranks, a slot's cheapest exchange time as a share of a token's training time."""
     config = model_config(module)
     if config is None:
         return None

@@ -39,7 +39,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # The share of the last step in which this rank waited (0 on a GPU), and the schedule's ``bubble``.
+        # The share of the last step in which this rank's CPU waited (0 on a GPU); the schedule's ``bubble``.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -86,7 +86,7 @@ class Pipeline:
         rank_zero_info(self.stage.split.table())
 
     def tie_ends(self, module: nn.Module) -> None:
-        """Copy a weight that embedding and head share from the first stage to the last."""
+        """Copy the tied weight of embedding and head from the first stage to the last."""
         stage = self.stage
         assert stage is not None
         if stage.tied_names and (stage.holds_embedding or stage.holds_head):
@@ -174,7 +174,7 @@ class PipelineLoop(StepLoop):
 
     @property
     def is_running(self) -> bool:
-        """Return whether the first pass of a step has run, and the last has not."""
+        """Return whether a step has begun and not ended."""
         return self._running is not None
 
     def first(self, batch: Any, *args: Any) -> Any:
@@ -316,7 +316,7 @@ class PipelineStep:
         )
         if self.channel.rank == 0 and self._trains_tied != trains_tied:
             differs = (
-                "The weight that embedding and head share is trained by now on the "
+                "The weight that embedding and head share is now trained on the "
                 f"{'last' if trains_tied else 'first'} pipeline stage only, so its copies would differ. "
                 "Freeze and unfreeze both copies: the embedding's on the first stage, the head's on the last."
             )
@@ -366,8 +366,8 @@ def _differing(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
     """Return the error for a ``training_step`` that computes the loss differently on the last stage."""
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
-        f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "
-        "stage has its value. Decide in on_train_batch_end: docs/reference/messages.md#pipelines."
+        f"and by {list(own)} on another ({_definition(module)}): it branches on the loss, and only the last "
+        "stage has its value. Branch in on_train_batch_end: docs/reference/messages.md#pipelines."
     )
 
 

@@ -88,6 +88,11 @@ def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
     assert row["train/batches"] == 6
 
 
+def test_the_last_steps_are_logged_if_only_the_monitor_has_an_interval(tmp_path: Path) -> None:
+    memory = fit(tmp_path, UNEQUAL, measure={"every_n_steps": 4}, log_every_n_steps=0)
+    assert [row["train/batches"] for _, row in memory.rows] == [4, 6]
+
+
 def test_accumulation_closes_intervals_at_optimizer_steps(tmp_path: Path) -> None:
     memory = fit(tmp_path, UNEQUAL, log_every_n_steps=1, accumulate_grad_batches=3)
     assert [row["train/batches"] for _, row in memory.rows] == [3, 6]

@@ -60,6 +60,8 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     main([*plan[:3], "100", "--oversize", "drop"])
     shown = r" 8 / 53 / 99\n.*sequences: dropped +10\ntokens lost +1,120$"  # half of 80 have 47 or fewer
     assert re.search(shown, capsys.readouterr().out, re.M | re.S)
+    main([*plan[:3], "7", "--oversize", "own_pack", "--json"])
+    assert json.loads(capsys.readouterr().out)["fill"] == 1.0  # every sequence is its own pack
 
 
 def test_a_capacity_that_splits_most_documents_is_warned_of(here: Path, capsys: Said) -> None:

@@ -178,6 +178,13 @@ def test_needs_count_the_dummies_of_the_tail() -> None:
     assert needed_sequences(layouts, 100, 30).tolist() == [6, 5, 4]
 
 
+def test_batches_that_fit_no_bucket_count_as_eager() -> None:
+    layouts = [Layout(90, 5, 30)] * 3 + [Layout(101, 5, 30)]
+    (*_, found) = plan_graphs(layouts, slots=100, max_seqlen=30, given=[8]).choices
+    assert found.coverage == 0.75
+    assert found.speedup == pytest.approx(1 / (0.75 * GraphCosts().replay(8) + 0.25))
+
+
 def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None:
     rows = [np.array([1] * 50 + [i], "<i4").tobytes() for i in range(20)]
     planner = PrefixPlanner(np.full(20, 51), 64, ids=rows.__getitem__, global_batch=Packs(1))

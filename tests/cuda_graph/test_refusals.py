@@ -250,6 +250,7 @@ def test_lightning_modules_are_judged_by_their_training_step_and_left_as_they_we
 
 
 class Index(GraphModule):
+    @torch.autocast("cpu", enabled=False)  # a wrapper of (*args, **kwargs)
     def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx)["loss"] * (batch_idx + 1)
 

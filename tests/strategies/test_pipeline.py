@@ -110,7 +110,7 @@ def decide() -> str:
 @pytest.mark.slow
 def test_a_step_that_decides_by_its_loss() -> None:
     found = run_ranks(decide, 2, timeout_s=120.0)
-    message = r"by \['DivBackward0'.* on the last .*: it decides by the loss, and only the last stage"
+    message = r"by \['DivBackward0'.* on the last .*: it branches on the loss, and only the last stage"
     assert any(re.search(message, text, re.DOTALL) for text in found), found
     assert not any("nothing was raised" in text for text in found)
 
@@ -290,7 +290,7 @@ class ThawsByName(FrozenTie):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(ByName, "head share is treated as .* on the first"), (ThawsByName, "trained by now on the first pip")],
+    [(ByName, "head share is treated as .* on the first"), (ThawsByName, "now trained on the first pip")],
 )
 def test_a_tied_weight_is_treated_alike_on_both_of_its_stages(kind: type[Decayed], message: str) -> None:
     with pytest.raises(RankError, match=message):

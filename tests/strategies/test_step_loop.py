@@ -64,6 +64,20 @@ def test_packs_with_accumulation_equal_the_hand_loop_under_plain_lightning() -> 
     assert sums == pytest.approx(losses, rel=1e-12)
 
 
+class Labels(TinyModule):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.log("train/label", batch.extras["labels"].double().mean(), on_step=False, on_epoch=True)
+        return next(self.parameters()).sum() * 0.0
+
+
+@pytest.mark.parametrize(("strategy", "step"), [("auto", Packs(1)), ("thd", Packs(1)), ("thd", Sequences(7))])
+def test_epoch_means_of_labels_are_those_of_the_sequences(strategy: str, step: Packs | Sequences) -> None:
+    samples = [{**sample, "label": i} for i, sample in enumerate(sequences(28))]
+    trainer = make_trainer(strategy, max_steps=-1, max_epochs=1)
+    trainer.fit(Labels(), THDDataModule(samples, capacity=CAPACITY, global_batch=step))
+    assert float(trainer.callback_metrics["train/label"]) == pytest.approx(13.5)
+
+
 def test_sequences_on_several_ranks_equal_the_hand_loop() -> None:
     found = run_ranks(fit_rank, 2, "thd_ddp", Sequences(16))
     params, losses = by_hand(Sequences(16), 2)

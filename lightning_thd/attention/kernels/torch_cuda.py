@@ -72,7 +72,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the random state and seed of a dropout of 0."""
+    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, the random state and two tensors for debugging."""
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
     given = (q, k, v, *at, 0.0, is_plain_causal(spec), False)
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
@@ -95,7 +95,7 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 
 
 def bind(at: Offsets, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return a function of ``[1, H, T, D]``, without sinks, for q, k and v of one supported head size."""
+    """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size."""
     return lambda q, k, v, sinks: _Flash.apply(q, k, v, at, spec, True)  # type: ignore[no-untyped-call]
 
 
@@ -116,7 +116,7 @@ class AtenEfficient:
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Call the forward operator on the pack as one row; the operator's lse is ``[S, H, longest]``."""
+        """Call the forward operator on the pack as one row; its lse ``[S, H, max_q]`` is padded to 32s."""
         k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
         rows = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(

@@ -187,7 +187,7 @@ def cached_store(
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
-        _refuse_more(_listed(folder), max_errors)  # the store may have had a larger bound
+        _refuse_more(_listed(folder), max_errors)  # it may be from a run with a larger bound
         return TokenStore._from_arrays(folder, arrays)
     build_once(folder, lambda place: _fill(place, parts, max_errors), resume=key is not None)
     store = TokenStore.open(folder)
@@ -202,7 +202,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save pieces as files, from ``parts(k)`` if a killed process left k of them, and join all files."""
+    """Save pieces as files and join all; ``parts(k)`` gives those after the k of a killed process."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}

@@ -30,8 +30,8 @@ from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
 
-# If a source of a mixture gave a rank fewer sequences in its last pass, the rank reads the next pass without
-# workers, because starting them takes longer than reading.
+# If a source of a mixture gave a rank fewer sequences than this in its last pass, the rank reads the next
+# pass without workers, because starting them takes longer than reading.
 _WORKERS_FROM = 1000
 
 
@@ -87,7 +87,7 @@ class Intake:
         self._readers: dict[int, Reader] = {}  # the reader of each source
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
-        """Begin a pass over a source; workers that read start in the calling thread."""
+        """Begin a pass over a source; the calling thread starts its workers."""
         settings, source, before = self._settings, self._sources[number], self._readers.get(number)
         shards = np.arange(source.first, source.stop)
         sizes = [settings.shards[i].size for i in shards.tolist()]
@@ -170,7 +170,7 @@ class Intake:
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Drop each shard's states before the last one from which all its unused records can be read."""
+        """Keep, per shard, the last state from which all unused records can be read, and later ones."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))

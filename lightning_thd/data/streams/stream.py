@@ -295,7 +295,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
             drop_empty=settings.empty == "drop",
             text_key=opener.text_key,
             append_eos=opener.append_eos,
-            # With a processor, a stream outside a mixture refuses rows of ids: there is nothing to render.
+            # With a processor, a stream outside a mixture reads only messages: ids cannot be rendered.
             records="messages" if chat is not None and "" in streams.streams else opener.records,
             one_each=opener.packed != "off",
             vocab_size=settings.vocab_size or vocab_size(job.model),

@@ -125,8 +125,8 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     """Return where the rounding of a row in a tile shows, from each tile's statistics ``[tiles, 5, R]``.
 
     The estimate assumes independent errors of logits with a standard deviation of at most ``|z| 2^-8 /
-    sqrt(3)``, weighted by probabilities. The root of the weights' summed squares is at most ``sqrt(largest p
-    * the tile's mass)``. In a flat tile, of mean ``e^(z - max)`` above 1/2, errors of one sign may add up.
+    sqrt(3)``, weighted by probabilities. In a tile, the root of the sum of p^2 is at most ``sqrt(largest p *
+    sum of p)``. If the mean ``e^(z - max)`` of a tile is above 1/2, all errors may have one sign.
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()
@@ -143,7 +143,7 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
 
 
 def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
-    """Compute exact logits of targets ``[c]``, counted from this rank's first column; 0 on other ranks."""
+    """Compute exact logits ``[c]`` of the targets ``local``; 0 for targets in other ranks' columns."""
     here = (local >= 0) & (local < head.settings.columns)
     x, w = _widened(head, rows, head.weight[local.clamp(0, head.settings.columns - 1)])
     return torch.where(here, head.settings.logit_map.apply_((x * w).sum(1)), 0.0)
