@@ -7,9 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+torch.backends.cudnn.allow_tf32 = False  # TF32 would round convolutions in fp32 to 10 bits
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,

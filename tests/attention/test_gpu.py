@@ -8,12 +8,9 @@ import torch
 from benchmarks.gpu_attention import CASES, SIZES, TOLERANCE, worst_error
 from lightning_thd.attention import SUPPORT, varlen_attention
 from lightning_thd.attention.support import missing
-from tests.device_reads import no_waiting
+from tests.device_reads import ON_GPU, no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this torch sees none"),
-]
+pytestmark = ON_GPU
 KERNELS = [kernel for kernel, row in SUPPORT.items() if row.device != "cpu"]
 
 

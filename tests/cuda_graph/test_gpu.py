@@ -16,12 +16,10 @@ from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphedStep, make_buckets
 from lightning_thd.cuda_graph.buckets import choose
 from tests.cuda_graph.support import GraphModule, pad_batch, random_batch, worst
+from tests.device_reads import ON_GPU
 from tests.tiny import checkpoint_activations, quiet_trainer, sequences
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 BUCKETS = make_buckets((12, 20), slots=1024, max_seqlen=128)
 # Two eager runs differ as well: the backward of flash attention adds in the order its blocks finish. bf16 has
 # 8 bits, and a gradient is a sum of some hundred rounded terms.

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.device_reads import ON_GPU
 from tests.scripts import EXAMPLES
 from tests.test_examples import ARGUMENTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 STEPS = 6
 # fp8.py rounds to FP8 on a CPU by default. ray_train.py trains in processes of Ray.
 NOT_ONE_GPU = {"fp8.py", "ray_train.py"}

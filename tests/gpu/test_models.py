@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,29 +13,15 @@ from torch.utils._triton import has_triton
 
 from lightning_thd import causal_lm_loss
 from lightning_thd.models import register_thd
-from tests.device_reads import no_waiting
+from tests.device_reads import ON_GPU, no_waiting
 from tests.loss.cases import cases, run
 from tests.models import matrix
 from tests.models.families import FAMILIES
 from tests.models.matrix import thd_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 RELATIVE, ABSOLUTE = 2e-4, 1e-6
 register_thd()
-
-
-@pytest.fixture(autouse=True)
-def full_precision() -> Generator[None]:
-    """TF32 would round fp32 products and convolutions to 10 bits."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
 
 
 @pytest.mark.parametrize(("make", "loss", "given"), [pytest.param(*rest, id=name) for name, *rest in cases()])

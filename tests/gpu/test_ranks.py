@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_thd import CUDAGraphCallback, Packs, THDBatch, causal_lm_loss
+from tests.device_reads import ON_GPU
 from tests.ranks import run_ranks
 from tests.strategies import jobs
 from tests.strategies.jobs import Layout
 from tests.strategies.layouts import LAYOUTS, check_layout
 from tests.strategies.test_layouts import check
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 GRAPHS = ("qwen3", Layout(strategy="thd_ddp", dp=2), Packs(4), torch.float32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs, static_shapes
-from tests.device_reads import no_waiting
+from tests.device_reads import ON_GPU, no_waiting
 from tests.loss.oracles import Case, relative, wide
 from tests.loss.test_fused import KINDS, fused, whole
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-
-
-@pytest.fixture(autouse=True)
-def full_precision() -> Generator[None]:
-    """TF32 would round fp32 products to 10 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def on_device(case: Case) -> tuple[list[Tensor], Tensor]:

@@ -17,12 +17,10 @@ from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context
 from lightning_thd.precision.convert import recipe_of
 from tests.cuda_graph.support import gradients, pad_batch, worst
+from tests.device_reads import ON_GPU
 from tests.precision.runs import Module, fit, llama
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 RECIPES = [
     *(("te", name) for name in ("delayed", "current", "blockwise", "mxfp8", "nvfp4")),
     *(("torchao", name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
