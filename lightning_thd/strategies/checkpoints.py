@@ -36,7 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_thd.strategies.axes import cuts_weights
 
@@ -84,6 +86,13 @@ class Checkpoints:
         self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
     ) -> None:
         """Write a checkpoint, in the background if ``open`` prepared for it and ``options`` is None."""
+        for name in checkpoint.keys() - {"state_dict", "optimizer_states"}:
+            leaves = tree_leaves(checkpoint[name])
+            if any(isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1 for leaf in leaves):
+                raise ValueError(
+                    f"checkpoint[{name!r}] holds a DTensor, of which only the first rank's part would be "
+                    "saved. Call full_tensor() on it in state_dict() or on_save_checkpoint()."
+                )
         if self._background is not None and options is None:
             self._background.save(checkpoint, Path(self._strategy.broadcast(filepath)))
             return

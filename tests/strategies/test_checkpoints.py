@@ -18,15 +18,16 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import distribute_tensor
 
-from lightning_thd import Sequences
-from lightning_thd.strategies.checkpoints import by_index, by_name
-from tests.ranks import RankError, run_ranks
+from lightning_thd import Sequences, THDModelParallelStrategy
+from lightning_thd.strategies.checkpoints import Checkpoints, by_index, by_name
+from tests.ranks import RankError, pretended_ranks, run_ranks
 from tests.rows import error_or, run_row
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 from tests.tiny import largest_error
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED = 3, 2  # weights that were resumed without Adam's state would differ by 1e-2
 
 
 class Grouped(Job):
@@ -59,8 +60,6 @@ PLACES = {
     "cp2 tp2": Layout(cp=2, tp=2),
     "one": Layout(strategy="thd_ddp"),
 }
-# Adam's state is in what is resumed, so weights that were loaded without it would differ by 1e-2.
-WAYS = [(a, b) for a in PLACES for b in PLACES]
 
 
 def fit(layout: Layout, saves: str = "", goes_on: str | None = None, **options: Any) -> L.Trainer:
@@ -91,14 +90,12 @@ def resumed(way: tuple[str, str], folder: str) -> dict[str, Any]:
 def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
     """Write every source once and read it in every target, all of a number of ranks in one start of them."""
     wanted = {}
-    sources = list(dict.fromkeys(source for source, _ in ways))
     for world in (1, 2, 4):
-        cells = [source for source in sources if PLACES[source].world == world]
+        cells = [cell for cell in dict.fromkeys(a for a, _ in ways) if PLACES[cell].world == world]
         for cell, outcomes in zip(cells, run_row(written, world, cells, str(folder)), strict=True):
             assert outcomes[0].error is None, (cell, outcomes[0].error)
             wanted[cell] = outcomes[0].value
-            saved = folder / cell / f"step={SAVED}.ckpt"  # whole weights are one file
-            assert saved.is_dir() == (PLACES[cell].strategy != "thd_ddp")
+            assert (folder / cell / f"step={SAVED}.ckpt").is_dir() == (PLACES[cell].strategy != "thd_ddp")
     faults = []
     for world in (1, 2, 4):
         into = [way for way in ways if PLACES[way[1]].world == world]
@@ -116,7 +113,7 @@ def test_folders_load_into_whole_weights_and_files_into_shards(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_every_layout_into_every_other(tmp_path: Path) -> None:
-    check_ways(WAYS, tmp_path)
+    check_ways([(a, b) for a in PLACES for b in PLACES], tmp_path)
 
 
 def exported(folder: str) -> dict[str, Any]:
@@ -183,6 +180,10 @@ def test_states_of_other_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1"):
         by_index(named, part, module)
     part.step()
+    with pretended_ranks(2):
+        shard = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (2,)), src_data_rank=None)
+        with pytest.raises(ValueError, match=r"holds a DTensor, of which only the first"):
+            Checkpoints(THDModelParallelStrategy()).save(print, {"callbacks": [shard]}, "", None)
     with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):
         by_index(by_name(part.state_dict(), part, module), whole, module)
 
