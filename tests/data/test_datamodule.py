@@ -61,7 +61,8 @@ def test_loaders_work_without_a_trainer(num_workers: int) -> None:
     data = THDDataModule(samples, capacity=CAPACITY, num_workers=num_workers, seed=3)
     data.setup("fit")
     loader = data.train_dataloader()
-    assert len(batches := list(loader)) == len(loader)
+    batches = list(loader)
+    assert len(batches) == len(loader)
     assert all(isinstance(b, THDBatch) and len(b.input_ids) <= CAPACITY for b in batches)
     for batch in batches:
         for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
