@@ -34,7 +34,8 @@ class Penalties:
     z_loss: float = 0.0  # factor of the squared lse, the log of the sum of a row's exponentiated logits
 
     def __post_init__(self) -> None:
-        if (self.label_smoothing, self.z_loss) == (0.0, 0.0):  # as in most steps
+        given = self.label_smoothing, self.z_loss
+        if type(given[0]) is type(given[1]) is float and given == (0.0, 0.0):  # as in most steps
             return
         if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
