@@ -154,6 +154,13 @@ def ways(case: str) -> Iterator[tuple[str, str, Any, list[L.Callback]]]:
         yield name, "thd", data, [monitor, *more]
 
 
+def make_trainer(steps: int, callbacks: list[L.Callback]) -> L.Trainer:
+    """A Trainer on one GPU that logs, saves and prints nothing."""
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options: Any = {"precision": "bf16-true", "accelerator": "gpu", "devices": 1}
+    return L.Trainer(max_steps=steps, callbacks=callbacks, **options, **dict.fromkeys(names, False))
+
+
 def measured(case: str) -> Iterator[Row]:
     """Yield rates, MFU and memory of every way, and ratios to the peers."""
     rates: dict[str, float] = {}
@@ -161,17 +168,7 @@ def measured(case: str) -> Iterator[Row]:
     for name, attention, data, callbacks in ways(case):
         torch.cuda.reset_peak_memory_stats()
         model, clock = build(case, attention), Clock()
-        trainer = L.Trainer(
-            max_steps=STEPS,
-            precision="bf16-true",
-            accelerator="gpu",
-            devices=1,
-            callbacks=[clock, *callbacks],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(STEPS, [clock, *callbacks])
         try:
             trainer.fit(Module(model), data)
         except torch.OutOfMemoryError:  # the padded rows of 1B want more than 80 GB

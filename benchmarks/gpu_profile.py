@@ -77,17 +77,8 @@ def device_rows(case: str, only: list[str]) -> None:
         if only and name not in only:
             continue
         profiled = Profiled()
-        trainer = L.Trainer(
-            max_steps=gpu_lightning.WARM + 2 * STEPS,
-            precision="bf16-true",
-            accelerator="gpu",
-            devices=1,
-            callbacks=[*callbacks[1:], profiled],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        steps = gpu_lightning.WARM + 2 * STEPS
+        trainer = gpu_lightning.make_trainer(steps, [*callbacks[1:], profiled])
         model = gpu_lightning.build(case, attention)
         trainer.fit(gpu_lightning.Module(model), data)
         kinds: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])

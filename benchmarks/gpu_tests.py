@@ -18,5 +18,21 @@ for _rank, _name, _seconds, _shows, _tests in (
     ),
     (40, "test_loss", 45, "losses equal fp32 at a fraction of the memory", ("tests/loss",)),
     (41, "test_throughput", 20, "steps never wait for the device", ("tests/callbacks",)),
+    (
+        42,
+        "test_models",
+        90,
+        "losses, families and compiled models equal the CPU",
+        ("tests/gpu/test_models.py",),
+    ),
+    (43, "test_ranks", 150, "layouts on NCCL equal one process", ("tests/gpu/test_ranks.py", "-v")),
+    (
+        44,
+        "test_precision",
+        80,
+        "FP8 recipes run, captured too",
+        ("tests/precision", "-m", "gpu and not slow"),
+    ),
+    (45, "test_examples", 400, "README and examples run and never wait", ("tests/gpu/test_examples.py",)),
 ):
     add(Part(name=_name, shows=_shows, seconds=_seconds, rank=_rank, tests=_tests))

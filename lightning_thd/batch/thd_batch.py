@@ -131,7 +131,7 @@ class THDBatch(_Pinned):
         weights: fp32 ``[T]``, the loss weight of each slot's target; None if no sample has weights.
         sequence_shares: for every sequence in ``lengths``, its weight / the weight of all its loss tokens.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for input tokens. If 0, only router balance "microbatch" adds one.
+        token_scale: like ``loss_scale``, for input tokens; with 0, only router balance "microbatch" works.
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
