@@ -69,7 +69,7 @@ class THDDataModule(LogsSources):
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``. ``"sequences"`` splits rows into sequences and packs these again. ``"packs"``
             keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
-            sequence. ``"auto"`` is ``"sequences"`` if row 0 has such a key; else rows of two sequences raise.
+            sequence. ``"auto"`` is ``"sequences"`` if row 0 has such a key; else a row must be one sequence.
         oversize: what to do with a sequence longer than ``capacity``: ``error``, ``drop``, ``truncate``,
             ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
         empty: what to do with a sequence without tokens: ``error`` or ``drop``.
@@ -79,8 +79,8 @@ class THDDataModule(LogsSources):
         max_errors: most records of a source that may be skipped; None sets no bound.
         tail: what to do with the last, incomplete step of an epoch: ``pad`` runs it with emptier packs,
             ``drop`` leaves it out.
-        window: sequences that ``Packs(n)`` packs together; more fill packs better, fewer shuffle better.
-        seed: decides the order of every epoch; a ``schedule`` or ready packs keep theirs.
+        window: how many sequences ``Packs(n)`` packs together; more sequences fill packs better.
+        seed: decides the order of every epoch, unless a ``schedule`` or ready packs give the order.
         schedule: a ready-made plan for training with ``Packs(n)``: each sequence's pack index, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
         cost: the work of a sequence by its length and images; ranks get equal work. By default it is computed
@@ -89,7 +89,7 @@ class THDDataModule(LogsSources):
             columns of patches of each image, ``[N, 3]``. Rows need it if their grids or ``pixel_values`` do
             not give the patches.
         max_patches: most image patches of a pack. A sequence with more is dropped with ``oversize="drop"``,
-            and gets its own pack with ``"own_pack"``. Other values raise an error: it is never cut.
+            and gets its own pack with ``"own_pack"``. With other values of ``oversize`` it raises an error.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         share_prefixes: compute the common prefix of sequences in a pack once. Such sequences are planned into
@@ -205,9 +205,6 @@ class THDDataModule(LogsSources):
             model: the module that is trained. Its FLOPs balance the ranks, and its vocabulary bounds the ids.
             alignment: the multiples of lengths and totals; by default those that the model needs.
             device: where batches go, by default the model's device; see ``pin_memory``.
-
-        Raises:
-            MisconfigurationException: if ``global_batch`` contradicts ``ranks`` or ``accumulate``.
         """
         whole_number(accumulate, "accumulate", least=1)
         link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)

@@ -206,10 +206,10 @@ def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return a row's ids, 4 bytes each. A row that may share no prefix gets numbers that no other has."""
+    """Return a row's ids, 4 bytes each. A row with other inputs shares no prefix: its numbers are its own."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
-    if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):  # not only ids decide
+    if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
         ids = np.full(len(ids), -1 - i)
     return ids.astype("<i4").tobytes()
 

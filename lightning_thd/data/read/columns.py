@@ -63,10 +63,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 
 
 def hold_ids(files: list[SourceFile], text_key: str) -> bool:
-    """Return True if all files have ids, False at the first that has text or chats instead.
-
-    Raises ValueError at a file with neither, or if files with ids have different columns.
-    """
+    """Return True if all files have ids, False at the first that has text or chats instead."""
     schemas = [
         open_parquet(file).schema_arrow if file.suffix == ".parquet" else map_arrow(file).schema
         for file in files

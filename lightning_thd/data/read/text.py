@@ -32,11 +32,7 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
-        """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens.
-
-        Raises:
-            ValueError: for half of a surrogate pair, which UTF-8 cannot encode.
-        """
+        """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
         flags(add_special_tokens=add_special_tokens)
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
@@ -53,10 +49,6 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     Args:
         path: as for ``THDDataModule``, but no table and no saved store; a text file is one document.
         text_key: the key of the text in a record.
-
-    Raises:
-        TypeError: if ``path`` is not a path.
-        ValueError: for a path without data, and a record without text; the message names file and place.
     """
     for chunk in file_chunks(find_files(path)):
         for place, record in chunk():
@@ -82,11 +74,7 @@ def text_of(record: Record, text_key: str) -> str:
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """Return every function and class, nested ones too, in the top-level modules of the standard library.
 
-    Every Python has this text: about 7,800 documents with a median of 290 bytes. Documents longer than
-    ``max_bytes`` of UTF-8 are cut there.
-
-    Raises:
-        ValueError: if ``max_bytes`` is not a whole number above 0.
+    Every Python has this text. Documents longer than ``max_bytes`` of UTF-8 are cut there.
     """
     if max_bytes is not None:
         whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")
@@ -96,7 +84,6 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
 
 @cache
 def _functions_and_classes() -> list[str]:
-    """Return the source text of the standard library's functions and classes; parsing takes a second."""
     documents: list[str] = []
     collects = gc.isenabled()
     gc.disable()  # halves the time to parse

@@ -117,7 +117,7 @@ class VisionChat:
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the model's inputs beside the ids; if ``images`` is None, none holds real pixels."""
+        """Return the model's inputs beside the ids; without ``images``, they hold no real pixels."""
         found: dict[str, Any] = {}
         if self.has_grids:
             token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
