@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lightning_thd import THDDataModule
 from lightning_thd.data import ByteTokenizer, StdlibText, read_documents, stdlib_documents
 from lightning_thd.data.read.encode import Encoder, tokenize
-from lightning_thd.data.read.files import find_files
+from lightning_thd.data.read.files import find_files, suffix_of
 from lightning_thd.data.read.records import file_chunks
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.store.tokens import cached_store
@@ -115,6 +115,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "digits": ("a.jsonl", A + b'{"text": ' + b"7" * 5_000 + b"}", "line 2: JSON that cannot be read"),
     "trailing comma": ("a.jsonl", '{"text": "a"},\n', "line 1: not JSON"),
     "lines without a suffix": ("lines", A, "holds a JSON object per line. Name it"),
+    "lines under another suffix": ("a.part", A, "holds a JSON object per line. Name it"),
     "text that is null": (
         "a.jsonl",
         lines({"text": None}),
@@ -285,6 +286,13 @@ def test_addresses_are_fetched_once_into_the_cache(tmp_path: Path) -> None:
     assert texts("memory://corpus/b.jsonl", cache_dir=tmp_path) == ["new"]
     with pytest.raises(ValueError, match="does not exist, or holds no data"):
         open_source("memory://corpus/none.jsonl")
+    memory.pipe({"/corpus/README.md": b"x", "/corpus/sub/test.jsonl": A})
+    assert texts("memory://corpus", cache_dir=tmp_path) == ["new", "away", "a"]
+    assert texts("memory://corpus/[!R]*", cache_dir=tmp_path) == ["new", "away"]
+    memory.pipe("/corpus/sub/train.jsonl", A)
+    with pytest.raises(ValueError, match=r"/corpus holds several splits: test, train"):
+        open_source("memory://corpus")
+    assert suffix_of("https://x.org/a.jsonl.gz?download=true") == ".jsonl"
     memory.rm("/corpus", recursive=True)
 
 

@@ -22,7 +22,6 @@ from lightning_thd._imports import require
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
 Kind = Literal["JSONL", "JSON", "column", "table", "text", "refused"]
-# The suffixes of each kind of file, for datasets and streams.
 _SUFFIXES: dict[Kind, str] = {
     "JSONL": ".jsonl .ndjson",
     "JSON": ".json",
@@ -67,13 +66,13 @@ class SourceFile:
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a file's content: ``.jsonl`` for ``a.jsonl.gz``."""
-    path = Path(name.lower())
+    path = Path(without_query(name).lower())
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def is_data(name: str) -> bool:
-    """Return whether a file name has the suffix of a known kind of data."""
-    return KINDS.get(suffix_of(name), "refused") != "refused"
+def without_query(name: str) -> str:
+    """Return a web address without its query, and any other name as it is."""
+    return re.split("[?#]", name)[0] if re.match("https?://", name) else name
 
 
 def is_paths(source: object) -> bool:
@@ -101,7 +100,7 @@ def _looks_like_a_path(text: str) -> bool:
         return True  # find_files raises if the file does not exist
     if any(sign in text for sign in "*?[") and next(_matches(text), None):
         return True
-    known = is_data(text)
+    known = KINDS.get(suffix_of(text), "refused") != "refused"
     return (known and " " not in text) or ((known or "/" in text) and Path(text).exists())
 
 
@@ -130,7 +129,7 @@ def expand(source: str | Path) -> list[str]:
         return _expand_remote(text)
     path = Path(source).expanduser()
     if path.is_dir():
-        return [str(file) for file in _in_folder(path)]
+        return _in_folder(path)
     if path.is_file():
         return [str(path)]
     found = sorted(name for name in _matches(path) if Path(name).is_file())
@@ -139,33 +138,33 @@ def expand(source: str | Path) -> list[str]:
     return found
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    """List the data files of a folder, all of which must be of one kind."""
+def _in_folder(folder: Path) -> list[str]:
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
         raise ValueError(f"{folder} was saved by datasets. Pass datasets.load_from_disk of it.")
-    kinds: dict[str, list[Path]] = {}
-    left_out: list[Path] = []
-    for file in sorted(folder.rglob("*")):
-        if file.is_dir():
-            if file.is_symlink():
-                raise ValueError(f"{file} is a link to a folder. Links are not followed; give it in a list.")
-            continue
-        parts = file.relative_to(folder).parts
+    found = sorted(folder.rglob("*"))
+    if links := [file for file in found if file.is_symlink() and file.is_dir()]:
+        raise ValueError(f"{links[0]} is a link to a folder. Links are not followed; give it in a list.")
+    return _data_files(folder.as_posix(), [file.as_posix() for file in found if not file.is_dir()])
+
+
+def _data_files(folder: str, files: list[str]) -> list[str]:
+    """Return the data files among all files of a folder; raise unless they are of one kind and one split."""
+    kinds: dict[Kind, list[str]] = {}
+    left_out: list[str] = []
+    names = {file: file.removeprefix(f"{folder.rstrip('/')}/") for file in files}
+    for file, name in names.items():
+        parts = name.split("/")
         hidden = any(part.startswith((".", "_")) for part in parts)
-        kind = KINDS.get(suffix_of(file.name), "refused")
-        if kind == "refused" or hidden or _ABOUT.fullmatch(file.name):
+        kind = KINDS.get(suffix_of(file), "refused")
+        if kind == "refused" or hidden or _ABOUT.fullmatch(parts[-1]):
             left_out.append(file)
         else:
             kinds.setdefault(kind, []).append(file)
     if left_out:
         rank_zero_info(
             f"{folder}: these files are left out, judged by their names: "
-            f"{', '.join(map(str, left_out[:4]))}{' ...' * (len(left_out) > 4)}"
+            f"{', '.join(left_out[:4])}{' ...' * (len(left_out) > 4)}"
         )
-    return _one_kind(folder, kinds)
-
-
-def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
         wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
         raise ValueError(f"{folder} has no data files. Wanted suffixes: {wanted}.")
@@ -174,21 +173,21 @@ def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
         raise ValueError(
             f"{folder} holds {len(some)} {first} and {len(others)} {second} files. Give a glob of one kind."
         )
-    [(kind, files)] = kinds.items()
-    names = [file.relative_to(folder).as_posix() for file in files]
-    splits = {match[1].lower() for name in names if (match := _SPLIT.search(name.split(".")[0]))}
+    [(kind, kept)] = kinds.items()
+    splits = {match[1].lower() for x in kept if (match := _SPLIT.search(names[x].split(".")[0]))}
     if kind != "text" and len(splits) > 1:
         raise ValueError(f"{folder} holds several splits: {', '.join(sorted(splits))}. Give a glob of one.")
-    return files
+    return kept
 
 
 def _expand_remote(address: str) -> list[str]:
     fsspec = require("fsspec", feature=f"reading {address}")
     filesystem, path = fsspec.core.url_to_fs(address)
     if any(sign in path for sign in "*?[") and not filesystem.exists(path):
-        found = sorted(filesystem.glob(path))
+        matches = filesystem.glob(path, detail=True)
+        found = sorted(name for name, info in matches.items() if info["type"] != "directory")
     elif filesystem.isdir(path):
-        found = sorted(name for name in filesystem.find(path) if is_data(name))
+        found = _data_files(path, sorted(filesystem.find(path)))
     else:
         found = [path] if filesystem.exists(path) else []
     if not found:
@@ -212,7 +211,8 @@ def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
             with fsspec.open(name, "rb") as file:
                 shutil.copyfileobj(file, out, 1 << 22)
 
-        path = _cached_file({"address": name, "info": filesystem.info(inside)}, name, cache_dir, fetch)
+        key = {"address": name, "info": filesystem.info(inside)}
+        path = _cached_file(key, without_query(name), cache_dir, fetch)
     content = content_of(path)
     if path.suffix.lower() in PACKED:
         packed = path
@@ -228,7 +228,6 @@ def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
 def _cached_file(
     key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
 ) -> Path:
-    """Write a file into the cache once, and return its path, which is made from the key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
     suffixes = "".join(part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part))
     place = cache_folder(cache_dir) / f"files-{digest}" / f"data{suffixes}"

@@ -210,7 +210,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
     for file in files:
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
-            if not file.suffix and holds_lines(file):  # read as text, all lines would become one document
+            if file.suffix not in KINDS and holds_lines(file):  # as text, all lines would be one document
                 raise ValueError(f"{file.name} holds a JSON object per line. Name it .jsonl, or .txt.")
             texts.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):

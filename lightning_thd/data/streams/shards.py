@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
-from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked
+from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked, without_query
 from lightning_thd.data.read.records import as_written, parse_line
 
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
@@ -72,7 +72,7 @@ class FileShard:
 
 def file_shard(name: str) -> FileShard:
     """Make the shard of a file; raise if files with this suffix cannot be streamed."""
-    kind, packed = KINDS.get(suffix_of(name)), Path(name.lower()).suffix in PACKED
+    kind, packed = KINDS.get(suffix_of(name)), Path(without_query(name).lower()).suffix in PACKED
     if kind == "JSONL" or (kind == "column" and not packed):
         return FileShard(name, Path(name).stat().st_size if "://" not in name else 1)
     raise ValueError(
