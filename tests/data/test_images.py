@@ -36,17 +36,13 @@ def opened(source: Any, family: str = "qwen2_5_vl", **how: Any) -> Any:
     return data._sets["train"]
 
 
+def as_parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def oracle(family: str, record: dict[str, Any], folder: Path) -> Any:
     """The processor's own answer for a conversation."""
-    messages = [
-        {
-            **m,
-            "content": [{"type": "text", "text": m["content"]}]
-            if isinstance(m["content"], str)
-            else m["content"],
-        }
-        for m in record["messages"]
-    ]
+    messages = [{**m, "content": as_parts(m["content"])} for m in record["messages"]]
     parts = [part for m in messages for part in m["content"] if part["type"] == "image"]
     text = processor(family).apply_chat_template(messages, tokenize=False)
     images = [Image.open(folder / part["path"]).convert("RGB") for part in parts] or None
@@ -54,9 +50,7 @@ def oracle(family: str, record: dict[str, Any], folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_the_processors_and_packed_logits_those_of_one_at_a_time(
-    tmp_path: Path, family: str
-) -> None:
+def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Path, family: str) -> None:
     file = write_chats(tmp_path, 4)
     data = opened(file, family, cache_dir=tmp_path / "cache")
     one, packed = model(family, "eager").eval(), model(family, "thd").eval()
@@ -151,8 +145,7 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
         for part in record["messages"][0]["content"]:
             part.pop("path", None)
         for message in record["messages"]:
-            if isinstance(message["content"], str):
-                message["content"] = [{"type": "text", "text": message["content"]}]
+            message["content"] = as_parts(message["content"])
         records.append({**record, "images": [{"bytes": as_bytes(i + k), "path": None} for k in range(i % 3)]})
     made = datasets.Dataset.from_list(records)
     made.to_parquet(tmp_path / "chats.parquet")
@@ -166,9 +159,14 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
             for rows in (found, from_file):
                 assert torch.equal(rows[i]["pixel_values"], direct[i]["pixel_values"])
     image(1).save(tmp_path / "a.png")  # a path is relative to the folder of its file
-    datasets.Dataset.from_list([{**records[1], "images": ["a.png"]}]).to_parquet(tmp_path / "named.parquet")
-    named = opened(tmp_path / "named.parquet").dataset[0]
-    assert torch.equal(named["pixel_values"], direct[1]["pixel_values"])
+    (tmp_path / "b").mkdir()
+    image(4).save(tmp_path / "b" / "a.png")
+    files = [tmp_path / "named.parquet", tmp_path / "b" / "named.parquet"]
+    for file in files:
+        datasets.Dataset.from_list([{**records[1], "images": ["a.png"]}]).to_parquet(file)
+    named = opened(files).dataset
+    for i, row in enumerate((direct[1], direct[4])):
+        assert torch.equal(named[i]["pixel_values"], row["pixel_values"])
 
 
 def asked(*content: Any, **more: Any) -> dict[str, Any]:
@@ -190,6 +188,8 @@ def asked(*content: Any, **more: Any) -> dict[str, Any]:
         ({"input_ids": [1, 2, 3]}, "the train data hold ids, and processor= renders conversations"),
         (asked({"type": "text", "text": "<|image_pad|>"}), r"writes 1 times '<\|image_pad\|>' for 0 images"),
         ({"text": "no chat"}, "is not a conversation, and processor= renders only"),
+        ({"prompt": "a", "completion": "b"}, "row 0: the messages are .*; wanted a list of"),
+        ({"messages": ["hi"]}, "row 0: the messages are .*; wanted a list of"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str) -> None:
@@ -258,9 +258,7 @@ def test_images_of_one_size_are_counted_by_the_models_patch() -> None:
     assert (stats.vision_patches, stats.vision_squares) == (32, 4 * 64)
 
 
-def test_a_bound_on_patches_without_images_is_named_as_without_effect(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_bound_on_patches_without_images_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         plan(THDDataModule(rows(), capacity=64, max_patches=100, cost=COST))
         assert "no effect" not in caplog.text
@@ -286,14 +284,10 @@ def test_the_module_bounds_patches_and_weighs_them(step: Packs | Sequences) -> N
         assert one.patches.tolist() == [PATCHES[i] for i in one.spans.index]
     squares = np.array([squares_of(row) for row in rows()])
     at = plans[0].spans.index
-    np.testing.assert_allclose(
-        plans[0].span_work, plans[0].spans.lengths + np.array(PATCHES)[at] + 0.01 * squares[at]
-    )
-    [batches] = [list(data.train_steps())]
-    assert (
-        sum(batch.stats.vision_patches for made in batches for batch in cast("THDStep", made).microbatches)
-        > 0
-    )
+    wanted = plans[0].spans.lengths + np.array(PATCHES)[at] + 0.01 * squares[at]
+    np.testing.assert_allclose(plans[0].span_work, wanted)
+    steps = cast("list[THDStep]", list(data.train_steps()))
+    assert sum(batch.stats.vision_patches for step in steps for batch in step.microbatches) > 0
 
 
 def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
@@ -310,9 +304,7 @@ def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
     with pytest.raises(ValueError, match=r"Sequence 0: extras_cost\(sample\)"):
         plan(THDDataModule(given, capacity=64, extras_cost=lambda row: -1))
     for many in (2**40, [[1, 2**20, 2**20]]):
-        with pytest.raises(
-            ValueError, match=r"extras_cost\(sample\) gives images .* Give patches, not pixels"
-        ):
+        with pytest.raises(ValueError, match="gives images .* Give patches, not pixels"):
             plan(THDDataModule(given, capacity=64, extras_cost=lambda row, many=many: many))
 
 
@@ -330,29 +322,22 @@ iter_rows: Any = lambda: iter(rows())  # noqa: E731
 
 
 def test_a_stream_bounds_and_weighs_patches_too() -> None:
-    data = THDDataModule(iter_rows, capacity=64, global_batch=Sequences(20), max_patches=100, cost=COST)
-    data.attach()
-    steps = list(zip(range(2), data.train_steps(), strict=False))
-    stats = [batch.stats for _, step in steps for batch in cast("THDStep", step).microbatches]
+    def loader_of(n: int, **how: Any) -> Any:
+        data = THDDataModule(iter_rows, capacity=64, global_batch=Sequences(n), **how)
+        data.attach()
+        return data.train_steps()
+
+    steps = zip(range(2), loader_of(20, max_patches=100, cost=COST), strict=False)
+    stats = [batch.stats for _, step in steps for batch in step.microbatches]
     assert all(one.vision_patches <= 100 for one in stats)
     assert sum(one.vision_patches for one in stats) == sum(PATCHES)
-    refused = THDDataModule(iter_rows, capacity=64, global_batch=Sequences(20), max_patches=10)
-    refused.attach()
     with pytest.raises(ValueError, match=r"row 1: 16 image patches but max_patches=10"):
-        next(iter(refused.train_steps()))
-    dropped = THDDataModule(
-        iter_rows, capacity=64, global_batch=Sequences(9), max_patches=10, oversize="drop"
-    )
-    dropped.attach()
-    loader = dropped.train_steps()
-    assert cast("THDStep", next(iter(loader))).microbatches[0].stats.vision_patches <= 10
+        next(iter(loader_of(20, max_patches=10)))
+    loader = loader_of(9, max_patches=10, oversize="drop")
+    assert next(iter(loader)).microbatches[0].stats.vision_patches <= 10
     assert loader.counts["dropped"] > 0
     assert loader.counts["tokens_lost"] > loader.counts["dropped"]
-    alone = THDDataModule(
-        iter_rows, capacity=64, global_batch=Sequences(20), max_patches=10, oversize="own_pack"
-    )
-    alone.attach()
-    loader = alone.train_steps()
+    loader = loader_of(20, max_patches=10, oversize="own_pack")
     next(iter(loader))
     assert loader.counts["own_pack"] > 0
 
@@ -372,27 +357,15 @@ def test_a_bound_needs_the_patches_of_every_row() -> None:
 
 
 def test_images_that_change_after_they_were_counted_are_refused() -> None:
-    class Changes(list[Any]):
-        pass
-
-    given = Changes(rows(4))
+    given = rows(4)
     data = THDDataModule(given, capacity=64, cost=COST)
     data.setup("fit")
     given[1] = {**given[1], "image_grid_thw": np.array([[1, 8, 8]])}
-    with pytest.raises(
-        ValueError, match=r"Sequence 1 has \(64, .*\) patches and pixels of images, but \(16, "
-    ):
+    with pytest.raises(ValueError, match=r"Sequence 1 has \(64, .*\) patches and pixels .* but \(16, "):
         list(data.train_dataloader())
 
 
-GRIDS: list[list[tuple[int, int, int]]] = [
-    [(1, 4, 4)],
-    [],
-    [(1, 4, 8), (1, 4, 4)],
-    [(2, 4, 4)],
-    [],
-    [(1, 8, 4)],
-]
+GRIDS: list[list[Any]] = [[(1, 4, 4)], [], [(1, 4, 8), (1, 4, 4)], [(2, 4, 4)], [], [(1, 8, 4)]]
 
 
 def samples(model: Any) -> list[dict[str, Any]]:
@@ -465,11 +438,7 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     texts = image_samples(long=7)
     texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
     assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))
-
-    class KnowsLengths(list[Any]):
-        @property
-        def lengths(self) -> list[int]:
-            return [len(row["input_ids"]) for row in self]
-
+    given = KnowsLengths(image_samples())
+    given.lengths = [len(row["input_ids"]) for row in given]
     with pytest.raises(ValueError, match=message):  # never read before: refused when it is
-        batches_of(THDDataModule(KnowsLengths(image_samples()), capacity=8, oversize=oversize))
+        batches_of(THDDataModule(given, capacity=8, oversize=oversize))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class RecordsByNumber:
 
     def __init__(self, files: list[SourceFile]) -> None:
         self._parts = [_open_by_number(file) for file in files]
-        self._folders = [None if "://" in file.name else Path(file.name).parent for file in files]
+        self._folders = _folders_of(files)
         self._ends = np.cumsum([len(part) for part in self._parts])
 
     def __len__(self) -> int:
@@ -32,6 +32,10 @@ class RecordsByNumber:
         part = int(np.searchsorted(self._ends, i, side="right"))
         place, record = self._parts[part][i - int(self._ends[part])]
         return place, _checked(record, place), self._folders[part]
+
+
+def _folders_of(files: Sequence[SourceFile]) -> list[Path | None]:
+    return [None if "://" in file.name else Path(file.name).parent for file in files]
 
 
 def _checked(record: Any, place: Place) -> Mapping[str, Any]:
@@ -73,10 +77,15 @@ class _Lines:
 
 
 class RowsByNumber:
-    """The rows of a dataset; images of a Hugging Face dataset without transform are not decoded."""
+    """The rows of a dataset; images of a Hugging Face dataset without transform are not decoded.
 
-    def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
-        self._folder = folder  # the folder at which relative paths of images start
+    ``files`` are those from which the dataset was loaded, if any; file k holds ``rows[k]`` rows.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, files: Sequence[SourceFile] = (), rows: Sequence[int] = ()
+    ) -> None:
+        self._folders, self._ends = _folders_of(files), np.cumsum(rows)
         self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
         self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 
@@ -86,4 +95,5 @@ class RowsByNumber:
     def __getitem__(self, i: int) -> Found:
         row = self._dataset[i].to_pylist()[0] if self._arrow else self._dataset[i]
         place = f"row {i}"
-        return place, _checked(without_nulls(row) if isinstance(row, dict) else row, place), self._folder
+        folder = self._folders[int(np.searchsorted(self._ends, i, side="right"))] if self._folders else None
+        return place, _checked(without_nulls(row) if isinstance(row, dict) else row, place), folder

@@ -154,7 +154,6 @@ def _learned_tokens(turn: list[int], text: str, message: Message, tokenizer: Any
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, at any depth, except under the keys ``role`` and ``type``."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):
@@ -184,16 +183,12 @@ def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: st
                 )
 
 
-def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
+def _check(tokenizer: Any, messages: Sequence[Message], skip: int, *, images: bool = False) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "conversations need a tokenizer with a chat template, but this tokenizer has none. "
             "Pass tokenizer= of an instruction-tuned model, or set the tokenizer's chat_template."
         )
-    if not isinstance(messages, list | tuple) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    ):
-        raise ValueError("messages must be a list of {'role': ..., 'content': ...}, each role a string.")
     for message in messages:
         _check_content(message, images)
     if not _answers(messages, skip):
@@ -249,8 +244,9 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
         raise ValueError(
             "the chat template leaves out the tools. Take a template that writes tools, or drop them."
         )
+    # A short word may be in the text by chance, so look for a sign that is added to each message.
     signs, signed = [f" \ue000{i}\ue000" for i in range(len(messages))], ""
-    with suppress(ValueError):  # short words may be in the text without their message, so sign all messages
+    with suppress(ValueError):
         signed = renderer.render([*map(_longer, messages, signs)])
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
@@ -279,7 +275,6 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
 
 
 def _longer(message: Message, more: str) -> Message:
-    """Return a copy of a message with more words at the end of its texts."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + more}

@@ -72,8 +72,8 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     if record.get("system"):
         raise ValueError("'system' is beside messages. Make it the first message.")
     if kind == "prompt":
-        before = _turns(record["prompt"])
-        return Conversation([*before, *_turns(record["completion"])], tools, len(before), options)
+        before, after = _turns(record["prompt"]), _turns(record["completion"])
+        return Conversation(before + after, tools, len(before), options)
     return Conversation(_turns(record["messages"]), tools, 0, options)
 
 
@@ -85,12 +85,15 @@ def _listed(value: Any) -> Any:
     return [parse_json(entry) if isinstance(entry, str) else entry for entry in value]
 
 
-def _turns(messages: Any) -> Any:
+def _turns(messages: Any) -> list[Message]:
     """Return messages with ``from`` and ``value`` replaced by ``role`` and ``content``."""
-    messages = _listed(messages)
-    if not isinstance(messages, list):
-        return messages
-    return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
+    turns = _listed(messages)
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and ("from" in turn or isinstance(turn.get("role"), str)) for turn in turns
+    ):
+        wanted = "a list of {'role': ..., 'content': ...}, each role a string"
+        raise ValueError(f"the messages are {messages!r:.40}; wanted {wanted}. Fix or remove them.")
+    return [_turn(turn) if "from" in turn else turn for turn in turns]
 
 
 def calls_read(message: Message, text: str) -> Message:
@@ -111,7 +114,6 @@ def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
 
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield for each tool call of a message its index, and the dict with its name and arguments."""
     for place, call in enumerate(message.get("tool_calls") or ()):
         inner = call.get("function")
         yield place, inner if isinstance(inner, dict) else call
@@ -141,7 +143,7 @@ def _system(record: dict[str, Any]) -> list[Message]:
 
 
 def _turn(turn: dict[str, Any]) -> Message:
-    if "role" in turn:
+    if isinstance(turn.get("role"), str):
         return turn
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):

@@ -19,7 +19,7 @@ from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
 from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
-from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
+from lightning_thd.data.read.records import Chunk, file_chunks, part_sizes, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.vision_chat import ChatRows, VisionChat
 from lightning_thd.data.store.columns import is_hugging_face
@@ -31,7 +31,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 10  # part of cache keys; raise it when reading gives other tokens or refuses other records
+_READER = 11  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
@@ -88,23 +88,22 @@ class Opener:
         if not is_paths(source):
             dataset = as_dataset(source)
             return dataset[0] if len(dataset) else None
-        if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
+        if _store_folder(source) is not None:
             return None
         files = find_files(cast("Paths", source), cache_dir=self.cache_dir)
         return next((record for chunk in self._chunks(files) for _, record in chunk()), None)
 
     def _open_paths(self, source: Paths) -> Opened:
-        if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
-            store = TokenStore.open(source)
+        if (folder := _store_folder(source)) is not None:
+            store = TokenStore.open(folder)
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
             if not all(KINDS.get(file.suffix) == "column" for file in files):
                 return self._rendered(RecordsByNumber(files), key)
-            folders = {Path(file.name).parent for file in files}
-            folder = folders.pop() if len(folders) == 1 else None
-            return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), folder), key)
+            rows = [sum(part_sizes(file)) for file in files]
+            return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), files, rows), key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         if (
             self.records in ("auto", "ids")
@@ -142,7 +141,6 @@ class Opener:
         return Opened(dataset=rows, key=None if key is None or name is None else {**key, "processor": name})
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None) -> Opened:
-        """Return a memory-mapped store of the ids of all records."""
         tokenizer = load_tokenizer(self.tokenizer)
         name = tokenizer_fingerprint(tokenizer)
         settings = {"tokenizer": name, "text_key": self.text_key, "append_eos": self.append_eos}
@@ -168,6 +166,11 @@ class Opener:
         store_key = None if key is None or name is None else {**key, **settings}
         store = cached_store(store_key, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
         return Opened(dataset=store, key=store_key)
+
+
+def _store_folder(source: Any) -> Path | None:
+    folder = Path(source).expanduser() if isinstance(source, str | Path) else None
+    return folder if folder is not None and (folder / "tokens.npy").is_file() else None
 
 
 def as_dataset(source: Any) -> MapDataset:
