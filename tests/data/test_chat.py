@@ -136,6 +136,8 @@ def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     assert store.loss_tokens.tolist() == [len(after) + 1, 1]
     own = open_source(file)  # bytes: EOS at the end, none between
     assert own[0]["input_ids"].tolist() == [*b"two plus two is four", 257]
+    begins: Any = open_source(file, tokenizer=lambda text: [1, *text.encode()])  # begins each text with BOS
+    assert begins[0]["input_ids"].tolist() == [1, *b"two plus two is four"]
 
 
 @pytest.mark.parametrize("asked", ["two plus", "two plus "])
@@ -479,7 +481,7 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "'tools' beside a prompt would be"),
     (None, {**ALPACA, "system": "x"}, "'system' beside a prompt would be left out"),
     (PLAIN, talk(USER, ANSWER, tools="no"), "tools must be a list, and chat_"),
-    (PLAIN, {"messages": "hello"}, "messages must be a list of"),
+    (PLAIN, {"messages": "hello"}, "the messages are 'hello'; wanted a list of"),
     (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion must be two strings"),
     (PLAIN, {"conversations": [TURNS[0], {**TURNS[1], "reasoning": "Hm."}]}, "thoughts under 'reasoning'"),
     (PLAIN, talk(USER, ANSWER, chat_template_kwargs="no"), "and chat_template_kwargs a dict, or"),

@@ -35,8 +35,8 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_KIND_RECORDS = 1000  # records searched for a known kind with on_error="skip"; else the first is
-# Keys that are refused beside text if they hold several numbers; those in ``_ALSO_NUMBERS`` also with one.
+_KIND_RECORDS = 1000  # with on_error="skip", this many records are searched for a known kind; else one
+# Keys that are refused beside text if they hold a list of numbers; ``_ALSO_NUMBERS`` also if they hold one.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
@@ -87,7 +87,6 @@ def _label_of(record: Record) -> Number | None:
 
 
 def _is_row(value: Any) -> bool:
-    """Return whether a value of a record is a list of numbers."""
     value = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value
     return isinstance(value, list) and bool(value) and all(map(is_scalar, value))
 
@@ -228,7 +227,12 @@ class Encoder:
     def _without_special_tokens(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
             return as_ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
-        return as_ids(self.tokenizer(text))
+        # What a function returns for no text is BOS, EOS or both; leave out those that begin the ids.
+        ids, special = as_ids(self.tokenizer(text)), as_ids(self.tokenizer(""))
+        for bos in range(len(special), 0, -1):
+            if np.array_equal([*ids[:bos], *ids[len(ids) - len(special) + bos :]], special):
+                return ids[bos:]
+        return ids
 
     def _with_eos(self, row: Ids) -> Ids:
         eos = self._eos
