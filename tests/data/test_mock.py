@@ -53,7 +53,7 @@ def test_is_a_map_style_data_set_with_known_lengths() -> None:
         assert ids.min() >= 0
         assert ids.max() < 100
     assert np.bincount(data[0]["input_ids"], minlength=100).max() < 0.05 * len(data[0]["input_ids"])
-    assert np.array_equal(data[-1]["input_ids"], data[49]["input_ids"])
+    assert np.array_equal(data[-1]["input_ids"], data[np.int64(49)]["input_ids"])
     again = MockDataset(LONG, num_sequences=80, vocab_size=100, seed=3)
     assert np.array_equal(again[7]["input_ids"], data[7]["input_ids"])
     assert not np.array_equal(data[7]["input_ids"][:1_000], data[8]["input_ids"][:1_000])

@@ -62,7 +62,7 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
         number, start = int(self.row[i]), int(self._start[i])
         if self._last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
-            names = [name for name in ("input_ids", "labels") if name in row]
+            names = [name for name in ("input_ids", "labels") if row.get(name) is not None]
             # Copy, because the dataset may overwrite this row's memory when it reads another.
             self._last = number, {name: np.array(row[name]) for name in names}
         part = slice(start, start + int(self.lengths[i]))
