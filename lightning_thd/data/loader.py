@@ -41,6 +41,7 @@ from lightning_thd.data.store.index import (
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
+from lightning_thd.packing.plan import join_spans
 from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 
@@ -166,7 +167,8 @@ class THDLoader:
     def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         """Return the real tokens of each source in a step; for a stream, each call gives the next step's."""
         if isinstance(self.source, PlannedSteps):
-            return self.source.tokens_of(epoch, step)
+            limit = None if self._progress is None else self._progress.limit(self.source.length(epoch))
+            return self.source.tokens_of(epoch, step, limit)
         return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -223,7 +225,6 @@ class THDLoader:
         return Position(epoch=at.epoch, step=following, stream=step.stream)
 
     def _timed(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over items, and add the time that each takes to ``waited_s``."""
         iterator = iter(items)
         while True:
             began = time.perf_counter()
@@ -506,9 +507,11 @@ class PlannedSteps:
         assert isinstance(self.planner, MixturePlanner)
         return self.planner.mixture.source_of(ids)
 
-    def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """Return the real tokens of each source in a step of all ranks."""
-        spans = self.planner.step(epoch, step, self._dp).spans
+    def tokens_of(self, epoch: int, step: int, limit: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the real tokens of each source in a step of all ranks, if an epoch has ``limit`` batches."""
+        plan = self.planner.step(0 if self.fixed_order else epoch, step, self._dp)
+        run = None if limit is None or self.kind == "step" else limit - step * self.per_step
+        spans = join_spans([part for rank in range(self._dp) for part in plan.microbatches(rank)[:run]])
         tokens = np.zeros(len(self.names), np.int64)
         np.add.at(tokens, self.source_of(spans.index), spans.lengths)
         return tokens
@@ -559,8 +562,6 @@ class Batches(TorchDataset[Batch]):
         plan = self._plans.step(epoch, step)
         if self._kind == "eval":
             return self._maker.batch(plan.microbatches(self._rank)[micro])
-        # If an epoch ends inside a step, scales count only loss tokens of microbatches that run. Their factor
-        # is still the number of all microbatches, because Lightning divides by accumulate_grad_batches.
         run = None if self._kind == "step" else counted
         known = plan.scales(run)
         assert known is not None, "a planner of training data knows its loss tokens"

@@ -130,7 +130,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
     """Check a ``(source, weight)`` pair and return its two values."""
     if isinstance(given, tuple | list) and len(given) == 2:
         source, weight = given
-        if isinstance(weight, int | float) and not isinstance(weight, bool):
+        if isinstance(weight, int | float | np.number) and not isinstance(weight, bool):
             return source, float(weight)
     raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight) with a number.")
 

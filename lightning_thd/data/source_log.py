@@ -119,7 +119,7 @@ class LogsSources(L.LightningDataModule):
     """Hooks of a data module that log the sources of a mixture and save their token counts."""
 
     _source_log: SourceLog | None = None  # None without a mixture
-    # Token counts of a checkpoint that is loaded before the log is made.
+    # The token counts of a checkpoint, from which the log of the next loader starts.
     _restored: Mapping[str, int] = MappingProxyType({})
 
     def _log_sources(self, loader: THDLoader) -> None:
@@ -127,7 +127,8 @@ class LogsSources(L.LightningDataModule):
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:
-            self._source_log, self._restored = SourceLog(loader, self._restored), {}
+            self._source_log = SourceLog(loader, self._restored)
+        self._restored = {}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Record the sources of a training batch; Lightning calls this with every batch."""
@@ -149,8 +150,6 @@ class LogsSources(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the tokens of each source from a checkpoint."""
-        tokens = state_dict.get("source_tokens", {})
-        if self._source_log is None:
-            self._restored = tokens
-        elif tokens:
-            self._source_log.restore(tokens)
+        self._restored = state_dict.get("source_tokens", {})
+        if self._source_log is not None and self._restored:
+            self._source_log.restore(self._restored)

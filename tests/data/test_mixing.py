@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +25,11 @@ from tests.data.support import CAPACITY, flat, make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, nll, sequences, tiny_llama
 
+ROWS = [*sequences(8), *sequences(14, labels=True, seed=1)]
+
 
 def mixture(**options: Any) -> THDDataModule:
-    sources = {"a": (sequences(8), 0.5), "b": (sequences(14, labels=True, seed=1), 0.5)}
+    sources = {"a": (ROWS[:8], np.float32(0.5)), "b": (ROWS[8:], 0.5)}
     return THDDataModule(sources, capacity=CAPACITY, window=16, **options)
 
 
@@ -48,6 +51,17 @@ def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> N
         assert all(epoch[i] == 1 for i in range(8, 22))
         total += epoch
         assert max(total[i] for i in range(8)) - min(total[i] for i in range(8)) <= 1
+
+
+@pytest.mark.parametrize("cut", [{"limit_train_batches": 3}, {"overfit_batches": 2}, {}])
+def test_the_tokens_of_a_source_are_those_that_ran(cut: dict[str, int]) -> None:
+    module, data, lengths = TinyModule(), mixture(), [len(row["input_ids"]) for row in ROWS]
+    make_trainer(max_epochs=3, accumulate_grad_batches=2, **cut).fit(module, data)
+    tokens = Counter[bool]()
+    for i in flat(module.seen):
+        tokens[i < 8] += lengths[i]
+    assert data._source_log is not None
+    assert data._source_log._tokens.tolist() == [tokens[True], tokens[False]]
 
 
 def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +204,11 @@ def logged_losses(folder: Path) -> dict[str, list[float]]:
 
 def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[str, list[float]]:
     """Run every sequence of the plan alone and average by source over three steps at a time."""
-    rows = [*sequences(8), *sequences(14, labels=True, seed=1)]
     data = mixture(global_batch=Sequences(5))
     data.setup("fit")
     planner: Any = data.train_steps().planner
     model = TinyModule(lr=0.0).model
-    alone = [nll(model, row) for row in rows]
+    alone = [nll(model, row) for row in ROWS]
     plans = [planner.step(epoch, k, 1) for epoch in range(epochs) for k in range(planner.num_steps(epoch))]
     found: dict[str, list[float]] = {f"data/{n}/{what}": [] for n in "ab" for what in ("loss", "tokens")}
     tokens = Counter[str]()
@@ -204,7 +217,7 @@ def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[st
         for plan in plans[at : at + 3]:
             for i in plan.spans.index.tolist():
                 name, (loss, count) = "a" if i < 8 else "b", alone[i]
-                tokens[name] += len(rows[i]["input_ids"])
+                tokens[name] += len(ROWS[i]["input_ids"])
                 if count:
                     share = 1 / count if weigh_sequences else 1
                     sums[name, "loss"] += float(loss.detach()) * share
