@@ -541,8 +541,6 @@ def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
 
 
 class _Keys(Sampler[Key]):
-    """Gives a DataLoader the keys of the remaining batches of an epoch."""
-
     def __init__(self) -> None:
         self.left: Iterator[Key] = iter(())
 

@@ -54,8 +54,6 @@ def _parts(message: Message) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """A tokenizer's chat template, and its arguments beside the messages."""
-
     tokenizer: Any
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

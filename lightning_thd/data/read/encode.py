@@ -118,7 +118,6 @@ class Encoder:
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
     def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
-        """Add a record to ``skipped``; with ``on_error="raise"`` raise ValueError with the reason."""
         known = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
         reason = f"the tokenizer raised {type(err).__name__} ({err}). Fix or remove the record."
         if self.on_error == "raise":

@@ -134,7 +134,6 @@ class Opener:
         return self._tokenised(row_chunks(dataset), key)
 
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
-        """Return conversations with images, which are rendered each time a row is read."""
         chat = VisionChat(self.processor)
         name = chat.fingerprint()
         rows = cast("MapDataset", ChatRows(records, chat))
@@ -169,8 +168,10 @@ class Opener:
 
 
 def _store_folder(source: Any) -> Path | None:
-    folder = Path(source).expanduser() if isinstance(source, str | Path) else None
-    return folder if folder is not None and (folder / "tokens.npy").is_file() else None
+    if not isinstance(source, str | Path):
+        return None
+    folder = Path(source).expanduser()
+    return folder if all((folder / name).is_file() for name in ("meta.json", "tokens.npy")) else None
 
 
 def as_dataset(source: Any) -> MapDataset:
