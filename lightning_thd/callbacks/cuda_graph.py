@@ -198,7 +198,6 @@ class CUDAGraphCallback(L.Callback):
 
 
 def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
-    """Return why this fit cannot use CUDA graphs, or None if it can."""
     if (missing := backend.unavailable(trainer.strategy.root_device)) is not None:
         return missing
     if not module.automatic_optimization:

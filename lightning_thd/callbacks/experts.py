@@ -1,7 +1,4 @@
-"""The experts that MoE routers choose -> metrics of the experts' load, and biases that balance the load.
-
-Legend: L layers with experts, E experts.
-"""
+"""The experts that MoE routers choose -> metrics of the experts' load, and biases that balance the load."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ class ExpertChoices:
         return self._counts
 
     def take(self) -> Tensor:
-        """Add up all ranks' choices since the last call, in a collective; return them as int64 ``[L, E]``."""
+        """Add up all ranks' choices since the last call, in a collective: int64 ``[layers, experts]``."""
         counts, several = self._tensor(self.device), group_size(self.group) > 1
         wire = communication_device(self.group, counts.device) if several else counts.device
         found = counts.to(wire, copy=True)

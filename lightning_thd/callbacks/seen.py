@@ -59,7 +59,7 @@ class Shared(tuple[int, ...]):
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
         rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
         leaves = [(keys, keys - queries) for keys, queries in rows]
-        leaves = leaves[: sum(held < length for length, held in pairs)]  # without a trailing pad
+        leaves = leaves[: sum(held < length for length, held in pairs)]  # the last row may be a pad
         ordered = [*leaves, *((length, held) for length, held in pairs if held == length)]
         found = cls(length for length, _ in ordered)
         found.held = tuple(held for _, held in ordered)

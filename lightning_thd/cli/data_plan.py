@@ -180,7 +180,7 @@ def load_config(path: str) -> Any:
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     """Return real tokens / slots if batches of ``rows`` sequences were padded to their longest one."""
     flat = [length for pack in packs for length in pack]
-    random.Random(0).shuffle(flat)  # packs hold sequences of similar length
+    random.Random(0).shuffle(flat)  # neighbours in a pack may have similar lengths
     batches = [flat[start : start + rows] for start in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
     return sum(flat) / slots

@@ -18,7 +18,6 @@ from lightning_thd.cli.arguments import Parser
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
-# The distributions whose versions a bug report needs.
 _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),

@@ -42,8 +42,8 @@ _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_hea
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
 _OF_MLP = ("mlp", "experts", "latent_", "router", "shared")  # beginnings of the names of an MLP's terms
 _OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")  # not in layers
-_TWICE = ("modality_router",)  # AltUp routes before and after a layer
-_PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
+_TWICE = ("modality_router",)  # AltUp's router, which runs before and after its layer
+_PLAIN_MATRICES = ("fn", "hc_fn")  # matrices of hyper-connections, which are in no ``nn.Linear``
 _ROUTER = ("gate", "router", "shared_expert_gate")
 _OUT = (  # the last matmul of a mixer or an MLP
     *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),

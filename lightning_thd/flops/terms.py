@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias
 from lightning_thd.stats import Blocks, SeqStats, Window
 
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
-# The count. "pair": queries x keys under a causal mask; "all_pair": without; "cross_*": other inputs' keys.
+# What a term multiplies. "pair": query-key pairs of causal attention, "all_pair": of attention both ways,
+# "cross_*": of attention to other inputs.
 Basis: TypeAlias = Literal[
     "token",
     "sequence",
@@ -102,7 +103,8 @@ def units(
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
         twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _pairs_in(stats, window)
-        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens  # the diagonal once
+        # Twice the pairs holds the diagonal twice, a square holds it once; ``Blocks`` have no diagonal.
+        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
         return 2 * _pairs_in(stats, window) - stats.real_tokens, 1
@@ -112,7 +114,6 @@ def units(
 
 
 def _pairs_in(stats: SeqStats, window: Window) -> int:
-    """Return how many query-key pairs of a causal window the stats count."""
     return sum(pairs for counted, pairs in stats.window_pairs if counted == window)
 
 

@@ -1,9 +1,9 @@
 """One step under torch's FLOP counter -> layers, for models without a known config.
 
-Matmuls grow with the slots. torch counts fused attention as dense squares; divided by these, its count is the
-cost of one query-key pair. torch counts grouped products and attention on a CPU as zero, so formulas for them
-are here. A warning names the operators without a formula. The counter cannot see kernels outside torch's
-dispatcher, such as those of flash-linear-attention.
+Matmuls grow with the slots. torch counts fused attention as dense squares of query-key pairs. Its count
+divided by their number is the cost of a pair. torch counts grouped products and attention on a CPU as zero,
+so formulas for them are here. A warning names the operators without a formula. The counter cannot see kernels
+outside torch's dispatcher, such as those of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str)
         whole = "varlen" not in operator and rows * length >= min(each)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
-        # In calls over all slots, each slot sees ``length`` keys, padding too; else those of its sequence.
-        # A decoder's rows may be longer than those of the batch.
+        # In a call over all slots, each slot has ``length`` keys, padding included. A decoder's rows, which
+        # may be longer, count as rows of the batch. In other calls, a slot has the keys of its sequence.
         pairs = min(length, max(each) / rows) * stats.slots if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (

@@ -17,14 +17,9 @@ from tests.tiny import quiet_trainer
 
 VOCAB = 31
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 class Clock:

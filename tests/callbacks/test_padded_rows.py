@@ -22,15 +22,9 @@ LENGTHS = [[5, 3, 8], [1, 8, 2], [4, 4, 7], [8, 8, 8]]
 N, PAD = 8, 0
 WINDOWED = {**CONFIG, "model_type": "mistral", "sliding_window": 4, "pad_token_id": PAD}
 ENCODER = {
-    "model_type": "bert",
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "type_vocab_size": 2,
-    "max_position_embeddings": 16,
-}
+    "model_type": "bert", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "type_vocab_size": 2, "max_position_embeddings": 16,
+}  # fmt: skip
 
 
 def padded(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tensor]:
@@ -145,16 +139,10 @@ VISION = {
     "model_type": "qwen2_vl",
     "text_config": {**CONFIG, "model_type": "qwen2_vl_text"},
     "vision_config": {
-        "depth": 2,
-        "embed_dim": 16,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        "depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("masked", [True, False])

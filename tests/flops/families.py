@@ -10,56 +10,28 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 _BASE = {
-    "vocab_size": 211,
-    "hidden_size": 96,
-    "intermediate_size": 136,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 211, "hidden_size": 96, "intermediate_size": 136, "num_hidden_layers": 4, "head_dim": 24,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _MLA = {
-    "num_key_value_heads": 6,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 28,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 18,
-    "head_dim": 8,
-    "moe_intermediate_size": 40,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 28, "qk_rope_head_dim": 8, "head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 18, "moe_intermediate_size": 40, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
-}
+}  # fmt: skip
 _DSA = {**_MLA, "index_topk": 16, "index_n_heads": 3, "index_head_dim": 20}
 _HYBRID = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
 _DELTA = {
-    **_HYBRID,
-    "linear_key_head_dim": 10,
-    "linear_value_head_dim": 14,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 44,
-    "num_experts_per_tok": 2,
-    "num_experts": 8,
-}
+    **_HYBRID, "linear_key_head_dim": 10, "linear_value_head_dim": 14, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 44,
+    "num_experts_per_tok": 2, "num_experts": 8,
+}  # fmt: skip
 _MAMBA2 = {
-    "mamba_n_heads": 12,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 10,
-    "mamba_expand": 2,
+    "mamba_n_heads": 12, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}
+}  # fmt: skip
 
 _ROUTED = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
 _EXPERTS = {**_ROUTED, "num_experts": 8}
@@ -189,69 +161,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {**_NO_HEAD, **_WINDOW, "sliding_window_pattern": 4},
     "gpt_oss": {**_MOE, **_WINDOW},
     "llama4_text": {
-        "num_experts_per_tok": 1,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 200,
-        "interleave_moe_layer_step": 2,
-        "attention_chunk_size": 16,
+        "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size_mlp": 200,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 16,
     },
     "qwen3_5_text": {k: v for k, v in _DELTA.items() if "exp" not in k and "moe" not in k},
     "helium": {"head_dim": 16},
     "ernie4_5_moe": {
-        "moe_intermediate_size": 40,
-        "moe_k": 2,
-        "moe_num_experts": 8,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": 3,
+        "moe_intermediate_size": 40, "moe_k": 2, "moe_num_experts": 8, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 3,
     },
     "codegen": {**_OWN_WIDTH, "rotary_dim": 8, "num_attention_heads": 8},
     "mamba2": {
-        "state_size": 10,
-        "num_heads": 12,
-        "head_dim": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "num_attention_heads": None,
-        "num_key_value_heads": None,
+        "state_size": 10, "num_heads": 12, "head_dim": 16, "n_groups": 2, "chunk_size": 8,
+        "num_attention_heads": None, "num_key_value_heads": None,
     },
     "bamba": {**_MAMBA2, **_NO_HEAD, "attn_layer_indices": [2]},
     "granitemoehybrid": {**_MAMBA2, **_MOE, **_HYBRID, **_NO_HEAD, "shared_intermediate_size": 50},
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 192, "head_dim": 16},
     "nemotron_h": {
-        **_ROUTED,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "ssm_state_size": 10,
-        "mamba_num_heads": 12,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "n_routed_experts": 4,
-        "moe_shared_expert_intermediate_size": 52,
+        **_ROUTED, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 10, "mamba_num_heads": 12, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
+        "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 52,
     },
     "jamba": {
-        **_NO_HEAD,
-        "num_experts_per_tok": 2,
-        "num_experts": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_d_state": 10,
-        "mamba_dt_rank": 6,
-        "use_mamba_kernels": False,
+        **_NO_HEAD, "num_experts_per_tok": 2, "num_experts": 4, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 10, "mamba_dt_rank": 6, "use_mamba_kernels": False,
     },
     "zamba2": {
-        **_NO_HEAD,
-        "mamba_d_state": 10,
-        "n_mamba_heads": 12,
-        "mamba_ngroups": 2,
-        "chunk_size": 8,
+        **_NO_HEAD, "mamba_d_state": 10, "n_mamba_heads": 12, "mamba_ngroups": 2, "chunk_size": 8,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "num_key_value_heads": 6,
-        "adapter_rank": 5,
+        "num_key_value_heads": 6, "adapter_rank": 5,
     },
-}
+}  # fmt: skip
 
 
 _ROPE = {"rope_type": "default", "mrope_section": [4, 4, 4], "rope_theta": 10000.0}

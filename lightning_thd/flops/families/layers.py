@@ -14,7 +14,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def expert_layers(sizes: Sizes) -> set[int]:
-    """Return the indices of layers with experts, or with only the shared MLP of such a family."""
+    """Return the indices of the layers that ``moe`` describes: with experts, or with only a shared MLP."""
     count = sizes.num_layers
     if sizes.optional(*_NUM_EXPERTS) == 0 and not sizes.optional("shared_intermediate_size"):
         return set()
@@ -158,7 +158,6 @@ _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _indexer(sizes: Sizes, index: int) -> list[Term]:
-    """Return the terms of sparse attention's indexer, if the layer has one."""
     kinds = sizes.get("indexer_types")
     if not sizes.get("index_topk") or (kinds and kinds[index] == "shared"):
         return []

@@ -1,8 +1,4 @@
-"""Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention.
-
-The coefficients of state-space scans and delta rules are those of published counters, which are named beside
-them. The tests compare every projection with torch's own counter.
-"""
+"""Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention."""
 
 from __future__ import annotations
 
@@ -117,7 +113,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # The router's weights multiply the outputs of routed experts. The backward needs those, so none is last.
+    # The router's weights multiply the experts' outputs, so the backward needs these: no product is last.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))

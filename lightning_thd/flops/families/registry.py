@@ -151,7 +151,6 @@ def _modernbert(sizes: Sizes) -> list[Layer]:
 
 
 def _mark_end(terms: list[Term]) -> tuple[Term, ...]:
-    """Return the terms, with the last one marked as the end of its layer."""
     return (*terms[:-1], replace(terms[-1], last=True))
 
 

@@ -1,8 +1,4 @@
-"""A transformers config or the content of a config.json -> its sizes, under the names of any family.
-
-In many families, config.json does not list the kind of each layer. Then the config class of transformers
-computes the kinds: ``completed`` calls it.
-"""
+"""A transformers config or the content of a config.json -> its sizes, under the names of any family."""
 
 from __future__ import annotations
 
@@ -132,7 +128,6 @@ def _missing(config: Mapping[str, Any]) -> str:
 
 
 def _transformers_config(config: Mapping[str, Any]) -> Any:
-    """Return the config of transformers' class, or None if there is no such class."""
     if not available("transformers"):
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
