@@ -94,13 +94,19 @@ def measure_flops(
     Args:
         device: the device to measure.
         dtype: the dtype of both matrices.
-        seconds: the time for each of three shapes.
+        seconds: the time for each of three shapes, at most an hour.
         clock: a function that returns seconds.
     """
-    real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.")
+    advice = "Give each shape about 0.1."
+    if real_number(seconds, "seconds", above=0, advice=advice) > 3600:
+        raise ValueError(f"seconds={seconds}; wanted at most 3600. {advice}")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} is not a floating-point dtype. Pass one, such as torch.bfloat16.")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+        torch.ones((), device=device).item()
+    except (RuntimeError, AssertionError) as err:  # torch raises either, by device and build
+        raise ValueError(f"device={device} cannot be measured here ({err}). Pass another device.") from err
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
 
@@ -192,12 +198,11 @@ def _row(
 
 
 PEAKS: tuple[Peak, ...] = (
-    # Blackwell, data centre; the fp4 of B300 and GB300 is printed as dense, above half of the sparse figure
+    # the fp4 of B300 and GB300 is printed as dense, above half of the sparse figure
     _row("b200", "NVIDIA HGX B200 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 9000),
     _row("gb200", "NVIDIA GB200 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 10000),
     _row("b300", "NVIDIA HGX B300 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 14000),
     _row("gb300", "NVIDIA GB300 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 15000),
-    # Hopper
     _row("h100", _H100, 989.4, 494.7, 66.9, 1979, memory=(80, 96)),
     _row("h100 pcie", _H100, 756, 378, 51.2, 1513),
     _row("h100 hbm2e", _H100 + " (PCIe board under another name)", 756, 378, 51.2, 1513, memory=(80,)),
@@ -208,7 +213,6 @@ PEAKS: tuple[Peak, ...] = (
     _row("h800", "NVIDIA H800 datasheet: H100's arithmetic, slower links", 989.4, 494.7, 66.9, 1979),
     _row("h800 pcie", "NVIDIA H800 datasheet: H100's arithmetic, slower links", 756, 378, 51.2, 1513),
     _row("h20", "NVIDIA H20 datasheet", 148, 74, 44, 296),
-    # Ampere and Ada, data centre
     _row("a100", "NVIDIA A100 Tensor Core GPU datasheet", 312, 156, 19.5, memory=(40, 80)),
     _row("a800", "NVIDIA A800 datasheet: A100's arithmetic, slower links", 312, 156, 19.5),
     _row("a30", "NVIDIA A30 datasheet", 165, 82, 10.3),
@@ -219,14 +223,12 @@ PEAKS: tuple[Peak, ...] = (
     _row("l20", "NVIDIA L20 datasheet", 119.5, 59.8, 59.8, 239),
     _row("l40", "NVIDIA L40 datasheet", 181, 90.5, 90.5, 362),
     _row("l40s", "NVIDIA L40S datasheet", 362, 183, 91.6, 733),
-    # workstation
     _row("rtx pro 6000 blackwell workstation edition", _RTX_PRO, 503.8, 251.9, 126, 1007.6, 2015.2),
     _row("rtx pro 6000 blackwell max q workstation edition", _RTX_PRO, 438.9, 219.4, 109.7, 877.9, 1755.7),
     _row("gb10", _GB10, 125, 62.5, 31, 250, 500),
     _row("rtx a6000", "NVIDIA RTX A6000 datasheet", 154.8, 77.4, 38.7),
     _row("rtx a5000", "NVIDIA RTX A5000 datasheet", 111.1, 55.6, 27.8),
     _row("rtx 6000 ada", "NVIDIA RTX 6000 Ada Generation datasheet", 364.2, 182.1, 91.1, 728.5),
-    # consumer
     _row("rtx 5090", _RTX_BLACKWELL, 209.5, 104.8, 104.8, 419, 1676),
     _row("rtx 5070 ti", _RTX_BLACKWELL, 87.9, 43.9, 43.9, 175.8, 703),
     _row("rtx 5070", _RTX_BLACKWELL, 61.7, 30.9, 30.9, 123.5, 494),
@@ -259,7 +261,6 @@ PEAKS: tuple[Peak, ...] = (
     Peak(name="v100 sxm3", fp16=125, fp32=15.7, source=_V100),
     Peak(name="v100 pcie", fp16=112, fp32=14, source=_V100),
     Peak(name="v100s pcie", fp16=130, fp32=16.4, source=_V100),
-    # AMD
     _row("mi210", "AMD Instinct MI210 datasheet", 181, None, 45.3, printed="dense"),
     _row("mi250", _CDNA2, 181, None, 45.3, printed="dense"),
     _row("mi250x", _CDNA2, 191.5, None, 47.9, printed="dense"),
@@ -268,7 +269,6 @@ PEAKS: tuple[Peak, ...] = (
     _row("mi325x", _CDNA3, 1307, 653.7, 163.4, 2615, printed="dense"),
     _row("mi350x", _CDNA4, 2300, None, None, 4600, 9200, printed="dense"),
     _row("mi355x", _CDNA4, 2500, None, None, 5000, 10000, printed="dense"),
-    # other accelerators
     Peak(name="tpu v4", bf16=275, source=_TPU),
     Peak(name="tpu v5e", bf16=197, source=_TPU),
     Peak(name="tpu v5p", bf16=459, source=_TPU),

@@ -130,5 +130,10 @@ def test_a_measured_peak_is_the_best_of_some_shapes_and_runs(monkeypatch: pytest
     seconds = itertools.accumulate([0.0, 10.0, 2.0, 5.0, 9.0])  # what delays some runs is left out
     rate = measure_flops("cpu", dtype=torch.float32, seconds=20, clock=lambda: next(seconds))
     assert rate == 2 * 8 * 8 * 8 / 2
+    refused = {"device=": ("meta", "nodevice", "mps:7", 2**31), "at most 3600": ("cpu",)}
+    for said, devices in refused.items():
+        for device in devices:
+            with pytest.raises(ValueError, match=said):
+                measure_flops(device, dtype=torch.float32, seconds=2**31 if device == "cpu" else 0.1)
     monkeypatch.undo()
     assert 1e8 < measure_flops("cpu", dtype=torch.bfloat16, seconds=0.01) < 1e15
