@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +42,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = str(Path(name).parent) if name.endswith("config.json") else name
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(name)
     if layers is not None:
         text = config.get_text_config()
         if layers > text.num_hidden_layers:

@@ -14,13 +14,9 @@ from lightning_thd.flops.peaks import PEAKS
 from lightning_thd.report import read_metrics
 
 SIZES = {
-    "model_type": "llama",
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "model_type": "llama", "vocab_size": 260, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 PLAN = "plan {here}/texts.jsonl --capacity 64"
 Said = pytest.CaptureFixture[str]
 
@@ -90,7 +86,9 @@ def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said
 
 
 def test_a_model_that_keeps_sequences_apart(here: Path, capsys: Said) -> None:
-    main(["check", f"{here}/config.json", "--layers", "1", "--json"])
+    (here / "config.json").rename(here / "my_config.json")  # a neighbour named config.json is not read
+    (here / "config.json").write_text("{}")
+    main(["check", f"{here}/my_config.json", "--layers", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
