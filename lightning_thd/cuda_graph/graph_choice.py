@@ -18,6 +18,7 @@ import numpy.typing as npt
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, make_buckets
 from lightning_thd.packing import PackPlanner
 from lightning_thd.packing.entries import summarize
+from lightning_thd.packing.prefixes import PrefixPlanner
 
 IntArray = npt.NDArray[np.int64]
 MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
@@ -91,7 +92,7 @@ class GraphPlan:
     def problem(self) -> str | None:
         """Return why no graph is worth a capture, or None."""
         if not any(self.quantiles):
-            return "every sampled batch has more tokens than slots (shared prefixes, or oversize='own_pack')"
+            return "every sampled batch has shared prefixes, or more tokens than slots (oversize='own_pack')"
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
         if self.chosen.coverage == 0.0:
@@ -151,8 +152,11 @@ def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
     """Return up to 512 microbatch layouts, from random steps of epoch 0; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
+    too_large = Layout(planner.slots.usable + 1, 1, 1)  # for batches with shared prefixes, which run eagerly
     found = (
-        Layout.of(planner.slots.padded(spans.lengths).tolist())
+        too_large
+        if isinstance(planner, PrefixPlanner) and planner.held(spans.index).any()
+        else Layout.of(planner.slots.padded(spans.lengths).tolist())
         for k in steps.tolist()
         for rank in planner.step(0, k, dp).spans_by_rank()
         for spans in rank
