@@ -70,7 +70,6 @@ class FlopsModel:
     merge: int = 4
     patch: int | None = None
     recompute: Recompute = "none"
-    # Computed once from the layers, so that the count of a step does not go through hundreds of terms.
     windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
     vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
@@ -105,13 +104,8 @@ class FlopsModel:
     ) -> FlopsModel:
         """Build the FLOPs model of a transformers config; only an incomplete config.json needs transformers.
 
-        Args:
-            config: ``PretrainedConfig`` or the content of a ``config.json``.
-            causal: how pairs are counted; the arguments are explained at the attributes of the class.
-            tokens: whether "real" tokens or "slots" count.
-            embedding: whether the embedding table counts.
-            router: whether the routers count.
-            recompute: activation checkpointing.
+        ``config`` is a ``PretrainedConfig`` or the content of a ``config.json``. The other arguments are
+        attributes of the class.
 
         Raises:
             ValueError: if the family is not known; register it, or use ``from_module``.
@@ -167,11 +161,7 @@ class FlopsModel:
         return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
 
     def for_module(self, module: nn.Module) -> FlopsModel:
-        """Return a copy with the backward pass of ``module``, and its checkpointing if ``recompute="none"``.
-
-        Args:
-            module: the model with its frozen weights, adapters and checkpointing.
-        """
+        """Return a copy with ``module``'s backward pass and, if ``recompute="none"``, its checkpointing."""
         layers, found = layers_of_module(self.layers, module)
         policy = self.recompute if self.recompute != "none" else found
         return replace(self, layers=layers, recompute=policy)
@@ -279,7 +269,8 @@ def join(members: Sequence[Member]) -> FlopsModel:
         for layer in one.model.layers
     ]
     name = " + ".join(one.model.name for one in members)
-    return replace(first.model, name=name, layers=tuple(layers), recompute=policy)
+    patch = next((one.model.patch for one in members if one.model.sees_images), None)
+    return replace(first.model, name=name, layers=tuple(layers), recompute=policy, patch=patch)
 
 
 def _scaled_term(term: Term, member: Member) -> Term:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lightning_thd.flops import Chunk, FlopsModel, SeqStats
+from lightning_thd.flops import Chunk, FlopsModel, Member, SeqStats, join
 from lightning_thd.flops.families import registry
 from tests.data.vision_chats import TOWER
 from tests.flops.families import (
@@ -27,6 +27,7 @@ from tests.flops.families import (
 )
 
 TOTAL = 32
+TEXT = FlopsModel.from_config(small_config("llama"))
 # never projections: scans and convolutions run as elementwise kernels or einsums of their own
 _SCANS = ("scan", "conv", "delta")
 # these build masks of their own and do not look the attention function up
@@ -326,13 +327,17 @@ def test_llavas_tower_equals_torchs_counter() -> None:
     tower = {**TOWER, "image_size": 56}
     config = LlavaConfig(vision_config=tower, text_config={"model_type": "llama", **text})
     vision = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with FlopCounterMode(display=False) as training:
+        torch.cat(vision.get_image_features(torch.zeros(5, 3, 56, 56)).pooler_output).sum().backward()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         vision.get_image_features(torch.zeros(5, 3, 56, 56))
     model = FlopsModel.from_config(config)
     stats = SeqStats.from_lengths([], image_grid_thw=[[5, 4, 4]])
     # The class token's work is spread over 16 patches and rounded.
     assert model.forward_flops(stats).vision == pytest.approx(counter.get_total_flops(), rel=1e-3)
-    assert model.vision.patch == 14
+    # The last layer of the tower has no backward pass, because Llava reads the output of the layer before.
+    assert model.training_flops(stats).vision == pytest.approx(training.get_total_flops(), rel=1e-3)
+    assert join([Member(name="", model=TEXT), Member(name="", model=model)]).vision.patch == 14
     assert model.for_module(vision).training_flops(stats).vision == model.training_flops(stats).vision
     vision.model.vision_tower.requires_grad_(False)
     frozen = model.for_module(vision).training_flops(stats).vision

@@ -222,12 +222,17 @@ def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
     embed = matmul("patch_embed", 3 * patch**2 * hidden, kind="vision", basis="patch")
     block = _vision_block(hidden, heads, sizes.inner, tokens=tokens)
     chosen = config.get("vision_feature_layer", default=-2)
+    chosen = [chosen] if isinstance(chosen, int) else chosen
+    used = max(index % (sizes.num_layers + 1) for index in chosen)  # features 0 are the embedding's
+    unused = tuple(replace(term, input_grad=0, weight_grad=0) for term in block)
     text = (config.sub("text_config") or config).hidden
-    wide = hidden * (1 if isinstance(chosen, int) else len(chosen))
+    wide = hidden * len(chosen)
     projector = matmul("projector", wide * text + text * text, kind="vision", basis="patch")
     layers = [
         lone("visual.patch_embed", replace(embed, input_grad=0)),
-        *(Layer(path=f"visual.blocks.{index}", terms=block) for index in range(sizes.num_layers)),
+        *(Layer(path=f"visual.blocks.{index}", terms=block) for index in range(used)),
+        # Layers above the chosen ones run without a backward pass. No weight of a module has this path.
+        *[Layer(path="visual.unused", terms=unused, recomputable=False)] * (sizes.num_layers - used),
         lone("visual.merger", projector),
     ]
     return layers, 1, patch
