@@ -1,7 +1,7 @@
 """Batches and clock readings of a stage (train, validate, ...) -> metrics by key, once per interval.
 
-For each microbatch, the meter only appends counts and lengths to a list. All other work happens once per
-interval or checkpoint, including collectives and reading the lengths of padded rows from the device.
+For each microbatch, the meter only stores counts and lengths; those of padded rows stay on the device. All
+other work happens once per interval or checkpoint, including collectives and device reads.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Counted:
     flops: FlopsBreakdown | None
 
     def __add__(self, other: Counted) -> Counted:
-        if not other.microbatches:
-            return self
+        if not (self.microbatches and other.microbatches):
+            return self if self.microbatches else other
         flops = None if self.flops is None or other.flops is None else self.flops + other.flops
         return Counted(self.stats + other.stats, self.microbatches + other.microbatches, flops)
 
@@ -133,7 +133,7 @@ class Meter:
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
         self._left_out: list[Seen] = []  # microbatches that the rates leave out
-        self._left_out_seconds = 0.0
+        self._left_out_seconds = 0.0  # their time in this interval
         self._seconds = 0.0  # seconds counted before the clock was last started
         self._whole_seconds = 0.0  # the part of the counted seconds that belongs to ended steps
         self._since: float | None = None
@@ -177,8 +177,8 @@ class Meter:
         vector, hardware = self.flush(whole=whole), self.hardware
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
-        if hardware.ranks == 1:
-            synchronize(hardware.device)  # several ranks waited when they read the gathered counts
+        if hardware.ranks == 1 or wire.type == "cpu":
+            synchronize(hardware.device)  # else this rank waited when it read the gathered counts
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
         everything = found.measured + found.left_out
         self.totals["time"] += found.seconds
@@ -197,6 +197,7 @@ class Meter:
         self.reduce()
         loads = {} if self.experts is None else self.experts.close()
         found, self._interval = self._interval, None
+        left_out_seconds, self._left_out_seconds = self._left_out_seconds, 0.0
         everything = None if found is None else found.measured + found.left_out
         if found is None or everything is None or not everything.microbatches:
             return {}
@@ -206,7 +207,7 @@ class Meter:
         metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
         rated, seconds = found.measured, found.seconds
         if last and not self._rated and not rated.microbatches:  # a run with only left-out steps
-            rated, seconds = everything, self._left_out_seconds
+            rated, seconds = everything, left_out_seconds
             self.totals["time"] += seconds
         if rated.microbatches and seconds > 0:
             peak, low = found.peak, self.hardware.low
@@ -320,12 +321,14 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return all slots / the ranks' summed slots per second; None if ranks ran equally many microbatches."""
+    """Return the time of all slots at the ranks' own rates; None if ranks ran equally many microbatches."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
     rates = [slots / nanoseconds for slots, nanoseconds in worked if slots and nanoseconds]
-    return sum(slots for slots, _ in worked) / sum(rates) / 1e9 if rates else None
+    # A rank whose steps were all left out counts at the mean rate of the others.
+    mean = sum(rates) / max(len(rates), 1)
+    return sum(slots for slots, _ in worked) / (mean * len(rows)) / 1e9 if rates else None
 
 
 def _flops(model: FlopsModel | None, stats: SeqStats, work: Work) -> FlopsBreakdown | None:
@@ -381,10 +384,10 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
     dtype = _BY_PRECISION.get(precision.partition("-")[0])
     if dtype is None:
         sizes: Counter[torch.dtype] = Counter()
-        for parameter in module.parameters():
+        for parameter in filter(torch.is_floating_point, module.parameters()):  # 4-bit weights are uint8
             sizes[parameter.dtype] += parameter.numel()
         dtype = max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return dtype
 

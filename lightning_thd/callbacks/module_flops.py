@@ -118,9 +118,9 @@ class ModuleFlops:
         """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
         self._weights = list(self._module.parameters())
         trained = [weight.requires_grad for weight in self._weights]
-        if trained != self._trained and self._given is None and self._models[""] is not None:
-            self._models = {"": self._find({})}
-            self._tries = {}
+        if trained != self._trained and self._given is None:
+            self._models = {"": None if self._models[""] is None else self._find({})}
+            self._tries, self._shapes = {}, []
         self._trained = trained
 
     def stop(self) -> None:
@@ -231,7 +231,7 @@ def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) 
     }
     found = {}
     for name, calls in watched.items():
-        # Without hooks, a model that got no gradients beside one that did counts as a forward pass.
+        # If hooks see no calls, a model without gradients is a forward pass if another model has gradients.
         unseen = Passes(0.0, 1.0) if any(trained.values()) and not trained[name] else Passes()
         found[name] = calls.passes(len(step), slots) or unseen
     return found
@@ -327,7 +327,6 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
 def _warn_of_uncounted(
     module: nn.Module, models: Mapping[str, nn.Module], seeing: Sequence[nn.Module]
 ) -> None:
-    """Warn of a tower with unknown cost, or of many weights outside the models whose FLOPs are counted."""
     counted = {
         id(parameter)
         for model in models.values()

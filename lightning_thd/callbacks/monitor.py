@@ -176,6 +176,7 @@ class THDThroughputMonitor(Callback):
         """
         if capacity is not None:
             whole_number(capacity, "capacity", least=1, advice="Pass the data module's capacity.")
+        self._remove_hooks()  # those of an earlier model
         known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)
@@ -205,6 +206,8 @@ class THDThroughputMonitor(Callback):
 
     def finish(self) -> dict[str, float]:
         """Log the last steps of a loop without a Lightning Trainer, and return the latest metrics."""
+        if "train" not in self._meters:
+            raise ValueError("finish() was called before watch(model). Call monitor.watch(model) once.")
         self._publish(last=True)
         _notice_padding(self._meters["train"])
         return self.latest
@@ -212,7 +215,8 @@ class THDThroughputMonitor(Callback):
     def _follow(self) -> None:
         """If weights were frozen or unfrozen, reduce counts of ended steps and rebuild the FLOPs models."""
         if self._flops is not None and self._flops.outdated:
-            self._meter("train").reduce(whole=True)
+            if "train" in self._meters:
+                self._meter("train").reduce(whole=True)
             self._flops.follow()
 
     def _begin_step(self, batch: Any = None) -> None:
@@ -345,7 +349,6 @@ class THDThroughputMonitor(Callback):
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the training clock until the next training batch, and start the clock of an evaluation."""
         self._marks.pause()
         if "train" in self._meters:
             self._meters["train"].pause()
@@ -369,8 +372,9 @@ class THDThroughputMonitor(Callback):
     def _close(self, meter: Meter, *, last: bool) -> dict[str, float]:
         """Return an interval's metrics, in a collective; print once if padding or capacity is unknown."""
         metrics = meter.close(last=last)
+        self._follow()
         if self._flops is not None:
-            self._flops.follow()
+            self._flops.follow()  # in a pipeline, where ``_follow`` does nothing
         self.latest.update(metrics)
         all_slots = meter.model is not None and meter.model.tokens == "slots"  # by the user's choice
         if meter.unknown_padding and not all_slots and not self._noticed_padding:
@@ -505,7 +509,6 @@ class StepMarks:
 
 
 def _notice_padding(meter: Meter) -> None:
-    """Print the share of padding in a run on padded rows, and what packing would save."""
     real, slots = meter.padded
     if 0 < real < slots:
         rank_zero_info(

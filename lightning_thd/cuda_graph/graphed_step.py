@@ -282,7 +282,7 @@ def _modes(example: Example) -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
     )
 
@@ -369,7 +369,7 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
     if any("_thd_fp8" in vars(child) for child in module.modules()):
         return _FP8  # scales of whole tensors depend on the padding
     dtypes = {x.dtype for x in module.parameters()}
-    coarse = torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest"
+    coarse = torch.is_autocast_enabled(device.type) or torch.backends.cuda.matmul.fp32_precision == "tf32"
     if coarse and torch.float64 not in dtypes:
         return _LOW
     return max((_ROUNDING.get(dtype, _LOW) for dtype in dtypes), default=_LOW)

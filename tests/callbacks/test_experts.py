@@ -71,6 +71,15 @@ def test_biases_move_by_the_choices_of_a_step() -> None:
     assert float(trainer.callback_metrics["train/experts/bias"]) == 0.25
 
 
+def test_a_monitor_that_watches_again_has_no_old_hooks() -> None:
+    monitor, model = THDThroughputMonitor(peak=1e9), family_model("qwen3_moe", torch.float32)
+    monitor.watch(model)
+    old = monitor._meters["train"].experts
+    monitor.watch(model)
+    assert old is not None
+    assert old._handles == []
+
+
 def test_the_load_of_an_interval() -> None:
     module = Module("qwen3_moe")
     monitor = THDThroughputMonitor(every_n_steps=2, peak=1e9)

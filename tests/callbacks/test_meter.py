@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.batch import THDStep
-from lightning_thd.callbacks.meter import Hardware, Meter, count_table, interval
+from lightning_thd.callbacks.meter import Counted, Hardware, Meter, compute_dtype, count_table, interval
 from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.model import from_ints
@@ -55,10 +55,11 @@ def test_an_interval_is_the_sum_of_its_microbatches(
     assert found.mean == pytest.approx(1.5 * sum(costs))
 
 
-def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
-    """Ten steps of 8 tokens in 10 s on either rank, but one measures only the last five: 16 tokens/s."""
+@pytest.mark.parametrize("most", [5, 10])
+def test_a_rank_that_left_steps_out_lends_its_own_rate(most: int) -> None:
+    """Ten steps of 8 tokens in 10 s on either rank, but one measures the last five or none: 16 tokens/s."""
     rows = []
-    for left_out in (0, 5):
+    for left_out in (0, most):
         clock = Clock()
         meter = make_meter(clock)
         meter.resume()
@@ -71,6 +72,30 @@ def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
         rows.append(meter.flush())
     found = interval(rows, None, "training", 1.0)
     assert found.measured.stats.real_tokens / found.seconds == pytest.approx(16)
+
+
+def test_no_microbatches_of_unknown_flops_leave_those_of_others_known() -> None:
+    one = Counted(SeqStats.from_lengths([3]), 1, MODEL.forward_flops(SeqStats()))
+    assert Counted(SeqStats(), 0, None) + one == one + Counted(SeqStats(), 0, None) == one
+
+
+def test_the_dtype_of_matmuls_follows_torchs_new_setting_and_no_packed_weights() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch's older getter then raises
+    try:
+        assert compute_dtype("32-true", torch.nn.Linear(2, 2)) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.packed = torch.nn.Parameter(torch.zeros(99, dtype=torch.uint8), requires_grad=False)
+    assert compute_dtype("32-true", model) is torch.bfloat16
+
+
+def test_under_gloo_a_rank_waits_for_its_device_before_it_reads_the_clock(monkeypatch: Any) -> None:
+    waits = list[Any]()
+    monkeypatch.setattr("lightning_thd.callbacks.meter.synchronize", waits.append)
+    monkeypatch.setattr("lightning_thd.callbacks.meter.gather_ints", lambda values, **_: [values] * 2)
+    make_meter().reduce()
+    assert len(waits) == 1
 
 
 def test_what_batches_tell() -> None:

@@ -80,6 +80,11 @@ def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path:
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
 
 
+def test_a_run_of_warmup_steps_rates_its_last_interval_by_its_own_time(tmp_path: Path) -> None:
+    row = fit(tmp_path, UNEQUAL[:3], measure={"warmup_steps": 9}).rows[-1][1]
+    assert row["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[2:3]) / 0.5)
+
+
 def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
     steps = [THDStep(UNEQUAL[:3]), THDStep(UNEQUAL[3:4]), THDStep(UNEQUAL[4:])]
     memory = fit(tmp_path, steps, log_every_n_steps=3)
@@ -212,24 +217,35 @@ def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, 
 
 
 class Thaw(L.Callback):
-    """Trains the weights again after the second batch."""
+    """Trains the weights again after the second batch, or in the evaluation that follows it."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if args[-1] == 1:
-            pl_module.llama.requires_grad_(True)
+        if args[-1] == 1 and trainer.val_dataloaders is None:
+            pl_module.thawed.requires_grad_(True)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.thawed.requires_grad_(True)
 
 
-def test_weights_thawed_inside_an_interval_count_from_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_thawed_inside_an_interval_count_from_there(
+    tmp_path: Path, known: bool, evaluated: bool
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     clock = Clock()
-    module = Module(clock)
-    module.model.config = None  # the one below is found
-    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8})).requires_grad_(False)
-    measured = monitor(clock, every_n_steps=6)
-    memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), measured, clock=clock, module=module)
-    forward = FLOPS.forward_flops(UNEQUAL[0].stats).model
-    assert memory.rows[-1][1]["train/total_flops"] == pytest.approx(2 * forward + 4 * 3 * forward)
+    module, forward = Module(clock, config=None), 2 * 4 * 31 * 8
+    module.thawed = module.model.embed.requires_grad_(False)
+    if known:
+        module.thawed = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8})).requires_grad_(False)
+        forward = FLOPS.forward_flops(UNEQUAL[0].stats).model
+    options: Any = {"val": UNEQUAL[:1], "val_check_interval": 2} if evaluated else {}
+    options |= {"clock": clock, "module": module, "num_sanity_val_steps": 0}
+    memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), monitor(clock, every_n_steps=6), **options)
+    before = forward if known else 2 * forward  # the head is trained from the start
+    (row,) = [row for _, row in memory.rows if "train/total_flops" in row]
+    assert row["train/total_flops"] == pytest.approx(2 * before + 4 * 3 * forward)
 
 
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
@@ -330,6 +346,11 @@ def test_fill_of_packs_in_a_loop_takes_their_capacity(caplog: pytest.LogCaptureF
                     pass
             assert measured.finish().get("train/packing/fill") == wanted
         assert ("Pass watch(capacity=...)" in caplog.text) is (capacity is None)
+
+
+def test_a_loop_is_not_finished_before_it_is_watched() -> None:
+    with pytest.raises(ValueError, match=r"finish\(\) was called before watch"):
+        monitor(Clock()).finish()
 
 
 MFU = "train/device/mfu"
