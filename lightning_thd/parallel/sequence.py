@@ -67,7 +67,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
-    """Return the module whose ModuleList holds the layers, bare or in FSDP's wrappers of checkpoints."""
+    """Return the module whose ModuleList holds the layers, bare or wrapped for activation checkpoints."""
     for module in model.modules():
         for child in module.children():
             held = child.children() if isinstance(child, nn.ModuleList) else ()

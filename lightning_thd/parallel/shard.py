@@ -68,13 +68,9 @@ class THDShard(THDBatch):
         )
 
     def unpack(self, x: Tensor) -> list[Tensor]:
-        """Gather a per-slot tensor from all ranks and split it by sequence; a collective.
+        """Gather ``[N, ...]`` or ``[1, N, ...]`` from all ranks and split it by sequence; a collective.
 
-        Args:
-            x: ``[N, ...]`` or ``[1, N, ...]``.
-
-        Returns:
-            As ``THDBatch.unpack``: ``len(lengths)`` whole sequences ``[length, ...]``, on every rank.
+        The result is that of ``THDBatch.unpack``, whole sequences ``[length, ...]`` on every rank.
         """
         slots = self.layout.local_slots
         x = rows_of_slots(x, slots)

@@ -1,10 +1,9 @@
 """A checkpoint of any parallel layout -> the form that this layout loads.
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
-distributed format, with one more file for everything else. ``BackgroundSaves`` writes such folders in the
-background. Layers have the names of the whole model on every stage of a pipeline, so the stages write one
-folder too. In optimizer states, torch numbers the parameters in the order of the groups, Lightning in the
-order of the module, and torch's distributed checkpoints use names.
+distributed format, with one more file for everything else. Layers have the names of the whole model on every
+stage of a pipeline, so the stages write one folder too. In optimizer states, torch numbers the parameters in
+the order of the groups, Lightning in the order of the module, and torch's distributed checkpoints use names.
 """
 
 from __future__ import annotations
@@ -405,10 +404,7 @@ def set_state(
 def load_state_of_folder(
     path: Path, i: str, optimizer: Optimizer, model: nn.Module, names: Mapping[str, str], keys: Iterable[str]
 ) -> None:
-    """Load the state under the name ``i`` in a folder with these ``keys``; a collective.
-
-    ``names`` maps the model's names to the folder's.
-    """
+    """Load the state under the name ``i`` in a folder with these ``keys``; a collective."""
     back, start = {value: name for name, value in names.items()}, f"{i}.state."
     found = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
     saved = {back.get(name, name) for name in found}

@@ -95,11 +95,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     """Compute the p-norm, p = ``norm_type``, of each gradient (all its shards) and of all; a collective.
 
     Returns:
-        ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; none without gradients. If p is 2,
+        ``grad_2.0_norm/<name>`` for each gradient, and ``grad_2.0_norm_total``, scalar tensors. If p is 2,
         norms 3 and 4 give a total of 5. A pipeline's rank gets its own layers' norms, and the total of all.
-
-    Raises:
-        ValueError: if ``norm_type`` is neither a number above 0 nor "inf".
     """
     try:
         p = float(norm_type)

@@ -64,7 +64,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     """``Trainer(strategy="thd_ddp")``: replicated parameters, steps with varying numbers of microbatches.
 
     Args:
-        context_parallel_size: number of ranks that share the slots of a pack; other groups read other data.
+        context_parallel_size: number of ranks that share the slots of a pack.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
             stay whole. Then ``THDDataModule(capacity=...)`` is the capacity of one rank, and a pack of
             ``Packs(n)`` has the capacity of the largest group.
@@ -109,11 +109,11 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over data and
     context ranks. All ranks begin with the weights of rank 0, or of the first rank of their pipeline stage.
-    Build the model in ``__init__`` or in ``configure_model``. If you shard it there, it stays as it is.
+    Build the model in ``__init__`` or in ``configure_model``. A model that you have sharded stays as it is.
     ``context_parallel_...`` and ``broadcast_data`` are those of ``THDDDPStrategy``.
 
     Args:
-        data_parallel_size: number of groups that read different data; ``auto``: processes over other sizes.
+        data_parallel_size: number of groups that read different data; ``auto`` uses all processes.
         data_parallel_replicas: number of groups of neighbouring data-parallel ranks, such as nodes, each with
             all weights. Weights are gathered inside a group; gradients are averaged over the groups too.
         tensor_parallel_size: number of ranks that each hold some rows or columns of the weights.

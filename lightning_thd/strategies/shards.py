@@ -32,7 +32,7 @@ from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 
 
 class WeightShards:
-    """Cuts and shards weights of a ``ModelParallelStrategy`` with ``THDStrategyMixin``, clips gradients."""
+    """Cuts and shards the weights of a ``ModelParallelStrategy``, and clips their gradients."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
         assert axes.meshes is not None
@@ -139,7 +139,7 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Shard weights again after the last batch, so that a callback freezes no gathered copies of them."""
+        """Free gathered weights after the last batch; a callback that freezes weights must get the shards."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 

@@ -1,8 +1,7 @@
 """The cut of a pack over context-parallel ranks -> index tensors, which attention finds by the offsets.
 
 Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a shard's layout is looked up by
-the shard's offsets. This works wherever a kernel is called: in a transformers model, in your model, or in a
-checkpoint that the backward pass recomputes in another thread.
+the shard's offsets. This works in any model, also if the backward pass recomputes a layer in another thread.
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
 

@@ -5,7 +5,6 @@ one call per source rank, and the results are merged. In a ring, a rank holds it
 step and of the next. A striped layout always needs ``plan_block``: a kernel's causal mask moves by one key
 per query, and only the keys of a single source are ``cp`` slots apart, as the queries are.
 
-The plans are pure; ``exchanged`` and the functions after it upload them, once per batch and kind of layer.
 Legend: T slots of a pack, P sequences of a kernel call.
 """
 

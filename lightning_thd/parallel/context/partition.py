@@ -1,7 +1,5 @@
 """Padded lengths of a pack, number of ranks, layout -> the slots of each rank, and the keys its queries see.
 
-There are four layouts:
-
 - ``contiguous`` cuts the row of T slots into cp equal stretches.
 - ``dual_chunk`` cuts every sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and
   ``2 cp - 1 - rank``. So all ranks have the same work under causal attention (Transformer Engine's rule).
@@ -10,7 +8,6 @@ There are four layouts:
   on no rank are cut to fill the free slots. So ranks exchange few keys and have about the same work.
 - ``striped`` gives slot i of the row to rank i modulo cp.
 
-Pure: host integers in, numpy arrays out, the same on every rank.
 Legend: T slots in a pack, P pieces, which are the stretches of a rank.
 """
 

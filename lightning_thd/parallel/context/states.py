@@ -2,8 +2,7 @@
 
 A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Ranks with a later
 stretch of a sequence need the end state of every earlier stretch. Of all but the first, they also need the
-change: how the end state depends on the state that enters the stretch. Nothing is communicated here: every
-rank computes its own plan, from lengths that all ranks know.
+change: how the end state depends on the state that enters the stretch.
 Legend: Q stretches on all ranks, P' of one kind on one rank, K of one rank that a state enters.
 """
 

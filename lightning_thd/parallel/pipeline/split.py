@@ -1,7 +1,6 @@
 """Costs of a model's layers -> the layers of each pipeline stage.
 
-The embedding belongs to the first stage, the final norm and the head to the last. With a vocabulary of 152k,
-a head can cost as much as several layers; then the last stage gets fewer layers.
+The embedding belongs to the first stage, the final norm and the head to the last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The layers, FLOPs and parameters of each pipeline stage; the last two include embedding and head."""
+    """The layers of each pipeline stage, and its FLOPs and parameters with those of embedding and head."""
 
     bounds: tuple[int, ...]  # stage s holds the layers ``range(bounds[s], bounds[s + 1])``
     flops: tuple[float, ...]
@@ -67,7 +66,7 @@ def split_layers(
 ) -> Split:
     """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work.
 
-    "auto" minimises the work of the slowest stage. At each stage, fewer parameters of the largest win ties.
+    "auto" minimises the work of the slowest stage. If cuts tie, it prefers a largest stage of few parameters.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
@@ -100,7 +99,7 @@ def split_layers(
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    """Minimise the work of the slowest stage, and among equal cuts so far the parameters of the largest."""
+    """Minimise the work of the slowest stage; if cuts tie, prefer a largest stage of few parameters."""
     n = len(flops)
     work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
     # best[b]: (FLOPs of the slowest stage, parameters of the largest, bounds) if they hold the first b layers

@@ -104,7 +104,7 @@ class Stage:
             )
 
     def again(self) -> bool:
-        """Return whether this rank repeats a call that mapped logits wrongly; count both calls as one."""
+        """Return whether this rank repeats a call of the model for a loss; count both calls as one."""
         # With gradients, only the rank with the head repeats it, on the hidden states that it has received.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
@@ -209,7 +209,7 @@ class StageLayers(nn.ModuleList):
     def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
         super().__init__()
         self._stage = stage
-        # torch registers no modules in a tuple, so that boundaries, which have no parameters, are not saved.
+        # In a tuple, boundaries are no submodules: ``named_modules`` lists only the layers of this rank.
         self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
         for i in stage.layers:
             self.add_module(str(i), layers[i])
