@@ -66,14 +66,10 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 class THDStrategyMixin(Strategy):
     """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Without a pipeline, others run
-    in one pass, as under the base strategy. Gradients are synchronised only in the last microbatch,
-    ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value per step. The
-    attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``; set them on a
-    class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as ``asynchronous_checkpoints=True``.
-
-    Raises:
-        TypeError: if the base strategy's engine cannot run such steps, as DeepSpeed's and XLA's cannot.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Gradients are synchronised only
+    in the last microbatch, ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs
+    one value per step. The attributes below are the arguments of ``THDModelParallelStrategy`` and
+    ``THDDDPStrategy``; set them on a class.
     """
 
     data_parallel_size: int | Literal["auto"] = "auto"
@@ -228,6 +224,7 @@ class THDStrategyMixin(Strategy):
         self._synced, self._frozen = None, ()
         super().teardown()
         end_job()  # from now on, live shards do not make other attention calls fail
+        traffic.read_and_reset()  # a later job logs only its own exchanges
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not do this
         if self._axes is not None:
@@ -237,12 +234,12 @@ class THDStrategyMixin(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Prepare a dataloader so that the ranks that share a pack read the same data."""
-        assert self._axes is not None
-        meshes, reads = self._axes.meshes, getattr(dataloader, "reads_for_peers", False)
-        if self.broadcast_data and self._axes.sizes.peers > 1 and meshes is not None and not reads:
-            return BroadcastLoader(super().process_dataloader(dataloader), meshes.peers.get_group())
-        set_data_rank(dataloader, self.data_rank, self._axes.sizes)
-        return super().process_dataloader(dataloader)
+        axes, reads = self._axes, getattr(dataloader, "reads_for_peers", False)
+        assert axes is not None
+        meshes = axes.meshes if self.broadcast_data and axes.sizes.peers > 1 and not reads else None
+        set_data_rank(dataloader, self.data_rank, axes.sizes, one_reads=meshes is not None)
+        processed = super().process_dataloader(dataloader)
+        return processed if meshes is None else BroadcastLoader(processed, meshes.peers.get_group())
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device with the user's transfer hooks, and keep this rank's shard of packs."""
@@ -342,7 +339,7 @@ class THDStrategyMixin(Strategy):
     # -- checkpoints
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; an optimizer that made no step keeps none."""
+        """Return an optimizer's state, which is empty if the optimizer has made no step."""
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -129,15 +129,15 @@ class BroadcastLoader:
         broadcast_object((), self._group, self._source)  # an empty message ends the iteration
 
 
-def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
-    """Set which part of the data an iterable dataset reads here, or refuse one whose part is unknown."""
+def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes, *, one_reads: bool) -> None:
+    """Set which part of the data an iterable dataset reads here; if all peers read, it must be known."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
         return
     if hasattr(dataset, "data_rank") and hasattr(dataset, "data_size"):
         dataset.data_rank, dataset.data_size = rank, sizes.data
         return
-    if sizes.peers == 1:  # ranks may read different data, as under any strategy
+    if sizes.peers == 1 or one_reads:  # ranks may read different data, as under any strategy
         return
     split = getattr(dataset, "_distributed", None)  # an attribute of datasets.IterableDataset
     if split is not None and (split.rank, split.world_size) == (rank, sizes.data):
@@ -150,7 +150,7 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """When the Trainer logs, log the bytes per slot received since the last log, and the ways of exchange."""
+    """When the Trainer logs, log the bytes received per slot since the last log, and each method's share."""
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return

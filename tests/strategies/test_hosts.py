@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import (
 )
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, THDStrategyMixin
 from tests.ranks import run_ranks
@@ -157,20 +157,23 @@ def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step() -> None:
         assert largest_error(kept, wanted) == 0.0
 
 
-class OneReader(L.LightningDataModule):
-    """A data module that gives data to the first rank of each pair alone, in batches of unequal size."""
+class Parts(IterableDataset[dict[str, Any]]):
+    """Gives the part of the data that the strategy sets; the second rank of each pair may be forbidden to."""
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        if torch.distributed.get_rank() % 2:
-            return DataLoader([0] * 6, collate_fn=self.forbidden)
-        samples = sequences(18, longest=24)
-        samples[7] = {"input_ids": [3] * 20_000}  # a message beyond the first buffer
-        return DataLoader(
-            samples, batch_size=3, collate_fn=partial(THDBatch.collate, align=Layout(cp=2).align)
-        )
+    data_rank, data_size = 0, 1
 
-    def forbidden(self, _: Any) -> None:
-        raise AssertionError("this rank must not read")
+    def __init__(self, one_reads: bool) -> None:
+        self.one_reads = one_reads
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        assert not (self.one_reads and dist.get_rank() % 2), "this rank must not read"
+        return iter(samples_of_parts()[self.data_rank :: self.data_size])
+
+
+def samples_of_parts() -> list[dict[str, Any]]:
+    samples = sequences(36, longest=24)
+    samples[7] = {"input_ids": [3] * 20_000}  # a message beyond the first buffer
+    return samples
 
 
 class Recorder(Job):
@@ -180,22 +183,20 @@ class Recorder(Job):
         return self.model.lm_head.weight.sum() * 0.0
 
 
-def one_reader() -> list[float]:
-    options = {"broadcast_data": True, "find_unused_parameters": True}
-    module = Recorder()
-    trainer = make_trainer(
-        Layout(strategy="thd_ddp", cp=2, options=options),
-        gradient_clip_val=None,
-        max_steps=-1,
-        max_epochs=1,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, OneReader())
-    return module.losses[::2]
+def parts() -> list[list[float]]:
+    found = []
+    for one_reads in (True, False):
+        options = {"broadcast_data": one_reads, "find_unused_parameters": True}
+        layout, module = Layout(strategy="thd_ddp", dp=2, cp=2, options=options), Recorder()
+        trainer = make_trainer(layout, gradient_clip_val=None, max_steps=-1, max_epochs=1)
+        collate = partial(THDBatch.collate, align=layout.align)
+        trainer.fit(module, DataLoader(Parts(one_reads), batch_size=3, collate_fn=collate))
+        found.append(module.losses[::2])
+    return found
 
 
-def test_one_rank_reads_for_its_peers() -> None:
-    first, second = run_ranks(one_reader, 2)
-    samples = sequences(18, longest=24)
-    lengths = [20_000 if i == 7 else len(s["input_ids"]) for i, s in enumerate(samples)]
-    assert first == second == [sum(lengths[i : i + 3]) for i in range(0, 18, 3)]
+def test_each_pair_of_ranks_reads_its_part_of_an_iterable() -> None:
+    lengths = [len(sample["input_ids"]) for sample in samples_of_parts()]
+    for rank, found in enumerate(run_ranks(parts, 4)):
+        own = lengths[rank // 2 :: 2]
+        assert found == [[sum(own[i : i + 3]) for i in range(0, 18, 3)]] * 2
