@@ -50,6 +50,11 @@ class StepLoop:
                 "Sequences(n) steps run under automatic optimisation: with automatic_optimization=False a "
                 "module would see only the first microbatch. Use Packs(n), or automatic optimisation."
             )
+        if (accumulate := trainer.accumulate_grad_batches) != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={accumulate}, but a THDStep holds all microbatches of a step. Set "
+                "it to 1, or give THDBatch, as THDDataModule(global_batch=Packs(n)) does."
+            )
         if len(batch) > 1:
             refuse_static_graph(self._strategy.model)
         self._step = (batch, args)
@@ -83,7 +88,7 @@ class StepLoop:
             result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")
 
     def end(self) -> None:
-        """Forget the step, also after an error."""
+        """Forget the step."""
         self._step, self._logs, self._losses = None, None, []
 
     def _forward(self, batch: THDBatch, args: tuple[Any, ...], *, last: bool) -> Any:
@@ -99,7 +104,7 @@ class StepLoop:
 
     @contextmanager
     def _synchronised(self, *, last: bool) -> Generator[None]:
-        """Before the last microbatch, leave gradients unreduced; leave weights gathered if settings allow."""
+        """Unless ``last``, leave gradients unreduced, and weights gathered if ``gathers_once`` says so."""
         if last:
             yield
             return

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
+from lightning_thd.batch import THDStep
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
@@ -449,6 +450,7 @@ ALONE = {
     "plain strategy": Case("needs a strategy that runs all microbatches", data=TEN, strategy="auto"),
     "accumulated": Case("accumulate_grad_batches=2", data=TEN, accumulate=2),
     "packs": Case("make 2 packs a step. Set Packs", data=planned(Packs(3)), accumulate=2),
+    "whole steps": Case("but a THDStep holds all", data=loader([THDStep(UNALIGNED().dataset)]), accumulate=2),
     "manual": Case("under automatic optimisation", OF_STAGES["manual"].module, data=TEN),
     "no loss": Case("returned NoneType for a microbatch", stepping(lambda *_: None, "qwen3"), data=MANY),
     "a metric by step": Case(
