@@ -88,6 +88,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """List a multimodal model's parts with weights besides language model and head, like a vision tower."""
+    model = _with_embedding(model)
     embedding, head = (_result_of(model, f"get_{side}_embeddings") for side in ("input", "output"))
     # The language model is the innermost transformers model that holds the input embedding.
     around = [x for _, x in models_in(model) if any(inner is embedding for inner in x.modules())]
@@ -108,6 +109,13 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _with_embedding(model: nn.Module) -> Any:
+    """Return the model, or the transformers model inside a wrapper that lacks ``get_input_embeddings``."""
+    if hasattr(model, "get_input_embeddings"):
+        return model
+    return next((inner for _, inner in models_in(model)), model)
+
+
 def _result_of(model: Any, getter: str) -> nn.Module | None:
     try:
         part = getattr(model, getter, lambda: None)()
@@ -119,10 +127,10 @@ def _result_of(model: Any, getter: str) -> nn.Module | None:
 class TowerPaths:
     """While ``active``, adds zeros to the gradients of tower weights, by way of the embedding's output."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.active = False
         self._towers = towers_of(model)
-        model.get_input_embeddings().register_forward_hook(self._tie)
+        _with_embedding(model).get_input_embeddings().register_forward_hook(self._tie)
 
     def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if not (self.active and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.fsdp import layers_of, towers_of
+from lightning_thd.parallel.fsdp import layers_of, tower_paths, towers_of
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from tests.models.test_vision import IMAGE, build, sample
 from tests.ranks import run_ranks
@@ -117,6 +117,9 @@ def test_towers() -> None:
     assert towers_of(text.model) == []
     assert towers_of(nn.Linear(2, 2)) == []
     assert layers_of(vision) == list(vision.model.language_model.layers)
+    around = nn.Sequential(vision)  # a wrapper of the user's
+    assert (towers_of(around), layers_of(around)) == (towers_of(vision), layers_of(vision))
+    assert [*tower_paths(around, make=True)]
     group: Any = None  # not reached
     with pytest.raises(
         ValueError, match="inserts the outputs of its tower among.*Set sequence_parallel=False"
