@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_thd._find import has_parameters, model_with_head
+from lightning_thd._find import has_parameters, model_config, model_with_head
 from lightning_thd.parallel.exchange import (
     gather_same,
     keep_own,
@@ -85,7 +85,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and head norms with weights on cut columns; refuse those that mix all columns."""
+    """Return activations and norms that act on a rank's own columns; refuse those that mix all columns."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
@@ -409,7 +409,7 @@ def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return a plan for experts in parameters ``[num_experts, ...]``, if ``ranks`` divides every number."""
+    """Return a plan for experts in parameters ``[num_experts, ...]``, if ``ranks`` divides that number."""
     plan: dict[str, str] = {}
     for name, style in (getattr(model, "_ep_plan", None) or {}).items():
         pattern = _pattern(name)
@@ -427,7 +427,7 @@ def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
 
 def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
     """Refuse head counts that the tensor-parallel ranks do not divide, if the plan cuts heads."""
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None) or model_config(model)
     cut = [
         name
         for name, style in plan.items()

@@ -39,7 +39,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # The share of the last step in which this rank's CPU waited (0 on a GPU); the schedule's ``bubble``.
+        # Shares of the last step: that this rank's CPU waited (0 on a GPU), and the schedule's ``bubble``.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -115,8 +115,7 @@ class Pipeline:
 
     def gather_states(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather all stages' weights in the first stage's CPU memory, a tied weight once; a collective."""
-        names = {name.partition(".")[2] for name in self.head_name}
-        own = {name: value for name, value in state.items() if name not in names}
+        own = {k: v for k, v in state.items() if not any(head.endswith(f".{k}") for head in self.head_name)}
         group = self.host_group
         first = group.rank() == 0
         parts: list[Any] | None = [None] * group.size() if first else None

@@ -185,7 +185,7 @@ def test_plans_of_models() -> None:
     with pytest.raises(
         ValueError, match="num_attention_heads=8, which 3 tensor-parallel ranks.*multiple of 3"
     ):
-        check_heads(family_model("qwen3"), 3, {"model.layers.*.self_attn.q_proj": "colwise"})
+        check_heads(nn.Sequential(family_model("qwen3")), 3, {"0.model.layers.*.self_attn.q_proj": "colwise"})
     check_heads(family_model("qwen3"), 3, {"model.layers.*.self_attn.q_proj": "colwise_gather_output"})
 
 
