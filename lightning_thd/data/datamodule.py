@@ -389,7 +389,6 @@ class THDDataModule(LogsSources):
 
 
 def _as_streams(train: Any, mixing: Mixing | None) -> Streams | None:
-    """Return training data as streams if any source can only be iterated; otherwise return None."""
     mixed = sets.is_mixture(train)
     sources = {"": train}
     if mixed:

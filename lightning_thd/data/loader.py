@@ -390,7 +390,6 @@ class PlansAhead:
         return self._last[1]
 
     def _take_plan(self, epoch: int, k: int) -> StepPlan:
-        """Return the plan that was made ahead if it is of this step, else plan the step now."""
         wanted, self._next = self._next == (epoch, k), None
         if self._ahead.process != os.getpid():  # this is a copy in a forked process, which has no thread
             self._ahead = Ahead("plans_ahead")

@@ -162,7 +162,8 @@ def hide_hooks(module: L.LightningDataModule, base: type, hooks: Iterable[str]) 
     for hook in hooks:
         if getattr(type(module), hook) is getattr(base, hook):
             hidden = _Hidden(getattr(base, hook), module)  # still callable
-            hidden.__wrapped__ = getattr(L.LightningDataModule, hook)  # type: ignore[attr-defined]  # is_overridden
+            # Lightning's is_overridden() compares this attribute with its own hook.
+            hidden.__wrapped__ = getattr(L.LightningDataModule, hook)  # type: ignore[attr-defined]
             setattr(module, hook, hidden)
 
 

@@ -316,6 +316,8 @@ def test_arguments_in_a_string_are_not_quoted_twice(arguments: str) -> None:
     asked = [USER, calling(call(arguments)), RESULT, ANSWER]
     assert learned(CALLING, asked) == learned(CALLING, [USER, calling(call(read)), RESULT, ANSWER])
     assert json.dumps(read, ensure_ascii=False) in learned(CALLING, asked)
+    needs_a_dict = CALLING.replace("call.arguments | tojson", "call.arguments | items | list")
+    assert str([*read.items()]) in learned(needs_a_dict, asked)
     assert asked[1]["tool_calls"][0]["function"]["arguments"] == arguments  # the record is left as it was
     takes_strings = CALLING.replace("call.arguments | tojson", "call.arguments")
     as_it_is = f'{{"name": "colour", "arguments": {arguments}}}<|end|>'

@@ -103,10 +103,11 @@ def encode_chat(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
             "Correct its name, or drop it."
         )
-    messages = list(messages)
-    text = renderer.render(messages)
+    messages, text = list(messages), ""
+    with suppress(ValueError):  # many templates take the arguments of calls only as a dict
+        text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
-    if read != messages:  # the template would quote arguments that stay JSON text a second time
+    if not text or read != messages:
         messages, text = read, renderer.render(read)
     _refuse_lost_thoughts(renderer, messages, text)
     _refuse_unwritten(renderer, messages, text)

@@ -97,11 +97,11 @@ def _turns(messages: Any) -> list[Message]:
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Parse arguments of tool calls that are JSON text, if the template wrote them as a quoted string."""
+    """Parse JSON text of arguments if the template quotes it in ``text``, or refuses it (no ``text``)."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
-        if isinstance(found, dict) and json.dumps(given, ensure_ascii=False) in text:
+        if isinstance(found, dict) and (not text or json.dumps(given, ensure_ascii=False) in text):
             message = _with_call(message, place, {**call, "arguments": found})
     return message
 
