@@ -61,7 +61,7 @@ def varlen_attention(
         causal: hide later keys; query i of Lq is at key ``i + Lkv - Lq`` (bottom-right, as in flash-attn).
         window: None for no window. With ``causal``, an int W lets a query see the last W keys, its own
             included. ``(left, right)`` counts keys before and after its own, -1 for all; ``causal``
-            sets right to 0. W is ``(W - 1, 0)``.
+            sets right to 0. So an int W means ``(W - 1, 0)``.
         scale: factor of the scores; None means ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them unchanged.
         sinks: ``[H]`` logits of one extra key, with a value of zero, that every query sees; or None.
@@ -264,7 +264,6 @@ def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
 
 
 def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
-    """Check the dtype, shape and device of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
     name = f"cu_seqlens_{side}"
     if not isinstance(cu_seqlens, Tensor):
         instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
@@ -284,7 +283,6 @@ def _host_int(max_seqlen: int, name: str) -> int:
 
 
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Check the shape, dtype and device of the sinks."""
     if sinks is None:
         return
     instance(sinks, "sinks", Tensor, advice="Pass one float per query head, or None.")

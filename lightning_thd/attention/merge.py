@@ -1,7 +1,7 @@
 """Attention of one rank's queries to parts of the keys -> attention to all keys, merged by log-sum-exp.
 
 The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all
-keys). Given out and lse of all keys, a kernel's backward is exact for any part of them (``kernels.raw``).
+keys). Given out and lse of all keys, a kernel's backward is exact for any part of the keys.
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -207,7 +207,6 @@ def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
 
 
 def _rows_of(x: Tensor, call: BlockCall) -> Tensor:
-    """Return the rows of x that belong to a call's queries."""
     return x if call.q_rows is None else x.index_select(0, call.q_rows)
 
 
@@ -216,7 +215,6 @@ def _offsets(call: BlockCall) -> Offsets:
 
 
 def _spec_of(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
-    """Return the layer's options with the call's own window sides."""
     return AttentionSpec(left=call.left, right=call.right, scale=spec.scale, softcap=spec.softcap)
 
 

@@ -192,7 +192,6 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 
 def _notice_slow(kernel: Kernel, request: Request) -> None:
-    """Print once that a kernel is slow, which precision is faster, and how to find the faster kernels."""
     if kernel in _NOTICED:
         return
     _NOTICED.add(kernel)

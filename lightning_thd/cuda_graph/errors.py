@@ -72,7 +72,7 @@ def raising_line(error: BaseException) -> str | None:
 
 
 def as_capture_error(error: Exception) -> CaptureError:
-    """Return a :class:`CaptureError` with an error's line, but no traceback, which would keep the batch."""
+    """Return a :class:`CaptureError` with an error's line, but no traceback: it would hold the batch."""
     if isinstance(error, CaptureError):
         return CaptureError(error.message, error.where)
     first_line = (str(error).strip() or "no message").splitlines()[0]

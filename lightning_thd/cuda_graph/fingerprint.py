@@ -32,7 +32,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Not compared: attributes that every module has, such as the Trainer. Registries have their own ``_Space``.
+# Attributes that every module has, such as the Trainer, are not compared, except for the registries.
 USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"

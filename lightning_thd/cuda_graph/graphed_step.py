@@ -175,8 +175,8 @@ class GraphedStep:
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
-        # All ranks capture together the first time, and each time if the module has DTensors. Another capture
-        # may be on this rank only, so it must not communicate.
+        # All ranks capture together the first time, and each time if the module has DTensors. Any other
+        # capture may run on this rank only, so it must not communicate.
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:

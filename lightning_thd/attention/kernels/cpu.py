@@ -432,7 +432,6 @@ def _backward(
 def _piece_forward(
     piece: Piece, kernel: _Kernel, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor]
 ) -> None:
-    """Run the forward calls of a piece and write its rows of out and lse."""
     q, k, v = piece.q.take(inputs[0]), *(kernel.widen(piece.k.take(x)) for x in inputs[1:])
     for call in piece.calls:
         for heads, kv_heads in _head_slices(call.q.count * call.rows, q, k, at_least=1):
@@ -446,7 +445,6 @@ def _piece_forward(
 def _piece_backward(
     piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
 ) -> None:
-    """Run the backward calls of a piece and write its rows of dq, dk and dv."""
     wide = by_q[3].dtype
     by_q, by_k = [piece.q.take(x).to(wide) for x in by_q], [piece.k.take(x).to(wide) for x in by_k]
     if piece.q.lengths is not None:  # padded queries get weights of 0 and gradients of 0
@@ -539,7 +537,7 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of heads that bound a call's memory, most with ``at_least`` or more of q; None is all."""
+    """Yield slices of q's and of k's heads, so that each call needs little memory; None is all heads."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

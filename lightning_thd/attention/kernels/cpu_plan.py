@@ -3,7 +3,7 @@
 The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
 a tile has all queries that see its keys, so only dq is summed (above COLUMN_ROWS queries, dk and dv too).
-Long runs of adjacent short sequences of equal length are read in place; small others are copied and padded.
+Long runs of adjacent short sequences of equal length are read in place; other short ones are copied, padded.
 
 Legend: T slots, N rows of a piece, B tiles of a call.
 """
@@ -43,7 +43,7 @@ WHOLE_FORWARD = 1280
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
 # Most queries of a backward's tile: 1 MiB of dq per head of 64 in fp32. Also most keys if no mask is needed.
 COLUMN_ROWS = 4096
-MASK_CELLS = 1 << 20  # Most entries of a mask: 4 MiB in fp32. Only a tile of 8 rows may exceed it.
+MASK_CELLS = 1 << 20  # Most entries of a tile's mask: 4 MiB in fp32. Tiles of 8 rows or keys may have more.
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on the same rows. ``once``: a key is in one tile, call 0 has all queries: only dq is summed."""
+    """Calls on the same rows. If ``once``, every key is in one tile only, and call 0 has all queries."""
 
     q: Rows
     k: Rows
@@ -278,7 +278,6 @@ def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
 
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
-    """Return a piece with one call for sequences of equal shape."""
     tiles = whole_tile(rows, keys, shift, count=len(q_starts))
     return Piece(Rows(q_starts, rows), Rows(k_starts, keys), (tiles,), once=True)
 

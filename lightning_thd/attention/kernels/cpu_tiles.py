@@ -141,7 +141,7 @@ def product_forward(
     The products run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means
     no softcap.
     """
-    with torch.autocast(q_BRHD.device.type, enabled=False):  # backward runs without it
+    with torch.autocast(q_BRHD.device.type, enabled=False):  # autograd runs the backward without it, too
         weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
         if softcap:
             weights = weights.tanh_().mul_(softcap)

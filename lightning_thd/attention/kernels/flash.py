@@ -46,7 +46,6 @@ def _sees_gpu() -> bool:
 
 
 def _interface(version: int) -> Any:
-    """Import the interface of flash-attn 2 or 3, or return the prebuilt one."""
     if version in _INTERFACES:
         return _INTERFACES[version]
     if version == 2:
@@ -123,7 +122,7 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List a function's parameters, and those without a default except tensors that every call gives."""
+    """List a function's parameters, and the required ones that are not tensors which every call gives."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     given = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to

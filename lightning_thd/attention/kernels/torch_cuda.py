@@ -116,7 +116,7 @@ class AtenEfficient:
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Call the forward operator on the pack as one row; its lse ``[S, H, max_q]`` is padded to 32s."""
+        """Call the forward operator on one row; its lse is ``[S, H, max_q]``, max_q rounded up to 32s."""
         k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
         rows = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
