@@ -216,7 +216,6 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _device_type(x: Tensor) -> str:
-    """Return the device type by which a kernel is chosen; meta tensors count as CPU tensors."""
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -231,7 +230,6 @@ def _capability_of(index: int) -> int:
 
 
 def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> None:
-    """Check the shapes, dtypes and devices of q, k, v and offsets, without reading a value."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
@@ -276,7 +274,6 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
 
 
 def _host_int(max_seqlen: int, name: str) -> int:
-    """Return max_seqlen as a Python integer; raise for other values, such as a tensor on a device."""
     if type(max_seqlen) is int and max_seqlen >= 0:
         return max_seqlen
     return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, sinks_gradient
 from lightning_thd.attention.kernels.raw import widen as widen_heads
@@ -160,6 +161,7 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec

@@ -60,7 +60,6 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
-# Specs are cached, because many layers of a model have equal options.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 

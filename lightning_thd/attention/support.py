@@ -253,11 +253,7 @@ def missing(kernel: Kernel) -> str | None:
 
 
 def support_table() -> str:
-    """Write ``SUPPORT`` as a Markdown table.
-
-    Returns:
-        One row per kernel; the column "here" is "yes" if ``missing`` names nothing to install.
-    """
+    """Write ``SUPPORT`` as a Markdown table; the column "here" tells whether a kernel's package loads."""
     head = (
         "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",
         "deterministic", "context parallel", "here",

@@ -72,8 +72,8 @@ def run_backward(
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.is_contiguous()
     assert not (lse == -torch.inf).any()  # exp(-inf - -inf) is NaN on the device
-    tensors = (x.float() for x in (grad, q, k, v, out))
-    grads = cpu.backward(*tensors, lse.t(), cu_q.tolist(), cu_k.tolist(), spec=spec)
+    saved = cpu.Saved(*(x.float() for x in (q, k, v, out)), lse.t())
+    grads = cpu.backward(grad.float(), saved, cu_q.tolist(), cu_k.tolist(), spec=spec)
     dq, dk, dv = (x.to(q.dtype) for x in grads)
     return dq, dk, dv
 
@@ -322,8 +322,8 @@ def efficient_backward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
     )
     lse = torch.cat([logsumexp[i, :, : b - a].t() for i, (a, b) in enumerate(itertools.pairwise(cu))])
-    given = (x[0].float() for x in (grad_out_, query, key, value, out))
-    grads = list(cpu.backward(*given, lse, cu, cu_seqlens_k.tolist(), spec=spec))
+    grad, *given = (x[0].float() for x in (grad_out_, query, key, value, out))
+    grads = list(cpu.backward(grad, cpu.Saved(*given, lse), cu, cu_seqlens_k.tolist(), spec=spec))
     grads[0][(lse == torch.inf).all(1)] = torch.nan
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
         if cu[i] == cu[i + 1]:

@@ -151,6 +151,12 @@ def all_refusals() -> None:
         given, offsets = (q[at.own, :heads], k[at.own, :1], v[at.own, :1]), at.offsets()
         with pytest.raises(ValueError, match=message):
             varlen_attention(*given, offsets, offsets, 40, 40, **options)
+    at = shard_of("striped", "ring")
+    inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
+    out = varlen_attention(*inputs, at.offsets(), at.offsets(), 40, 40, softcap=3.0)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
     made_anew = offsets.clone()
     with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
         varlen_attention(*given, made_anew, made_anew, 40, 40)

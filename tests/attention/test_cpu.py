@@ -33,7 +33,7 @@ def run(
     spec: AttentionSpec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
     cu_q, cu_kv = offsets(lengths_q), offsets(lengths_kv)
     out, lse = cpu.forward(q, k, v, cu_q, cu_kv, spec=spec)
-    return out, lse, *cpu.backward(grad, q, k, v, out, lse, cu_q, cu_kv, spec=spec)
+    return out, lse, *cpu.backward(grad, cpu.Saved(q, k, v, out, lse), cu_q, cu_kv, spec=spec)
 
 
 def oracle(

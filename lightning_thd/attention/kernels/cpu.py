@@ -191,7 +191,6 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Ten
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
         return whole.transpose(1, 2)
-    # torch.split does the same with the overhead of three Python frames.
     parts = q.split_with_sizes(few.rows, 2), k.split_with_sizes(few.keys, 2), v.split_with_sizes(few.keys, 2)
     found = []
     for q, k, v, causal in zip(*parts, few.causal, strict=True):
@@ -291,7 +290,7 @@ def _backward_op(
 ) -> Gradients:
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
     offsets = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
-    return backward(grad_out, q, k, v, out, lse, *offsets, spec=spec)
+    return backward(grad_out, Saved(q, k, v, out, lse), *offsets, spec=spec)
 
 
 @_backward_op.register_fake
@@ -336,7 +335,7 @@ class CpuKernel:
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv from the output's gradient and the saved tensors of the forward."""
-        return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
+        return backward(grad, saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
 def forward(
@@ -384,20 +383,10 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
 
 
 def backward(
-    grad_out: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Sequence[int],
-    cu_kv: Sequence[int],
-    *,
-    spec: AttentionSpec,
+    grad: Tensor, saved: Saved, cu_q: Sequence[int], cu_kv: Sequence[int], *, spec: AttentionSpec
 ) -> Gradients:
     """Return the gradients of ``forward`` with respect to q, k and v, contiguous and in their dtypes."""
-    work = _work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec)
-    return _backward(work, grad_out, q_THD, k_THD, v_THE, out, lse)
+    return _backward(_work_of(*saved[:3], cu_q, cu_kv, spec), grad, *saved)
 
 
 def _backward(

@@ -26,8 +26,7 @@ from torch import Tensor
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
-# A sequence with at most this many elements (rows x heads x head size) may share a padded call. Copying more
-# takes longer than a call's overhead, so larger sequences are read in place.
+# Most elements (rows x heads x head size) of a sequence in a padded call; copying more would be slower.
 GROUPED_ELEMENTS = 72 * 8 * 64
 # Most rows in a call of short sequences: 1 MiB per tensor with 8 heads of 64 in fp32; copies stay in cache.
 CALL_ROWS = 512

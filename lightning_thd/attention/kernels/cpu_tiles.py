@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
-# A call of this operator through torch.ops takes 1 us longer.
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SMALL = 256  # The cached causal mask has this many rows and keys: 256 KiB in fp32.

@@ -1,8 +1,7 @@
 """CUDA tensors -> attention by flash-attn 2 (from Ampere on), 3 (Hopper), 4 (Hopper, data-centre Blackwell).
 
 The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
-of flash-attn-4 4.0.0b36. Functions here import flash-attn when they run; torch.compile can trace such
-imports. ``attention.support`` has checked before that the import works.
+of flash-attn-4 4.0.0b36.
 """
 
 from __future__ import annotations

@@ -86,7 +86,6 @@ def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
-    """Sum the gradients of gathered rows per original row, in fp32 or fp64."""
     if keys is None:
         return grad
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
