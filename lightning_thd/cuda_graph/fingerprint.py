@@ -61,7 +61,6 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    # This runs every step, and most tensors are plain.
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return (tensor.data_ptr(),)
     return tuple(x.data_ptr() for x in plain_tensors(tensor))
@@ -119,7 +118,7 @@ class _Space(NamedTuple):
         """Return whether a member is compared."""
         if self.whole:
             return not getattr(value, _ONLY_LOOKS, False)
-        if name in self.left_out or (name.startswith("_thd_") and name != _RECIPE):
+        if name in self.left_out or (str(name).startswith("_thd_") and name != _RECIPE):
             return False
         if self.read is not None:
             return name in self.read

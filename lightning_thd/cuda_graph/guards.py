@@ -130,6 +130,8 @@ def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterat
 
 def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
     """Refuse logged Python numbers that differ between runs, or are ``sizes`` of the captured batch."""
+    if len(set(map(len, runs))) > 1:
+        raise CaptureError("the step logs more in one run than in another. Log the same keys in every step.")
     for values in zip(*runs, strict=True):
         numbers = [x.value for x in values if not isinstance(x.value, Tensor)]
         if numbers and (len(set(numbers)) > 1 or numbers[0] in sizes):
@@ -164,7 +166,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[A
     after = host_state(module)
     for key in (*before, *after):
         (old, state), (new, now) = before.get(key, (ABSENT, None)), after.get(key, (ABSENT, None))
-        if old is new and state == now:
+        if old is new and (state is now or state == now):  # NaN does not equal itself
             continue
         index, name = key
         owner = type(list(module.modules())[index]).__name__

@@ -187,8 +187,7 @@ def _storages(tensor: Tensor) -> set[int]:
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
-# What cannot be captured is in two tables. Python functions such as ``tolist`` never reach the dispatcher.
-# Operators do, from any code: the dispatcher sees ``if x > 0`` as ``_local_scalar_dense``.
+# Functions such as ``tolist`` never reach the dispatcher, which sees ``if x > 0`` as ``_local_scalar_dense``.
 _READ = "reads a value back to the host, which waits for the device and fixes the value it had at capture"
 _SHAPE = "makes a shape that depends on values"
 _CONSTANT = (

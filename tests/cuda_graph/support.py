@@ -97,7 +97,7 @@ class GraphModule(L.LightningModule):
             self.model.model.layers[0].mlp = nn.Sequential(
                 self.model.model.layers[0].mlp, nn.Dropout(dropout)
             )
-        self.lr = lr
+        self.lr, self.best = lr, float("nan")
         self.outputs: list[float] = []
         self.events: list[str] = []
 

@@ -45,7 +45,7 @@ class Part(nn.Module):
         self.norm = nn.BatchNorm1d(2)
         self.inner = Inner()
         self.metric = MeanMetric()  # whose hash is of its state
-        self.scale, self.seen = 1.0, [1]
+        self.scale, self.seen, self.config = 1.0, [1], {2: 0.5}
         self.register_buffer("table", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
