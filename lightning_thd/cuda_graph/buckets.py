@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.collate import cumulative
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.errors import refuse
 from lightning_thd.seqlens import pad_cu_seqlens
 
@@ -43,6 +44,8 @@ class Layout(NamedTuple):
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
         """Return the layout of a batch without its trailing padding, which a bucket's tail replaces."""
+        if isinstance(batch, SharedBatch):
+            return cls.of(batch.prefixes.query_lengths)
         return cls.of(batch.padded_lengths[: len(batch.lengths)])
 
 

@@ -2,10 +2,7 @@
 
 ``torch.cuda.make_graphed_callables`` returns its gradient buffers themselves, so that a later replay
 overwrites the gradients accumulated in them (pytorch#181723). Here every gradient and output is a copy.
-
-Memory for G bytes of gradients and n buckets: all graphs share one set of buffers (G), because only one runs
-at a time. A replay returns copies (another G), which become ``.grad`` or are added to it. One set of buffers
-per graph would take n G.
+All graphs share one set of gradient buffers, because only one runs at a time.
 """
 
 from __future__ import annotations

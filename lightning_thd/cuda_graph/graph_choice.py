@@ -27,7 +27,6 @@ _WORTH = 0.005  # An additional bucket must save this share of an eager step, be
 _MOST_BUCKETS = 3
 # The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
-# 512 put five batches above the 99th percentile. To plan 512 steps takes about half a second.
 _SAMPLE = 512
 
 

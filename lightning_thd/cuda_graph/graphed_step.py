@@ -1,14 +1,11 @@
-"""A training step -> the same step, replayed from a captured CUDA graph if the batch fits one.
-
-Use ``GraphedStep`` directly in your own loop or with Accelerate; ``CUDAGraphCallback`` does it for a Trainer.
-"""
+"""A training step -> the same step, replayed from a captured CUDA graph if the batch fits one."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +35,7 @@ from lightning_thd.cuda_graph.capture import (
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
-from lightning_thd.parallel.across_ranks import all_agree
+from lightning_thd.parallel.across_ranks import all_agree, gather_ints, group_size
 from lightning_thd.parallel.shard import THDShard
 
 # Stop after this many captures of all buckets: if parameters move every few steps, captures are useless.
@@ -115,6 +112,7 @@ class GraphedStep:
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
         self._fingerprint: Fingerprint | None = None
         self._slower: set[Bucket] = set()
+        self._calls = 0  # the number of calls before the first capture, if there are several ranks
         self._rounds = 0  # the number of successful captures, each of all buckets
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
@@ -139,16 +137,12 @@ class GraphedStep:
 
     def _find(self, batch: Any, rest: tuple[Any, ...]) -> CapturedStep | str:
         """Return a batch's captured step, after a capture if needed, or the reason to run eagerly."""
-        if not isinstance(batch, THDBatch):
-            return "batch_type"
-        if isinstance(batch, SharedBatch):  # the number of gathered keys differs between batches
-            return "shared_prefixes"
-        if isinstance(batch, THDShard):  # the sizes of exchanges between ranks differ between batches
-            return "context_parallel"
-        if batch.weights is not None:
-            return "weights"
-        if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
-            return "watched"
+        reason = _unsupported(batch)
+        if self._rounds or self.off is not None:
+            if reason is not None:
+                return reason
+        elif not self._all_capture(reason):
+            return reason or "other_ranks"
         if self.off is not None:
             return "capture_error"
         if self._fingerprint is not None and (change := self._fingerprint.change()) is not None:
@@ -162,6 +156,8 @@ class GraphedStep:
                 self._forget("torch's autocast, dtype or precision changed")
             if self.off is not None or not self._capture(example):
                 return "capture_error"
+        if reason is not None:
+            return reason
         bucket, misfit = choose(self.buckets, batch)
         if bucket is None:
             assert misfit is not None
@@ -171,6 +167,18 @@ class GraphedStep:
         if not self._graphs[bucket].inputs.matches(batch):
             return "extras"
         return "pending_backward" if self._shared.turn.pending else self._graphs[bucket]
+
+    def _all_capture(self, reason: str | None) -> bool:
+        """Return whether all ranks capture in this call: each can, and at least one has a batch to replay."""
+        if group_size(None) == 1:
+            return reason is None
+        self._calls += 1
+        if self._calls & (self._calls - 1):
+            return False  # ranks vote only in calls 1, 2, 4, 8, ..., because a vote waits for the device
+        device = next(self._subject.module.parameters()).device
+        vote = 2 if reason is None else int(reason in ("weights", "shared_prefixes"))
+        votes = [found for (found,) in gather_ints([vote], group=None, device=device)]
+        return min(votes) > 0 and max(votes) == 2
 
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
@@ -203,7 +211,8 @@ class GraphedStep:
             for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
                 self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
-                prove(subject, step, example)
+                for layout in layouts_to_prove(step.inputs.bucket):
+                    prove(subject, step, example, layout)
         except Exception as error:  # ``_give_up`` warns of it, or raises it with ``require``
             give_back()  # counters, lists and metrics, which have seen dummy batches
             return as_capture_error(error)
@@ -257,6 +266,19 @@ class GraphedStep:
             return self.wrapped(batch, *rest)
 
 
+def _unsupported(batch: Any) -> str | None:
+    """Return why no graph can replay a batch, whatever its sizes, or None."""
+    if not isinstance(batch, THDBatch):
+        return "batch_type"
+    if isinstance(batch, SharedBatch):  # the number of gathered keys differs between batches
+        return "shared_prefixes"
+    if isinstance(batch, THDShard):  # the sizes of exchanges between ranks differ between batches
+        return "context_parallel"
+    if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
+        return "watched"
+    return None if batch.weights is None else "weights"
+
+
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
@@ -298,11 +320,8 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
 _LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, autocast or TF32; for FP8; for random numbers
 
 
-def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
-    """Raise if, in a part-filled bucket, a captured step differs from the eager one by more than rounding."""
-    layout = small_layout(step.inputs.bucket)
-    if layout is None:
-        return
+def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout) -> None:
+    """Raise if a captured step differs from the eager one, on a batch of a layout, by more than rounding."""
     batch = step.inputs.dummy(layout)
     batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # unlike the zeros of the bucket's tail
     use = RandomUse()
@@ -329,8 +348,8 @@ def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
                 )
 
 
-def small_layout(bucket: Bucket) -> Layout | None:
-    """Return a layout of one or two sequences that fill part of a bucket; None if none fits."""
+def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
+    """Yield a layout that leaves tokens to a bucket's dummy sequences, and one that leaves them empty."""
     most = min(bucket.max_seqlen // 2, bucket.slots // 4)
     unit = math.gcd(bucket.slots, 128)
     unit = unit if unit <= most else 1
@@ -339,8 +358,10 @@ def small_layout(bucket: Bucket) -> Layout | None:
     for count, length in ((2, longest), (1, longest), (2, most), (1, most)):
         layout = Layout(count * length, count, length)
         if length and layout.slots < bucket.slots and bucket.misfit(layout) is None:
-            return layout
-    return None
+            yield layout
+            break
+    if (count := -(-bucket.slots // bucket.max_seqlen)) < bucket.sequences:
+        yield Layout(bucket.slots, count, bucket.max_seqlen)
 
 
 def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None:
@@ -357,7 +378,7 @@ def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None
             )
         now, before = replayed.detach().double(), eager.detach().double()
         error = float((now - before).norm() / before.norm().clamp_min(1e-30)) if before.numel() else 0.0
-        if math.isfinite(error) and error > bound:
+        if not error <= bound and bool(before.isfinite().all()):  # the error is NaN if the replay's value is
             raise CaptureError(
                 f"{name}: the value from a graph, whose batch is padded with dummy sequences, differs from "
                 f"the eager value by {error:.1e}. It depends on the number of slots or sequences, or on the "

@@ -32,26 +32,14 @@ def lengths_loss(model: nn.Module, batch: THDBatch) -> Tensor:
     return causal_lm_loss(model, batch) / len(batch)
 
 
-def nothing_loss(model: nn.Module, batch: THDBatch) -> None:
-    return None
-
-
-def detached_loss(model: nn.Module, batch: THDBatch) -> Tensor:
-    return causal_lm_loss(model, batch).detach()
-
-
-def number_loss(model: nn.Module, batch: THDBatch) -> Any:
-    return {"loss": causal_lm_loss(model, batch), "slots": len(batch.input_ids)}
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (item_loss, r"test_refusals.py:\d+ in item_loss: .item\(\) reads a value back"),
         (lengths_loss, r"test_refusals.py:\d+ in lengths_loss: the step reads batch.lengths"),
-        (nothing_loss, r"returned None"),
-        (detached_loss, r"no output of the step requires a gradient"),
-        (number_loss, r"returned a int beside its tensors"),
+        (lambda m, b: None, r"returned None"),
+        (lambda m, b: causal_lm_loss(m, b).detach(), r"no output of the step requires a gradient"),
+        (lambda m, b: {"loss": causal_lm_loss(m, b), "slots": 3}, r"returned a int beside its tensors"),
     ],
 )
 def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
@@ -120,10 +108,7 @@ class Extra(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "in place",
-            r"the step changes Extra.total. A replay would not change Python state again, and would",
-        ),
+        ("in place", r"the step changes Extra.total. A replay would not change Python state again, and"),
         ("rebound", r"the step changes Extra.total"),
         ("kept", r"the step changes Extra.last"),
         ("counted", r"the step changes Extra.calls"),
