@@ -23,9 +23,8 @@ Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
 
-# The number of slots on one rank must be a multiple of these numbers. Transformer Engine (main, 2026) and
-# torch 2.13 check this for the rows of an input, before sequence parallelism gathers them, and for the inner
-# dimension of a weight gradient. Their rules for feature dimensions concern only the model's sizes.
+# The multiples of slots on one rank, before sequence parallelism gathers them. Transformer Engine (main,
+# 2026) and torch 2.13 check them for a layer's input rows and for the product that gives a weight's gradient.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
     "tensorwise": 16,  # CanonicalizeGemmInput, for delayed and current scaling; torch._scaled_mm for torchao
     "blockwise": 128,  # one scale for 128 slots: Float8BlockQuantizer.is_quantizable

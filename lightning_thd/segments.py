@@ -5,8 +5,8 @@ Legend: T slots in a row (Tq of queries, Tkv of keys), M = max_segments. Ids cou
 Every slot gets an order number. A query sees a key of its id if the query's number is at least the key's.
 So a query sees some key if its number is at least the lowest number of the id's keys. A key is seen if its
 number is at most the highest number of the id's queries. One minimum and one maximum per id replace the T x T
-mask. Ids may be in any order, in several runs, with padding between them, among the queries or keys only, or
-cut for context parallelism (striped, dual-chunk, contiguous).
+mask. An id may have several runs of slots. Ids may be in any order, with padding between them, among the
+queries or keys only, or cut for context parallelism (striped, dual-chunk, contiguous).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def seqlens_offsets(
             objects, they are processed once.
         pos_q: positions inside the segments, in the shape of ``ids_q``; not used with "padding".
         pos_kv: the same for keys.
-        mask: "causal" lets a query see the keys of its id up to its position; "causal_bottom_right" counts
-            positions from the end of their run; "padding" lets a query see all keys of its id.
+        mask: "causal" lets a query see the keys of its id up to its position; "causal_bottom_right" does
+            too, but counts positions from the end of each run; "padding" lets it see all keys of its id.
         max_segments: the highest id M, known on the host.
 
     Returns:
@@ -95,7 +95,7 @@ def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
 
 
 def _run_lengths(ids: Tensor) -> Tensor:
-    """Return the length of every slot's run of equal ids; int32."""
+    """Return the length of the run of equal ids that each slot is in; int32."""
     run = torch.cumsum(_run_starts(ids), -1, dtype=torch.int64).sub_(1)
     counts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(-1, run, torch.ones((), dtype=torch.int32, device=ids.device).expand(ids.shape))
@@ -142,7 +142,6 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
 def _check_side(
     ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the ids and positions of queries or keys, and return them as tensors."""
     ids = int_tensor(ids, f"ids_{side}")
     pos = None if pos is None else int_tensor(pos, f"pos_{side}")
     if ids.dtype not in (torch.int32, torch.int64):

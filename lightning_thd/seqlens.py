@@ -194,7 +194,6 @@ def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
 
 
 def _row(values: Any, name: str) -> Tensor:
-    """Return one row of integers as a tensor."""
     tensor = int_tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
@@ -204,7 +203,6 @@ def _row(values: Any, name: str) -> Tensor:
 
 
 def _count(count: Any, name: str) -> int:
-    """Return a checked number of slots or sequences."""
     return whole_number(count, name, most=INT32_MAX, advice="Pass the number that the host knows.")
 
 
@@ -229,7 +227,6 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
 
 
 def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
-    """Raise for offsets that do not start at 0, that decrease, or that do not end at the total."""
     if host[0] != 0:
         raise ValueError(f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0].")
     falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -247,7 +244,6 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
 
 
 def _check_lengths(host: npt.NDArray[np.integer]) -> None:
-    """Raise for negative lengths, and for a sum above the int32 range."""
     if host.size and host.min() < 0:
         i = int(host.argmin())
         raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Fix the lengths.")
@@ -259,7 +255,6 @@ def _check_lengths(host: npt.NDArray[np.integer]) -> None:
 
 
 def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> None:
-    """Raise for positions that do not count up from 0, and for more than ``num_sequences`` sequences."""
     starts = host == 0
     bad = ~starts
     bad[1:] &= host[1:] != host[:-1] + 1

@@ -234,7 +234,7 @@ class SeqStats:
         for row in rows:
             if len(row) > 1:
                 lengths += np.diff(row).tolist()
-            else:  # this row is one sequence; offsets of a single row stand for all rows of ``shape``
+            else:  # one sequence fills the row; with a single row of offsets, one fills each row of ``shape``
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
         slots_of_offsets = sum(max(row, default=0) for row in padded)
@@ -401,7 +401,6 @@ def _edge_squares(patches: IntArray, edge: int) -> IntArray:
 
 
 def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
-    """Return the offsets of one or several rows as lists of host integers."""
     if cu_seqlens is None:
         return []
     offsets = host_ints(cu_seqlens, name, ndim=None)
@@ -443,5 +442,4 @@ def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, in
 
 
 def _short(row: list[int]) -> str:
-    """Format at most eight numbers, for messages."""
     return f"{row[:8]}..." if len(row) > 8 else f"{row}"

@@ -216,7 +216,7 @@ def enter(
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
-    # Name the args, unless the first is a batch: a training loop may run its whole step in the model's call.
+    # Name positional arguments. If the first is a batch, the call runs a whole training step: keep them.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
@@ -310,7 +310,6 @@ def _report_pack(model: Any, pack: Pack, caller: Caller) -> None:
 
 
 def _other_attention(model: Any, attention: str | None) -> str:
-    """Return why a model cannot run packs if its language model has another attention."""
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
         "with which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
@@ -331,7 +330,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Refuse layers that "thd" cannot make correct; check until a model passes, when compiling always."""
+    """Refuse layers that "thd" cannot correct. A model that passed is checked again only if compiling."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     else:
@@ -432,7 +431,6 @@ def _watched(
 
 
 def _parameter_names(model_class: Any) -> tuple[str, ...]:
-    """Return the names of the positional arguments of a model's forward, in order."""
     parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]
     known = itertools.takewhile(lambda x: x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters)
     return tuple(parameter.name for parameter in known)
@@ -456,7 +454,7 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
 
     The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
     thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
-    pack's boundaries are inputs of the graph. Layers that break the graph need this wrapper to run in Python.
+    pack's boundaries are inputs of the graph. Around layers that break the graph, the wrapper is not traced.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

@@ -18,7 +18,7 @@ from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _PLAIN_MASK: Final = (None, None, False)  # (window, chunk, all shown) of no mask or of one to refuse
-_UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
+_UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
 _INERT: Final = frozenset(
@@ -215,7 +215,6 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Refuse keys that are not slots of the pack, because no boundary assigns them to a sequence."""
     raise ValueError(
         f"{type(module).__name__} attends from {query.shape[2]} slots of a pack to {key.shape[2]} keys, so "
         "it adds keys of its own. Use padded rows with attn_implementation='eager'."
@@ -283,7 +282,7 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
 
 
 def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
-    """Return the pack's boundaries; without a pack, or on other rows if not causal, rows are sequences."""
+    """Return the pack's boundaries; for rows without a pack or beside it, one sequence per row."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:

@@ -128,7 +128,7 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
     """Return the boundaries of sequences as keyword arguments that transformers passes to the kernels."""
     module = sys.modules.get(layer.__module__)
-    kimi = getattr(module, "chunk_kimi_delta_attention", None)  # its layers pass on the rule's own keywords
+    kimi = getattr(module, "chunk_kimi_delta_attention", None)  # its layers use the kernel's keywords
     name = "cu_seq_lens_q" if kimi is None else "cu_seqlens"
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, name: pack.cu_seqlens_q}
     rule = kimi or getattr(module, "torch_chunk_gated_delta_rule", None)

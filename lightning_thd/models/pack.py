@@ -72,7 +72,7 @@ class Pack:
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
-        self._sequences: Tensor | None = None  # ``[S, 0]`` without a trailing pad, if known
+        self._sequences: Tensor | None = None  # ``[S, 0]``, S without the trailing pad; None if unknown
         self.cache: dict[Any, Any] = {}
 
     @classmethod

@@ -160,7 +160,6 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
 
 
 def _padding_id(model: Any) -> int:
-    """Return the padding id for rows that are made from a pack: the model's padding id, or -1 without one."""
     pad = model.config.get_text_config().pad_token_id
     return -1 if pad is None else int(pad)
 

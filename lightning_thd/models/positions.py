@@ -117,7 +117,7 @@ def adopt_row_scales(model_class: type) -> None:
 
 
 class _CacheOfOffsets:
-    """Stands in for an empty cache: slot + length, ``[T]``, is the position of a slot inside its sequence."""
+    """An empty cache whose ``lengths`` ``[T]``, added to slot numbers, give positions inside sequences."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths

@@ -114,7 +114,7 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 
 # ---- Stock attention
 
-# In slots. Longer sequences make the probe slow on a CPU, so it lowers limits from _REACH on to _LOW.
+# In slots. Longer sequences make the probe slow on a CPU, so it lowers limits of _REACH or more to _LOW.
 _REACH, _LOW = 1024, 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}

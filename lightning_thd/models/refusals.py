@@ -183,7 +183,6 @@ def note_construction(model: Any) -> None:
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:
-    """Return the named values of a config and of the configs inside it."""
     found: list[Any] = [getattr(config, name, None) for name in names]
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return found + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]

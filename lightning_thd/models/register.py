@@ -1,6 +1,6 @@
 """The name ``"thd"`` -> entries in transformers' tables of attention functions and masks.
 
-If transformers is too old, or its internals have changed, its import works and only "thd" raises an error.
+If transformers is too old, or its internals have changed, it can be imported, but models with "thd" raise.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _refusal(what: str) -> Callable[..., Any]:
 
 
 def _register(table: str, install: Callable[[ModuleType], Callable[..., Any]], module: ModuleType) -> None:
-    """Register "thd" in a table of a module; a problem raises an error in calls of models, not in imports."""
+    """Register "thd" in a table of ``module``; after a problem, calls of models with "thd" raise an error."""
     entries = getattr(module, table, None)
     if entries is None:
         return  # transformers has no such table and refuses the name

@@ -37,8 +37,6 @@ def adopt_tower(model_class: Any) -> None:
 
 
 def _also_for_thd(asked: Any) -> Any:
-    """Wrap transformers' test for flash attention, so that it is true for "thd" too."""
-
     @functools.wraps(asked)
     def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
         if config is not None and config._attn_implementation == "thd":
