@@ -129,7 +129,6 @@ def check_packing(
 
 
 def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
-    """Return the report of a probe; if it is not ok, search for the first wrong module too."""
     report = probe.report(tolerance)
     return report if report.ok else probe.report(tolerance, module=probe.culprit(report))
 
@@ -194,7 +193,6 @@ class _Probe:
         return logits
 
     def _measure(self) -> None:
-        """Measure the leak of every changed sequence, and compare every sequence with its own pack."""
         with torch.set_grad_enabled(self.grad), self._inputs_watched():
             whole = self.logits(self.batch)
             inputs = self.inputs

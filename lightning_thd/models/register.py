@@ -45,7 +45,6 @@ def _installed() -> str:
 
 
 def _refusal(what: str) -> Callable[..., Any]:
-    """Return an attention or mask function that raises an error with the reason why "thd" is unavailable."""
     message = (
         f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
         f"release from {'.'.join(map(str, OLDEST))} to 5.23, or a newer lightning_thd."

@@ -177,7 +177,6 @@ def _gather(padded: Inputs, rows: _Rows) -> Inputs:
 def _run(
     recurrence: Recurrence, padded: Inputs, rows: _Rows, entering: Tensor | None, outputs: list[Tensor]
 ) -> Tensor:
-    """Run stretches, append their outputs to ``outputs`` and return their final states."""
     out, state = recurrence.run(_gather(padded, rows), entering)
     outputs.append(out.flatten(0, 1))
     return state
