@@ -125,12 +125,12 @@ def _attend_first(
         images = _Boundaries(given[0], given[0], given[2], given[2])
         return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
     bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+    if not causal and pack is not None and query.shape[0] == 1 and query.shape[2] == pack.slots:
+        pack.cache["sees_later"] = type(module).__name__  # causal_lm_loss refuses such a layer
     if pack is None or kind is None or query.shape[0] != 1:
         if bounds.keys is not None:
             key, value = key.index_select(2, bounds.keys), value.index_select(2, bounds.keys)
         return _attend_unbound(query, key, value, bounds, options, s_aux)
-    if not causal:
-        pack.cache["sees_later"] = type(module).__name__  # causal_lm_loss refuses such a layer
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
     pack.cache[kind] = bound, getattr(module, "config", None)  # keeps alive the config, whose id is in kind
@@ -171,7 +171,7 @@ def _boundaries(
     else:
         bounds = _announced_boundaries(module, query, key, causal=causal)
     if not causal:
-        bounds = _without_padding(module, bounds)
+        bounds = _without_padding(module, query, bounds)
     return bounds if chunk is None else _in_chunks(module, bounds, chunk, query.shape[0] * query.shape[2])
 
 
@@ -243,10 +243,12 @@ def _given_boundaries(
     )
 
 
-def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
+def _without_padding(module: nn.Module, query: Tensor, bounds: _Boundaries) -> _Boundaries:
     """Make the padding inside each sequence a sequence of its own, for layers that are not causal."""
     pack = current_pack()
     if pack is None or pack.cu_seqlens_real is None or bounds.cu_seqlens_q.shape != pack.cu_seqlens_q.shape:
+        return bounds
+    if query.shape[0] != 1 or query.shape[2] != pack.slots:  # other rows, beside the pack
         return bounds
     pack.refuse_shard(module, "lets tokens see later tokens, and context parallelism pads sequences")
     return bounds._replace(cu_seqlens_q=pack.token_bounds, cu_seqlens_k=pack.token_bounds)

@@ -52,6 +52,11 @@ def loss(batch: THDBatch = BATCH, **how: Any) -> Any:
     return causal_lm_loss(build("Llama"), batch, **how)
 
 
+@torch.no_grad()
+def compiled(model: nn.Module) -> Any:
+    return causal_lm_loss(torch.compile(model, backend="eager"), BATCH)  # type: ignore[arg-type]
+
+
 def whole(**changes: Any) -> Any:
     """The loss of a model whose forward is called with other arguments."""
     model = build("Llama")
@@ -107,6 +112,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: causal_lm_loss(nn.Linear(2, 2), BATCH), "got a Linear, wanted a Hugging Face causal"),
     (lambda: causal_lm_loss(bert(BertForMaskedLM), BATCH), "of BertForMaskedLM attends to later tokens"),
     (lambda: causal_lm_loss(bert(BertLMHeadModel), BATCH), "later tokens.*Set is_decoder=True"),
+    (lambda: compiled(bert(BertLMHeadModel)), "of BertLMHeadModel attends to later tokens"),
     (lambda: loss(BATCH.replace(targets=BATCH.targets + VOCAB)), f"wanted 0 to {VOCAB - 1}"),
     (lambda: causal_lm_logprobs(build("Llama"), BATCH, temperature=0.0), "temperature=0"),
     (lambda: whole(return_dict=False), "returned a tuple without logits.*return_dict"),
