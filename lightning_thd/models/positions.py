@@ -100,8 +100,11 @@ def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
 
 
 def _starts_at_zero(pack: Pack) -> Tensor:
-    """Count the slots of every sequence from 0; int64 ``[T]``."""
-    starts = pack.cu_seqlens_q[:-1].long().index_select(0, pack.seq_idx[0].long())
+    """Count the tokens of every sequence from 0; int64 ``[T]``."""
+    first = pack.cu_seqlens_q[:-1].long()
+    if pack.prefixes is not None:  # the first tokens of a sequence may be in other slots
+        first = first - (pack.cu_seqlens_k.diff() - pack.cu_seqlens_q.diff())
+    starts = first.index_select(0, pack.seq_idx[0].long())
     return torch.arange(pack.slots, device=starts.device) - starts
 
 

@@ -109,7 +109,6 @@ def refuse_early_release(model_type: str, installed: str) -> None:
 
 
 def _refuse_layer(found: _Found) -> None:
-    """Refuse a state, a convolution, a cut DoRA layer, trigrams, and a position table that cannot restart."""
     module, kind = found.module, type(found.module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
@@ -249,7 +248,6 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
-    """Refuse images for a model with M-RoPE if the pack's positions are those of plain text."""
     has_rope_index = any(hasattr(x, "get_rope_index") for x in (model, getattr(model, "model", None)))
     if has_rope_index and position_ids is not None and position_ids.ndim != 3:
         raise ValueError(
@@ -295,6 +293,8 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             "and compute the loss of every sequence from batch.unpack()."
         )
     labels = kwargs.get("labels")
+    if labels is not None and "ForSequenceClassification" not in type(model).__name__:
+        pack.refuse_prefixes(model, "its own loss would count the slots of a prefix only once")
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs
     # Older classes, such as those of BERT and GPT-2, have "LMHead" in their names.
@@ -319,7 +319,6 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
 
 
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
-    """Refuse labels that are next tokens already, as ``batch.targets`` are; the model shifts them again."""
     rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
     if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
         return  # the values are on a device, or traced

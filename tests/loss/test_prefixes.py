@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from benchmarks.families import build as build_tiny
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
@@ -103,6 +104,13 @@ def llama() -> nn.Module:
     return build("llama", "thd").double()
 
 
+def test_scales_of_queries_count_the_tokens_of_a_prefix() -> None:
+    scales = {"floor_scale": 4, "no_rope_layers": [0, 1], "attention_chunk_size": 99}
+    model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", scales).double()
+    plain, shared = (THDBatch.collate(tree(3), share_prefixes=share, pad_to=99) for share in (False, True))
+    torch.testing.assert_close(causal_lm_loss(model, shared), causal_lm_loss(model, plain))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
     samples = tree(seed)
@@ -118,6 +126,8 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
         assert torch.allclose(found, wanted, rtol=0, atol=1e-7)
     sums = [sequence_sums(causal_lm_logprobs(llama, batch).logp, batch) for batch in (shared, plain)]
     assert torch.allclose(*sums, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="its own loss would count the slots of a prefix only once"):
+        llama(**shared.hf_kwargs(), labels=shared.input_ids[None])
     rows = [batch.unpack(llama(**batch.hf_kwargs()).logits) for batch in (shared, plain)]
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*rows, strict=True))
     slots, targets, weights = shared.predictions
