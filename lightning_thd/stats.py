@@ -226,10 +226,8 @@ class SeqStats:
             ``([0, 3, 8, 8, -1])`` has lengths 3 and 5; ``([0], shape=(1, 8))`` has one sequence of length 8.
         """
         padded = _offset_rows(cu_seqlens, "cu_seqlens")
-        rows = [
-            _trim(row, argmin)
-            for row in (_offset_rows(cu_seqlens_unpadded, "cu_seqlens_unpadded") or padded or [[]])
-        ]
+        unpadded = _offset_rows(cu_seqlens_unpadded, "cu_seqlens_unpadded")
+        rows = [_trim(row, argmin) for row in (unpadded or padded or [[]])]
         lengths: list[int] = []
         for row in rows:
             if len(row) > 1:
@@ -237,7 +235,7 @@ class SeqStats:
             else:  # one sequence fills the row; with a single row of offsets, one fills each row of ``shape``
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
-        slots_of_offsets = sum(max(row, default=0) for row in padded)
+        slots_of_offsets = sum(max(row, default=0) for row in (padded if unpadded else rows))
         slots_of_shape = 0 if shape is None else math.prod(_dense_shape(shape, []))
         return cls.from_lengths(
             lengths,
@@ -315,7 +313,7 @@ def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) 
         # sum over j = 1 .. seen of (length - j x size + 1), the number of queries that see j blocks or more
         return sums(seen * (lengths + 1) - window.size * (seen * (seen + 1) // 2))
     if isinstance(window, Chunk):
-        size = window.size
+        size = min(window.size, int(lengths.max(initial=0)) + 1)  # the square of a larger one may overflow
         whole, rest = lengths // size, lengths % size
         return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
     advice = "Leave out windows that do not end."
@@ -431,7 +429,6 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
 
 
 def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
-    """Return the rows and row length of a batch without usable offsets; raise if they are not given."""
     if shape is None:
         raise ValueError(
             f"cu_seqlens {_short(row)} describes no sequence. Pass shape=(rows, row length) of the tokens."
