@@ -34,7 +34,8 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), _untouched(kept), _seeded(names, seed):
         _initialise(module, names, seed)
-    left = [name for name, tensor in filled.items() if _is_unset(tensor)]
+    held = {id(tensor) for *_, tensor in _held(module)}  # an initialiser may replace a buffer
+    left = [name for name, tensor in filled.items() if id(tensor) in held and _is_unset(tensor)]
     if left:
         raise ValueError(
             f"{type(module).__name__} holds {left[:4]} on the meta device, and the modules that own them "
@@ -80,8 +81,10 @@ def _unset(dtype: torch.dtype) -> float | int:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    if tensor.dtype == torch.bool or not tensor.numel():
+    if not tensor.numel():
         return False
+    if tensor.dtype == torch.bool:  # no value can mark it, but every write in place raises its version
+        return tensor._version == 0
     mark = _unset(tensor.dtype)
     return bool((tensor.isnan() if mark != mark else tensor == mark).any())
 
@@ -290,7 +293,6 @@ def _read(module: nn.Module, unread: _Unread) -> None:
 
 
 def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
-    """Raise if tensors that were read do not fit the model, and warn if the folder lacks some."""
     wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
     if wrong:
         raise ValueError(

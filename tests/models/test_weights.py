@@ -127,10 +127,17 @@ def test_what_nobody_gives_values_is_named() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
             self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
+            self.register_buffer("mask", torch.ones(2, 2, dtype=torch.bool).tril())
+
+    class Replaced(Gate):
+        def reset_parameters(self) -> None:
+            self.scale, self.steps = nn.Parameter(torch.ones(3)), torch.ones(1, dtype=torch.long)
+            self.mask = torch.ones(2, 2, dtype=torch.bool).tril()
 
     with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(2, 2), Gate())
-    with pytest.raises(ValueError, match=r"Sequential holds \['1.scale', '1.steps'\] on the meta device"):
+        module = nn.Sequential(nn.Linear(2, 2), Gate(), Replaced())
+    message = r"Sequential holds \['1.scale', '1.steps', '1.mask'\] on the meta device"
+    with pytest.raises(ValueError, match=message):
         draw_weights(module, CPU, seed=1)
 
 
