@@ -370,7 +370,11 @@ def guard(model_class: Any) -> None:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope: Scope | None = getattr(STATE, "scope", None)
         if scope is not None and scope.module is self:  # the hooks have announced this call
-            return forward(self, *args, **kwargs)
+            try:
+                return forward(self, *args, **kwargs)
+            except (KeyboardInterrupt, SystemExit):  # after these torch does not call ``leave``
+                STATE.scope = scope.outer
+                raise
         if self.config._attn_implementation == NAME and getattr(self, "_thd_installed", False):
             return _call_announced(self, functools.partial(forward, self), args, kwargs)
         if _mentions_thd(self.config):
@@ -460,9 +464,9 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
         return checkpoint
 
     def checkpoint_with_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        scope = current_scope()
-        if scope is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return checkpoint(function, *args, **kwargs)
+        scope = current_scope() or Scope(None, None)  # without a pack, so that no recomputation misses one
 
         def run(*inputs: Any, **named: Any) -> Any:
             with scoped(scope):

@@ -308,9 +308,8 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     if outer is not None:
         if outer.module is not None:
             return known
-        assert known is not None
         # While a batch is announced, another model may be called on other rows.
-        if tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots):
+        if known and (tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots)):
             return known
     return pack_from_positions(kwargs.get("position_ids"))
 
@@ -360,14 +359,15 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Build a pack from positions ``[1, T]`` that restart; refuse M-RoPE or several rows that do."""
+    """Build a pack from positions ``[T]`` or ``[1, T]`` that restart; refuse M-RoPE or rows that do."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
+    position_ids = position_ids[None] if position_ids.ndim == 1 else position_ids
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0
     if torch.compiler.is_compiling():
         # A read would break the graph, and a pack that is taken for one sequence would leak: assert instead.
         torch._assert_async(
-            (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
+            (steps[0] >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",
         )
         return None

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,20 +33,24 @@ def test_recomputed_layers_know_their_pack(name: str, use_reentrant: bool) -> No
     model = thd_model(name).train()
     checkpoint(model, use_reentrant=use_reentrant)
     matrix.assert_same(matrix.run_packed(model), matrix.oracle(name)[1], tolerance=1e-5)
+    stock = build(name, "eager").train()  # of the same patched classes, and without a pack
+    checkpoint(stock, use_reentrant=use_reentrant)
+    stock.enable_input_require_grads()  # type: ignore[operator]
+    stock(OTHER[None].long(), use_cache=False).logits.sum().backward()
 
 
 def test_the_scope_ends_with_the_model_also_after_an_error() -> None:
     model = build("stablelm", "thd").eval()
     (batch, _) = matrix.packs()
-    kwargs = batch.hf_kwargs()
+    kwargs, layer = batch.hf_kwargs(), model.get_submodule("model.layers.1")
+    ids = kwargs["input_ids"]
     model(**kwargs)
     assert current_scope() is None
-    with pytest.raises(IndexError):
-        model(**{**kwargs, "input_ids": kwargs["input_ids"] + 1000})
-    assert current_scope() is None
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(**{**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])})
-    assert current_scope() is None
+    stops: Any = [(IndexError, {"input_ids": ids + 1000}), (ValueError, {"attention_mask": ids})]
+    for error, changes in [*stops, (KeyboardInterrupt, {})]:  # torch calls no hook after the last
+        with pytest.raises(error), patch.object(layer, "forward", side_effect=error):
+            model(**{**kwargs, **changes})
+        assert current_scope() is None
 
 
 def test_another_model_called_along_the_way_keeps_its_own_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,10 @@ def test_plain_rows_are_no_pack() -> None:
     assert pack_from_positions(None) is None
     assert pack_from_positions(torch.arange(5).expand(3, -1)) is None
     assert pack_from_positions(torch.tensor([[4]])) is None
-    assert pack_from_positions(torch.arange(5).expand(3, 2, -1)) is None  # M-RoPE
+    assert pack_from_positions(torch.arange(5)) is None
+    image = torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])[:, None]  # M-RoPE
+    compiled: Any = torch.compile(pack_from_positions, fullgraph=True, backend="eager")
+    assert pack_from_positions(image) is compiled(image) is None
 
 
 def test_packs_that_cannot_be_read_off_are_refused() -> None:
