@@ -136,7 +136,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
             f"{type(model).__name__} computes one row per sequence, which needs a base model and whole, "
             "not empty sequences. Train it without context parallelism, CUDA graphs and empty sequences."
         )
-    labels = given.pop("labels", None)
+    labels, as_tuple = given.pop("labels", None), given.pop("return_dict", None) is False
     outputs: list[Any] = []
     with base.register_forward_hook(lambda _, __, output: outputs.append(output)):
         output = forward(model, **given)
@@ -155,8 +155,9 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
             part = forward(model, input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
-    output.logits, output.loss = rows, None if labels is None else _loss(model, rows, labels)
-    return output
+    loss = None if labels is None else _loss(model, rows, labels)
+    output = type(output)(**{**output, "loss": loss, "logits": rows})  # an assigned loss would come last
+    return output.to_tuple() if as_tuple else output
 
 
 def _padding_id(model: Any) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-
 from benchmarks.families import build, samples
 from lightning_thd.models import register_thd
 from tests.models.matrix import relative_error
@@ -58,6 +57,10 @@ def test_rows_loss_and_gradients_are_those_of_the_sequences_alone(family: str) -
     want = alone(stock)
     assert got.logits.shape == (4, 2)
     assert relative_error(got.logits, want) <= 1e-5
+    for return_dict in (False, True):
+        items = ours(**batch.hf_kwargs(), labels=labels, return_dict=return_dict)
+        assert torch.equal(items[0], got.loss)
+        assert torch.equal(items[1], got.logits)
     loss = torch.nn.functional.cross_entropy(want, labels)
     torch.testing.assert_close(got.loss, loss, rtol=1e-5, atol=1e-6)
     got.loss.backward()
