@@ -95,9 +95,7 @@ def test_a_language_model_without_thd_inside_one_with_it_is_refused(way: str, co
     model = families.build(*LLAVA, "eager")
     HALVES[way](model)
     call = called(model, compiled)
-    with pytest.raises(
-        ValueError, match=r"got a pack, and its language model runs attn_implementation='eager'"
-    ):
+    with pytest.raises(ValueError, match=r"its language model runs attn_implementation='eager'"):
         call(**pack().hf_kwargs())
 
 
@@ -116,9 +114,7 @@ def test_a_model_switched_behind_its_back_is_refused_until_it_is_told(way: str, 
     model, batch = build(family, "eager").eval(), small_pack()
     switch(model)
     call = called(model, compiled)
-    with pytest.raises(
-        ValueError, match=r"has a config that says 'thd', but was built with another attention"
-    ):
+    with pytest.raises(ValueError, match=r"config that says 'thd', but was built with another attention"):
         call(**batch.hf_kwargs(), labels=batch.input_ids[None])
     model.set_attn_implementation("thd")  # type: ignore[operator]
     want: Any = build(family, "thd").eval()
@@ -134,9 +130,7 @@ def test_a_language_model_put_into_a_model_that_knows_nothing_of_it(compiled: bo
     model.model.language_model = families.build(*LLAVA, "thd").model.language_model
     model.load_state_dict(stock.state_dict())
     call = called(model, compiled)
-    with pytest.raises(
-        ValueError, match=r"LlavaForConditionalGeneration got labels, and \w+, a model inside it, got a pack"
-    ):
+    with pytest.raises(ValueError, match=r"LlavaForCond\w+ got labels, and \w+, a model inside it, got a"):
         call(**batch.hf_kwargs(), labels=batch.input_ids[None])
     want = [stock(input_ids=ids[None]).logits[0] for ids in samples()]
     for ours, theirs in zip(batch.unpack(call(**batch.hf_kwargs()).logits), want, strict=True):

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-
 from lightning_thd.models import register, register_thd
 from lightning_thd.models.register import after_import
 
