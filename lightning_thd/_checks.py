@@ -1,7 +1,4 @@
-"""A user's argument -> a checked number, array or word, or an error that says what to pass instead.
-
-The checks that several modules share are here. Most take the value first, and then the argument's name.
-"""
+"""A user's argument -> a checked number, array or word, or an error that says what to pass instead."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
-    """Return a tensor of integers (wide unsigned dtypes as int64); make other integers int64 on the CPU."""
+    """Return a tensor of integers, wide unsigned dtypes as int64; lists and arrays as int64 on the CPU."""
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)

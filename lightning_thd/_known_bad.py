@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only such table. ``lightning-thd doctor`` prints what applies; ``models.mixers`` avoids it.
+``lightning-thd doctor`` prints the entries that apply; ``models.mixers`` does not use their kernels.
 """
 
 from __future__ import annotations

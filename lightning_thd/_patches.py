@@ -1,7 +1,7 @@
 """Every place where this package replaces a function of another package, such as torch or transformers.
 
-``patch`` makes the permanent replacements in classes and modules. The code that makes a replacement marked
-"for a while" also undoes it, at the end of a ``with`` block or a run. ``PATCHES`` has a row for each.
+``PATCHES`` has a row for each. ``patch`` makes the permanent ones in classes and modules. Those marked "for a
+while" are undone at the end of a ``with`` block or a run.
 """
 
 from __future__ import annotations

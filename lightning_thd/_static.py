@@ -1,4 +1,4 @@
-"""A context in which a step is recorded for later batches; code inside must not read values of tensors."""
+"""Whether the running code is recorded in a graph, which is then replayed on other batches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-STATIC = threading.local()  # torch.compile traces it, and not a ContextVar
+STATIC = threading.local()  # not a ContextVar, which torch.compile cannot trace
 
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Mark a context that must not read tensor values, because its recorded step replays on other batches."""
+    """Mark a context whose code must not read values of tensors, because its recording is replayed."""
     before, STATIC.on = shapes_are_static(), True
     try:
         yield

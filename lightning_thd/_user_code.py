@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Files whose paths start with these are not the user's.
 _NOT_THE_USERS = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),

@@ -1,4 +1,4 @@
-"""The worker processes of loaders: their end if the process that reads was killed, and their seeds."""
+"""Worker processes of loaders: they exit if their parent was killed, and draw seeds of their own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def begin_worker(worker: int) -> None:
-    """Let a worker exit although its queue is unread, if its parent was killed (a ``worker_init_fn``).
+    """Let a worker exit if its parent was killed (a ``worker_init_fn``).
 
-    A worker of torch notices that its parent was killed, but would wait forever until its queue is read.
+    torch's worker notices that, but before it exits, it waits forever for a reader of its queue.
     """
-    # Finalizers run in descending priority: users' (above 0), this one, then the queue's, which waits (-5).
+    # Finalizers run in descending priority: users' (above 0), this one (-1), the queue's, which waits (-5).
     parent = os.getppid()
     util.Finalize(None, lambda: os.getppid() == parent or os._exit(1), exitpriority=-1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each; a fork loses a tokenizer's threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive a fork
 
 
 def own_generator(number: int = 0) -> torch.Generator:
-    """Return a generator from which a DataLoader draws the seed of its workers; ``number`` is of an epoch."""
-    # With the global generator, first weights and dropout would depend on workers, validation and resuming.
+    """Return a generator for the seeds of a DataLoader's workers; ``number`` is the epoch's."""
+    # A seed drawn from the global generator would change the weights and the dropout drawn after it.
     return torch.Generator().manual_seed((torch.initial_seed() + number) % 2**63)

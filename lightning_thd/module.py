@@ -41,7 +41,7 @@ def adamw(
 
 def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
     """Return a step's share of the peak rate: a linear rise, then half a cosine down to ``final``."""
-    # This function keeps no state: a schedule that stores its length would rise again in a longer run.
+    # Stateless: a schedule that restored its number of steps would be wrong in a resumed run with more steps.
     warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -137,7 +137,7 @@ class CausalLMModule(L.LightningModule):
         self._compile = compile
         self.router_balance: RouterBalance = router_balance
         self._losses: list[tuple[Tensor, float]] = []
-        self._accumulated: Tensor | float = 0.0  # the mean loss of a step's batches so far
+        self._accumulated: Tensor | float = 0.0  # sum of a step's batch losses, each divided by their number
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
@@ -159,7 +159,7 @@ class CausalLMModule(L.LightningModule):
             self._compile = "off"  # Lightning calls this hook once for fit and once more for test
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
-        """Return the microbatch's loss; log it here unless batches accumulate (``on_train_batch_end``)."""
+        """Return the microbatch's loss; log it, unless batches accumulate: see ``on_train_batch_end``."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         if getattr(self._trainer, "accumulate_grad_batches", 1) == 1:
             self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)

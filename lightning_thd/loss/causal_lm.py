@@ -1,8 +1,6 @@
 """A model and a ``THDBatch`` -> the batch's share of the step's loss, or log-probabilities, without logits.
 
-T slots in a pack, S sequences, N tokens of all sequences (if they share prefixes), V vocabulary. The module
-``head_call`` calls the model with its head replaced, records the model's operations on its logits (Granite's
-division, Cohere's factor, Gemma's cap), and says when the full logits are computed after all.
+T slots in a pack, S sequences, N tokens of all sequences (if they share prefixes), V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# (targets, number of earlier head calls) -> targets, ignored if their factor is 0, and the factors
+# (targets, number of earlier head calls) -> the targets, those of factor 0 ignored, and the factors
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # DeepSeek-V3 (arXiv:2412.19437, section 4.2) starts with 0.3 for predictions beyond the next token.
 _MTP_WEIGHT = 0.3
@@ -162,7 +160,7 @@ def _loss(
         return torch.cat([found, _token_stats(args, batch)]) if stats else found
 
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
-    if routers is not None and routers.seen is not None:  # not in an evaluation, which may run inside a step
+    if routers is not None and routers.seen is not None:  # an evaluation inside a step must not reset it
         call.choices = routers.seen
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last call counts, if the model was called twice
@@ -318,7 +316,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return operands, targets and an upper bound of loss tokens; for shared prefixes, one row a target."""
+    """Return operands and targets by slot, or by row of shared prefixes, and a bound of loss tokens."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:

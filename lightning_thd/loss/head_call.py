@@ -224,7 +224,7 @@ class HeadCall:
         return self._finish(job.model_forward(*args, **kwargs))
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states ``[1, T, H]`` into lazy logits; real ones without a loss or if ``job.whole``."""
+        """Return lazy logits of hidden states ``[1, T, H]``; real ones outside a loss or if ``job.whole``."""
         if torch.compiler.is_dynamo_compiling():
             outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
@@ -370,7 +370,7 @@ def _warn_of_labels() -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
-    """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
+    """Call a function that torch.compile must not trace."""
     return function(argument)
 
 

@@ -1,8 +1,7 @@
 """Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
 
-T slots, R rows (selected tokens), H hidden size, V vocabulary. One autograd.Function computes all three, so
-that they can be differentiated together or one by one. Besides its inputs, the forward pass keeps lse and
-entropy, 8 bytes per token in fp32, and a bool per token and tile if it rounds on a CPU. The backward pass
+T slots, R rows (selected tokens), H hidden size, V vocabulary. Besides its inputs, the forward pass keeps lse
+and entropy, 8 bytes per token in fp32, and a bool per token and tile if it rounds on a CPU. The backward pass
 computes the logits again. In total that is 8THV operations; ``linear_nll`` takes 6THV for one scalar.
 """
 
@@ -75,7 +74,8 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for no cap.
         logit_scale: factor before the cap.
-        ignore_index: the target that does not count. Unless shapes are static, 5 % or more of it are skipped.
+        ignore_index: target of tokens that do not count. If 5 % or more of the tokens have it, they are not
+            computed, unless shapes are static.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, at most one backward.

@@ -209,7 +209,7 @@ def _check_targets(targets: Tensor, hidden: Tensor) -> None:
 
 
 def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: int, vocabulary: int) -> None:
-    """Refuse targets outside the vocabulary: an error on the CPU (not if static), else a device assert."""
+    """Refuse targets outside the vocabulary: on a CPU, unless shapes are static; elsewhere by an assert."""
     if targets.is_meta:
         return
     right = targets == targets.clamp(0, vocabulary - 1)

@@ -102,7 +102,7 @@ class Routers:
         return loss
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return the sequence of each slot, or S; of shared prefixes, each token's sequence and slot."""
+        """Return each slot's sequence, S for padding; of shared prefixes, each token's sequence and slot."""
         batch = self.batch
         if isinstance(batch, SharedBatch):
             return batch.token_sequences(), batch.prefixes.token_slots

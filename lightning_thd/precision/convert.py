@@ -257,7 +257,7 @@ def product_reason(child: nn.Module) -> str:
 
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse a model that has Transformer Engine layers already, or sharded weights if the recipe is its."""
+    """Refuse layers of Transformer Engine in the model, and sharded weights with a recipe of that engine."""
     layers = [
         name
         for name, child in module.named_modules()

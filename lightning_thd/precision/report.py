@@ -23,9 +23,8 @@ class FP8Report:
     recipe: str | None  # None if this package has not converted the model
     engine: str | None  # likewise
     converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (inputs, outputs)
-    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same of linear layers in bf16
-    # name -> why it stays in bf16, for linear layers and for products outside of linear layers
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same of other linear layers
+    reasons: Mapping[str, str] = field(default_factory=dict)  # name -> why it is not in FP8, also of experts
     share: float = 0.0  # FP8's share of the training FLOPs of projections, MLPs and experts
 
     def __str__(self) -> str:
@@ -69,7 +68,7 @@ def fp8_report(model: nn.Module) -> FP8Report:
 
 
 def fp8_share(model: nn.Module, work: Work = "training") -> float:
-    """Return the share of the linear FLOPs, which leave out logits, that run in low precision."""
+    """Return which share of the linear FLOPs, without those of logits, runs in low precision."""
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0

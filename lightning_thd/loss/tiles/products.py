@@ -76,7 +76,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute ``a @ b`` with oneDNN; None if it cannot, is not faster or may round, or in a dispatch mode."""
+    """Return ``a @ b`` by oneDNN; None if it cannot, is not faster, may round, or a dispatch mode is on."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or torch._C._len_torch_dispatch_stack():

@@ -131,7 +131,7 @@ def merge_ranks(
 
 
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
-    # A new group with the id and size of a deleted one skips the check: unequal shards would go unseen.
+    # A new group may get the id of a deleted one and skip this check: unequal shards would go unseen.
     key = (id(group), dist.get_world_size(group))
     if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
         return
