@@ -1,7 +1,4 @@
-"""Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
-
-``lightning-thd doctor`` prints the entries that apply; ``models.mixers`` does not use their kernels.
-"""
+"""Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers."""
 
 from __future__ import annotations
 
