@@ -169,7 +169,8 @@ def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     settings, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
     on_cpu, kept = hidden.device.type == "cpu", settings.compute if settings.native else settings.accumulator
     budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 2048)
-    fitting = max(fewest, budget // (max(1, settings.columns) * kept.itemsize) // 64 * 64)
+    columns = max(1, saved[1].shape[0])  # with padding: ranks of ``tp_group`` must cut the same tiles
+    fitting = max(fewest, budget // (columns * kept.itemsize) // 64 * 64)
     chunk = max(1, min(hidden.shape[0], fitting if settings.chunk == "auto" else settings.chunk))
     head = scoring_head(saved[:3], targets, settings, chunk)
     with without_autocast(hidden.device):
