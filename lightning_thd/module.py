@@ -93,8 +93,7 @@ class CausalLMModule(L.LightningModule):
         warmup_fraction: share of all steps, at least one step, in which the learning rate rises to ``lr``.
         final_lr_fraction: the learning rate after the last step, as a share of ``lr``.
         compile: ``layers`` compiles the model's layers with torch.compile; ``off`` runs eagerly. One compiled
-            graph serves all layers and packs of any size. Compiling it takes some ten seconds on a CPU in the
-            first step; later runs read it from torch's cache on disk.
+            graph serves all layers and packs of any size.
         router_balance: the tokens over which experts are balanced, see ``causal_lm_loss``. Evaluation losses
             do not contain the balancing losses "sequence" and "step".
 
@@ -224,7 +223,9 @@ class CausalLMModule(L.LightningModule):
         self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> list[tuple[int, Tensor]]:
         """Return (dataset index, logits ``[length, V]``) of every sequence."""
-        logits = self._built(**batch.hf_kwargs()).logits
+        inputs = batch.hf_kwargs()
+        inputs.pop("labels", None)  # one per sequence, for classifiers
+        logits = self._built(**inputs).logits
         return list(zip(batch.sequence_ids, batch.unpack(logits), strict=True))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -48,7 +48,7 @@ class Indices(BasePredictionWriter):
 
 def test_writers_of_predictions_get_the_indices_of_each_packs_sequences() -> None:
     writer = Indices("epoch")
-    data = THDDataModule(SAMPLES, capacity=CAPACITY, predict=SAMPLES)
+    data = THDDataModule(SAMPLES, capacity=CAPACITY, predict=[{**x, "label": 1} for x in SAMPLES])
     make_trainer(callbacks=[writer]).predict(CausalLMModule(tiny_llama), data)
     assert sorted(writer.found) == list(range(len(SAMPLES)))
 
