@@ -100,24 +100,21 @@ def replace_layers(
     done: dict[int, nn.Module] = {}
     if recipe.engine == "torchao" and not recipe.emulate:
         _patch_inductor()
-    parents = list(model.named_modules(remove_duplicate=False))
-    for path, parent in parents:
-        for child_name, child in list(parent.named_children()):
-            name = f"{path}.{child_name}" if path else child_name
-            if id(child) in done:  # a layer under two names stays one layer
-                setattr(parent, child_name, done[id(child)])
-                continue
-            reason = _reason(name, child, recipe, keep, convert, min_features)
-            if reason is None and isinstance(child, nn.Linear):
-                replacement = done[id(child)] = _make_linear(child, recipe)
-                replacement.training = child.training
-                hooks = {name: child.__dict__[name] for name in _HOOKS if child.__dict__.get(name)}
-                replacement.__dict__.update(hooks, **{_MARK: recipe})
-                done[id(replacement)] = replacement
-                setattr(parent, child_name, replacement)
-                names.append(name)
-            elif reason:
-                kept[name] = reason
+    for name, child in list(model.named_modules(remove_duplicate=False))[1:]:  # without the model itself
+        path, _, child_name = name.rpartition(".")
+        if id(child) in done:  # a layer under two names stays one layer
+            setattr(model.get_submodule(path), child_name, done[id(child)])
+            continue
+        reason = _reason(name, child, recipe, keep, convert, min_features)
+        if reason is None and isinstance(child, nn.Linear):
+            replacement = done[id(child)] = _make_linear(child, recipe)
+            replacement.training = child.training
+            hooks = {name: child.__dict__[name] for name in _HOOKS if child.__dict__.get(name)}
+            replacement.__dict__.update(hooks, **{_MARK: recipe})
+            setattr(model.get_submodule(path), child_name, replacement)
+            names.append(name)
+        elif reason:
+            kept[name] = reason
     if isinstance(model, nn.Linear):
         kept[""] = "is the model itself, which cannot be replaced in place"
     model.__dict__[_MARK] = recipe

@@ -101,9 +101,9 @@ def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
 
 def test_one_layer_under_two_names_stays_one() -> None:
     first = nn.Linear(32, 32)
-    model = nn.Sequential(first, nn.Sequential(first, nn.Linear(32, 16)))
+    model = nn.Sequential(first, nn.Sequential(first, nn.Linear(32, 16)), first)
     converted = convert_linear(model, engine="torchao", emulate=True)
-    assert model[0] is model[1][0]
+    assert model[0] is model[1][0] is model[2]
     assert is_converted(model[0])
     assert converted.names == ("0", "1.1")
 
