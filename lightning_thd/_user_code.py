@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,10 +14,8 @@ from types import FrameType
 from typing import Any
 
 _NOT_THE_USERS = (
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("platlib"),
-    sysconfig.get_path("stdlib"),
-    str(Path(__file__).parent),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")),
+    f"{Path(__file__).parent}{os.sep}",  # not every path that begins with this package's name
     "<",  # code without a file, such as <frozen importlib>
 )
 _TYPED = ("<ipython", "<stdin", "<string")  # Python's file names for code from a prompt or a notebook
