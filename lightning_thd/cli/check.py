@@ -52,5 +52,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
         text.num_hidden_layers = layers
         if vars(text).get("layer_types"):  # other configs compute it from the number of layers
             text.layer_types = text.layer_types[:layers]
+        if getattr(text, "num_kv_shared_layers", 0):  # the last layers of Gemma use earlier layers' keys
+            text.num_kv_shared_layers = 0
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

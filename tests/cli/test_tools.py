@@ -12,6 +12,7 @@ import pytest
 from lightning_thd.cli import main
 from lightning_thd.flops.peaks import PEAKS
 from lightning_thd.report import read_metrics
+from tests.flops.families import small_config
 
 SIZES = {
     "model_type": "llama", "vocab_size": 260, "hidden_size": 64, "intermediate_size": 128,
@@ -88,8 +89,10 @@ def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said
 def test_a_model_that_keeps_sequences_apart(here: Path, capsys: Said) -> None:
     (here / "config.json").rename(here / "my_config.json")  # a neighbour named config.json is not read
     (here / "config.json").write_text("{}")
-    main(["check", f"{here}/my_config.json", "--layers", "1", "--json"])
-    assert json.loads(capsys.readouterr().out)["ok"] is True
+    small_config("gemma4_text").save_pretrained(here / "gemma")  # its last layers use keys of others
+    for model, layers in (("my_config.json", "1"), ("gemma", "2")):
+        main(["check", f"{here}/{model}", "--layers", layers, "--json"])
+        assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:

@@ -188,11 +188,10 @@ def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None
     planner = PrefixPlanner(np.full(20, 51), 64, ids=rows.__getitem__, global_batch=Packs(1))
     assert "shared prefixes" in str(plan_for(planner).problem())
     rows[:10] = [np.full(51, i + 9, "<i4").tobytes() for i in range(10)]  # these share nothing
-    rows[10:] = [np.array([1] * 9 + [i], "<i4").tobytes() for i in range(10)]  # these share, and fit
-    lengths = np.array([51] * 10 + [10] * 10)
-    planner = PrefixPlanner(lengths, 64, ids=rows.__getitem__, global_batch=Packs(1))
+    rows[10:] = [np.array([1] * 9 + [i], "<i4").tobytes() for i in range(5)]  # one pack, which would fit
+    planner = PrefixPlanner([51] * 10 + [10] * 5, 64, ids=rows.__getitem__, global_batch=Packs(1))
     (*_, found) = plan_for(planner, given=[99]).choices
-    assert 0 < found.coverage < 1
+    assert found.coverage == pytest.approx(10 / 11)
 
 
 @pytest.mark.parametrize("batch", [Packs(4), Sequences(40)])
