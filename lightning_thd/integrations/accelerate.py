@@ -120,7 +120,7 @@ def prepare_thd(
         log_every_n_steps=log_every_n_steps,
     )
     accelerator.register_for_checkpointing(loader, loop)
-    accelerator.register_save_state_pre_hook(lambda *_: loop._meter.pause())  # the next step resumes
+    accelerator.register_save_state_pre_hook(lambda *_: loop._meter.pause())  # the next step resumes it
     if scheduler is not None:
         accelerator.register_for_checkpointing(scheduler)
     return loop

@@ -1,7 +1,4 @@
-"""An evaluation set of a Trainer -> its packs, their mean loss, and one padded row per sequence for metrics.
-
-Legend: S sequences, N tokens of the longest sequence.
-"""
+"""A Trainer's evaluation set -> its packs, their mean loss, and one padded row per sequence for metrics."""
 
 from __future__ import annotations
 
@@ -171,7 +168,7 @@ class Rows:
             self._rows.append((number, _on_host(kept), _on_host(labels[None]), inputs))
 
     def gather(self) -> tuple[Any, Any, Any]:
-        """Return predictions, labels and inputs ``[S, N, ...]`` of all ranks as arrays, padded with -100."""
+        """Return predictions, labels and inputs ``[sequences, most tokens, ...]``, padded with -100."""
         everyone: list[Any] = [self._rows]
         if dist.is_initialized():
             everyone *= dist.get_world_size()

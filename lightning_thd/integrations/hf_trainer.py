@@ -211,7 +211,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._count_packs(logs)
         source = None if self._packs is None else self._packs.loader.source
         if source is not None and (length := source.length(0)) is not None:
-            # Trainer's own epoch counts only the packs since it resumed.
+            # Trainer's own epoch counts only the packs since a resume.
             self.state.epoch = self.state.global_step * source.per_step / length
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
@@ -243,7 +243,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer would count packs. Newer ones multiply by the share of steps that train() ran: divide first.
+        # Trainer would count packs. Newer Trainers multiply this number by (steps run now) / max_steps.
         samples = self._sum_over_ranks(self._trained_sequences)
         before = getattr(self, "_initial_global_step", None)
         if before is not None:

@@ -174,7 +174,7 @@ class PackedLoop:
         self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
         self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity
-        loader.report_run()  # A step that was fetched but not run is the first after a resume.
+        loader.report_run()  # from now on, a step that was fetched but not run comes first after a resume
 
     def backward(self, step: THDStep) -> Tensor:
         """Run every microbatch of a step forward and backward, with gradients synchronised only in the last.
@@ -400,7 +400,7 @@ def mean_loss(
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
     """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # reduction="sequences" raises: batches get no sequence_scale. Without loss tokens the mean is NaN, not 0.
+    # A loss with reduction="sequences" raises an error here, because batches get no sequence_scale.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:
@@ -409,7 +409,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # Compute the batch's mean, to which a balancing loss, also a mean, is added; see ``rows`` below.
+            # Scale the loss to a mean over the batch, as a balancing loss is one; ``rows`` weights it again.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             losses.append(loss_fn(model, cut(scaled)).detach())
             counts.append((weight, batch.loss_tokens))

@@ -61,7 +61,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
                 os.rename(place, folder)
             except BaseException as err:
                 built_elsewhere = isinstance(err, OSError) and folder.is_dir()
-                # A retry after a ValueError or TypeError would fail in the same way.
+                # Nothing is kept after a ValueError or TypeError, because a retry would fail in the same way.
                 if not resume or built_elsewhere or isinstance(err, ValueError | TypeError):
                     shutil.rmtree(place, ignore_errors=True)
                 if built_elsewhere:
@@ -91,7 +91,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
         place = str(err.filename or "")
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
-            raise  # the error is not about the cache; if it is about a source file, it names that file
+            raise  # the error is not about the cache
         raise CacheError(
             err.errno,
             f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a writable folder with space.",
@@ -145,7 +145,6 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 def _mark(path: Path) -> list[int | str]:
-    """Return the size of a file and a hash of its beginning and end."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:

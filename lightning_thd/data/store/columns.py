@@ -42,7 +42,7 @@ class ColumnRows(Dataset[dict[str, Any]]):
 
 
 def _value(cell: Any) -> Any:
-    """Return a cell of Arrow; a null inside a list becomes NaN, which is not a valid id."""
+    """Return the value of a cell; a null inside a list becomes NaN, which is not a valid id."""
     if not hasattr(cell, "values"):
         return cell.as_py()
     return np.empty(0, np.int64) if cell.values is None else cell.values.to_numpy(zero_copy_only=False)
@@ -61,7 +61,7 @@ def arrow_table(dataset: object) -> Any:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether a dataset inherits ``[i]`` from a class of the package ``datasets``."""
+    """Return whether a dataset's ``__getitem__`` is that of a class of the package ``datasets``."""
     base = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
     return base.__module__.partition(".")[0] == "datasets"
 
@@ -94,7 +94,7 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
 
 
 def is_label(table: Any, name: str) -> bool:
-    """Return whether a column labels whole sequences: it has one number per row, or is a list ``label``."""
+    """Return whether a column labels whole sequences, by numbers, or by lists if it is named ``label``."""
     if name not in ("label", "labels") or name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types
@@ -164,7 +164,7 @@ def _facts(table: Any, name: str, is_wrong: Callable[[NDArray[Any]], NDArray[np.
             bad, learned = is_wrong(array), array != IGNORE_INDEX
             if values.null_count:
                 bad |= np.asarray(values.is_null())
-            learned[begins] = False  # a first label is never a target
+            learned[begins] = False  # the first token of a row is not a target
             targets[rows] = np.add.reduceat(learned, begins, dtype=np.int64)
             wrong[rows] = np.logical_or.reduceat(bad, begins)
             most[rows] = np.maximum.reduceat(array, begins)

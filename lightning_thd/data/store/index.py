@@ -101,18 +101,18 @@ class SequenceIndex:
 
     lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
     loss_tokens: NDArray[np.integer]  # tokens that have a target, ints ``[N]``; the first label never counts
-    # Sorted rows that are known to carry images, videos or other inputs beside tokens.
+    # Indices of rows that are known to carry images, videos or other inputs beside tokens; sorted.
     media: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # The summed token weights of each sequence, and its own weight; fp64 ``[N]``, empty without weights.
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     # The largest token id, and the row it is in; [-1, 0] if unknown.
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
-    # Sorted rows that were skipped; their length is 0.
+    # Indices of rows that were skipped; sorted. Their length is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # Patches and pixels of images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text, or if unknown.
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
-    # Whether sizes were measured from the images, so that each row read can be compared with them.
+    # Whether ``sizes`` come from the images themselves; if so, every row that is read is compared with them.
     sizes_measured: bool = True
     checked: bool = True  # every row was checked when it was counted, so batches do not check it again
 
@@ -184,7 +184,7 @@ class SequenceIndex:
             raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Return float64 ``[2, S]``: each span's loss-token weight, and its part of the sequence weight."""
+        """Return float64 ``[2, S]``: weight of a span's loss tokens, and its share of the sequence weight."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
@@ -211,7 +211,6 @@ class SequenceIndex:
 
 
 def _changed_error(i: int, what: str, found: object, counted: object) -> ValueError:
-    """Return the error for a sequence that changed after it was counted."""
     return ValueError(
         f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` or "
         "`loss_tokens`, or rows that change. If data changed under the same fingerprint, delete the cache."
@@ -286,7 +285,7 @@ def build_index(
         rows = without_pixels(dataset) if extras_cost is None else dataset
         read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
         counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
-    # Counting checked every row, unless a dataset (no mapped store) gave lengths or Arrow has other columns.
+    # Counting checks every row, except if the dataset gave lengths, or Arrow has columns other than these.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
         plain = {"input_ids", "labels", "attention_mask"}

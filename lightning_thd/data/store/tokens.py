@@ -46,14 +46,13 @@ class Rows(NamedTuple):
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     """Sequences of token ids laid end to end.
 
-    It is a dataset for ``THDDataModule``: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
-    ``lengths`` and, if given or saved, ``loss_tokens`` are known without reading a token.
+    ``store[i]`` is ``{"input_ids": ids[, "labels": ids][, "label": number]}``, as ``THDDataModule`` takes it.
 
     Args:
         tokens: ids ``[N]``, any unsigned or signed integer dtype.
         offsets: int64 ``[n + 1]``, from 0 to N.
         labels: int ids ``[N]``, unshifted, -100 where ignored; None if the tokens are the labels.
-        loss_tokens: ints ``[n]``; None counts them when they are needed.
+        loss_tokens: the number in each sequence, ints ``[n]``; None counts them when they are needed.
         largest: the largest id and the sequence it is in, ints ``[2]``; None finds it when it is needed.
         label: a number for each whole sequence ``[n]``, which classifiers learn; None for other models.
     """
@@ -202,7 +201,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save pieces as files and join all; ``parts(k)`` gives those after the k of a killed process."""
+    """Save parts as files, and join them; ``parts(k)`` gives those after the k that an earlier run saved."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}
@@ -236,7 +235,6 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int |
 
 
 def _part_of(rows: Rows) -> dict[str, Any]:
-    """Return the arrays of a part: those of the store, and the skipped records as JSON."""
     values: dict[str, Any] = {
         "tokens": _narrowed(rows.tokens),
         "lengths": rows.lengths,
@@ -293,7 +291,7 @@ def _narrow(largest: int) -> np.dtype[Any]:
 
 
 def _narrowed(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return ids in the smallest unsigned dtype of 16 bits or more; raise if one is out of range."""
+    """Return ids as uint16, or as uint32 if an id needs it; raise if one is out of range."""
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
     if low < 0 or high > MOST_ID:
         raise ValueError(f"Token ids start at 0, got {low} to {high}. Ids run to {MOST_ID}.")
@@ -316,7 +314,7 @@ def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
 
 
 def _flat(values: Any, name: str) -> NDArray[np.integer]:
-    """Return values as a one-dimensional integer array; such an array or memory map is not copied."""
+    """Return values as a one-dimensional integer array, without a copy if they are one."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
         return host_ints(values, name)
     return values
@@ -329,7 +327,7 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
     """
     learned = labels != _IGNORE
     ends = np.cumsum(lengths)
-    learned[(ends - lengths)[lengths > 0]] = False  # the first label is never a target
+    learned[(ends - lengths)[lengths > 0]] = False
     counted = np.zeros(len(lengths), np.int64)
     if len(labels):
         counted[lengths > 0] = np.add.reduceat(learned, (ends - lengths)[lengths > 0], dtype=np.int64)

@@ -80,8 +80,9 @@ class Intake:
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, all shards read
-        self.marks: dict[int, list[Mark]] = {}  # by shard, for shards that save states: the states, in order
+        # ``[N, ranks]``: whether a rank has read its part of a source to the end.
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
+        self.marks: dict[int, list[Mark]] = {}  # shard -> its saved states, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
         self._readers: dict[int, Reader] = {}  # the reader of each source

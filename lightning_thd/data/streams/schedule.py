@@ -24,9 +24,8 @@ from lightning_thd.packing.planner import Tail
 POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
 Pending = dict[int, dict[int, list[int]]]  # shard -> row -> the passes from which this record is still unused
-# Plans of at least this many sequences fill packs first, and then deal them to ranks. For 8,192 sequences of
-# 512 ranks, that takes 6 ms, and a search for packs of equal work 0.4 s. For 65,536 sequences of 4,096 ranks,
-# it is 20 ms and 12 s.
+# Plans of at least this many sequences fill packs first, and then deal them to ranks. For 65,536 sequences of
+# 4,096 ranks, this takes 20 ms, while a search for packs of equal work takes 12 s.
 _MANY = 8192
 # Such plans round lengths up to this many distinct lengths, each of which costs best fit one iteration. For
 # 65,536 sequences that takes 3 ms in place of 16, and makes 0.05 % more packs.
@@ -168,8 +167,8 @@ class Ledger:
 
     cursors: IntArray  # int64 ``[K]``, row after the last that was taken from each shard in this pass
     rounds: IntArray  # int64 ``[N]``, number of the present pass over each source
-    drawn: IntArray  # int64 ``[N]``, sequences planned of each source since a source last ran dry
-    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry; the others finish this pass
+    drawn: IntArray  # int64 ``[N]``, sequences planned of each source since ``out`` last changed
+    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry under dry="rest", until the pass ends
     pool: Table = field(default_factory=lambda: np.empty(0, POOL))  # sequences that no step has taken
     planned: deque[PlannedStep] = field(default_factory=deque)  # planned steps that are not made, in order
     number: int = 0  # number of this pass over the stream

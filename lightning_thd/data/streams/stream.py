@@ -82,7 +82,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """One stream, or several that take turns, so that each has its share after any number of steps."""
+    """One stream, or several that take turns by their shares."""
 
     streams: Mapping[str, Stream]  # name in the mixture -> stream; a single stream has the name ""
     weights: Mapping[str, float]  # name -> share of the sequences, in any unit
@@ -195,7 +195,7 @@ class StreamedSteps:
         elif not self._pass_open:
             while self._ahead.pending:  # calls that returned None, because the pass had ended
                 self._ahead.next_result()
-            self.engine.open_pass()  # starts workers, in this thread
+            self.engine.open_pass()
         self._work_ahead()
         try:
             step: RankStep | None = self._ahead.next_result()
@@ -267,7 +267,6 @@ class StreamedSteps:
 
 
 def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
-    """Return the settings of a stream; refuse those that ranks or a stream cannot follow."""
     if job.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
