@@ -139,7 +139,8 @@ def open_set(
     name: str, source: Source, opener: Opener, *, empty: Empty, extras_cost: ExtrasCost | None = None
 ) -> DataSet:
     """Open a source and count its sequences."""
-    opened = opener.open(source)
+    opened, one_each = opener.open(source), opener.packed != "off"
+    key = None if opened.key is None else {**opened.key, "one_each": one_each}
     index = build_index(
         opened.dataset,
         empty=empty,
@@ -147,16 +148,16 @@ def open_set(
         max_errors=opener.max_errors,
         num_workers=opener.num_workers,
         progress=len(opened.dataset) > _BAR_FROM and opener.progress,
-        key=opened.key,
+        key=key,
         cache_dir=opener.cache_dir,
-        one_each=opener.packed != "off",
+        one_each=one_each,
         extras_cost=extras_cost,
     )
     return DataSet(
         name=name,
         dataset=opened.dataset,
         index=index,
-        key=None if opened.key is None or extras_cost is not None else {**opened.key, "empty": empty},
+        key=None if key is None or extras_cost is not None else {**key, "empty": empty},
         schedule=opened.schedule,
     )
 

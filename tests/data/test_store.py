@@ -88,6 +88,7 @@ LABELLED = WITHOUT._replace(label=np.array([0, 1]))
         (lambda: TokenStore(TOKENS, OFFSETS, np.zeros(2, int)), "labels of shape"),
         (lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])), "offsets must run from 0 to 3 and never fall"),
         (lambda: TokenStore(TOKENS, np.array([0, 2])), "offsets must run from 0 to 3"),
+        (lambda: TokenStore(TOKENS, OFFSETS, np.array([5, -1, 7])).save("x"), "The store has the label -1"),
         (lambda: TokenStore.from_rows([[-1]]), "Token ids start at 0, got -1"),
         (lambda: TokenStore.from_rows([[2**31]]), "Ids run to 2147483647"),
     ],
@@ -171,13 +172,42 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
     store = TokenStore.from_rows([[1, 2]])
+    (tmp_path / "s").mkdir()
+    mode = (tmp_path / "s").stat().st_mode
     store.save(tmp_path / "s")
+    assert (tmp_path / "s").stat().st_mode == mode  # others may read it too
+    with pytest.raises(ValueError, match="holds other files, which would be deleted. Name a new folder"):
+        store.save(tmp_path)
     np.save(tmp_path / "s" / "tokens.npy", np.array([object()]), allow_pickle=True)
     with pytest.raises(ValueError, match="cannot be read"):
         TokenStore.open(tmp_path / "s")
     (tmp_path / "s" / "meta.json").unlink()
     with pytest.raises(ValueError, match="has no data files"):
         open_source(tmp_path / "s")
+
+
+def test_a_fingerprint_is_of_the_whole_content(tmp_path: Path) -> None:
+    found = set()
+    for row in (299_000, 301_000):
+        lengths = np.full(600_000, 4)
+        lengths[row] = 3
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        TokenStore(np.zeros(offsets[-1], np.uint16), offsets).save(tmp_path / "s")
+        found.add(TokenStore.open(tmp_path / "s").fingerprint)
+    assert len(found) == 2
+
+
+class Named(list[dict[str, Any]]):
+    fingerprint = "x"
+
+
+@pytest.mark.filterwarnings("ignore:1 bad rows are left out")
+def test_counts_that_skip_rows_of_two_sequences_are_not_those_of_packed_off(tmp_path: Path) -> None:
+    rows = Named([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "position_ids": [0, 0]}])
+    for packed, wanted in (("auto", [2, 0]), ("off", [2, 2])):
+        data = THDDataModule(rows, capacity=4, packed=packed, on_error="skip", cache_dir=tmp_path)
+        data.setup("fit")
+        assert data._sets["train"].index.lengths.tolist() == wanted
 
 
 @pytest.mark.parametrize("workers", [0, 1])

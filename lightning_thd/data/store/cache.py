@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from filelock import FileLock
@@ -55,7 +55,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
             if resume:
                 place.mkdir(exist_ok=True)  # it may hold the files of an attempt that was killed or failed
             else:
-                place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+                place = _fresh(folder)
             try:
                 build(place)
                 os.rename(place, folder)
@@ -68,6 +68,13 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
                     return False
                 raise
             return True
+
+
+def _fresh(folder: Path) -> Path:
+    # Not with mkdtemp(), which makes folders that only this user can open.
+    place = folder.parent / f".{folder.name}.{uuid4().hex}"
+    place.mkdir()
+    return place
 
 
 @contextmanager
@@ -100,15 +107,18 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 def seal(folder: Path, *, version: int) -> None:
     """Write the size and hashed ends of each .npy file, by which ``open_arrays`` detects most damage."""
-    files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
-    (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
+    paths = sorted(folder.glob("*.npy"))
+    files, content = {path.stem: _mark(path) for path in paths}, [content_of(path) for path in paths]
+    (folder / "meta.json").write_text(json.dumps({"version": version, "files": files, "content": content}))
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
     """Write arrays to a new folder, and replace ``folder`` with it when all are written."""
     folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} holds other files, which would be deleted. Name a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    partial = _fresh(folder)
     try:
         _write(partial, arrays, version)
         shutil.rmtree(folder, ignore_errors=True)
@@ -197,10 +207,7 @@ def cached_arrays(
 
 
 def content_of(path: Path) -> str:
-    """Return a hexadecimal hash of a file; above 64 MiB, of 64 samples of 1 MiB and of its change time.
-
-    Programs cannot set the change time (ctime) of a file, so a file that was changed has another hash.
-    """
+    """Return a hexadecimal hash of a file; above 64 MiB, of 64 samples of 1 MiB and of its change time."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -211,5 +218,5 @@ def content_of(path: Path) -> str:
         for k in range(_SAMPLES):
             file.seek((size - _BLOCK_BYTES) * k // (_SAMPLES - 1))
             digest.update(file.read(_BLOCK_BYTES))
-    digest.update(str(path.stat().st_ctime_ns).encode())
+    digest.update(str(path.stat().st_ctime_ns).encode())  # programs cannot set ctime, as they can mtime
     return digest.hexdigest()

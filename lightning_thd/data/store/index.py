@@ -166,7 +166,7 @@ class SequenceIndex:
         if not _is_truncated(start, continued):
             sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
         if np.ndim(sample.get("weights", 1)):
-            weights = np.asarray(sample["weights"])
+            weights = sample["weights"]
             sample["weights"] = weights[start:stop]
             if continued:
                 sample["next_weight"] = float(weights[stop])
@@ -200,7 +200,7 @@ class SequenceIndex:
             elif not self.loss_tokens[i]:
                 of_span[k] = 0.0
             else:
-                sample, targets = dataset[i], slice(start + 1, stop + continued)
+                sample, targets = with_label(dataset[i], f"Sequence {i}"), slice(start + 1, stop + continued)
                 counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
                 weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
                 of_span[k] = weights[targets][counts].sum(dtype=np.float64)
@@ -301,11 +301,10 @@ def build_index(
 
 
 def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
-    """Refuse a dataset whose first sequences have labels that are already shifted."""
-    good = [i for i in range(min(len(dataset), _SHIFT_ROWS + len(index.bad))) if i not in index.bad]
+    good = np.setdiff1d(np.arange(min(len(dataset), _SHIFT_ROWS + len(index.bad))), index.bad)
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        for i in good[:_SHIFT_ROWS]:
+        for i in good[:_SHIFT_ROWS].tolist():
             sample = counted_row(dataset, i)
             if "labels" not in sample or is_scalar(sample["labels"]):
                 return
@@ -315,7 +314,6 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
 
 
 def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:
-    """Warn of the bad rows that are left out; raise if all rows are bad, or more than ``max_errors``."""
     if not len(index.bad):
         return
     first = " | ".join(_fault_of(dataset, int(i)) for i in index.bad[:3])
@@ -366,8 +364,6 @@ def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[A
 
 
 class _CountedRows(TorchDataset[tuple[float, ...]]):
-    """Counts rows: ``[i]`` gives the numbers of a row that :func:`read_rows` collects."""
-
     def __init__(
         self, dataset: MapDataset, on_error: OnError, one_each: bool, extras_cost: ExtrasCost | None
     ) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import host_ints
-from lightning_thd.batch.samples import MOST_ID, refuse_wrapped
+from lightning_thd.batch.samples import MOST_ID, check_sample, refuse_wrapped
 from lightning_thd.data.store.cache import build_once, cached_folder, open_arrays, reopen, save_arrays, seal
 
 _VERSION = 3
@@ -72,14 +72,13 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
         labels = None if labels is None else _flat(labels, "labels")
         loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
-        total = len(offsets) - 1
-        # A memory map was checked when it was written, and may be larger than memory.
-        self.trusted = isinstance(offsets, np.memmap)
+        total, self.trusted = len(offsets) - 1, False
+        mapped = isinstance(offsets, np.memmap)  # it may be larger than memory
         if (
             total < 0
             or offsets[0] != 0
             or offsets[-1] != len(tokens)
-            or (not self.trusted and (np.diff(offsets) < 0).any())
+            or (not mapped and (np.diff(offsets) < 0).any())
         ):
             raise ValueError(f"TokenStore: offsets must run from 0 to {len(tokens)} and never fall.")
         wanted_of = {"labels": len(tokens), "loss_tokens": total, "label": total}
@@ -88,7 +87,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 raise ValueError(
                     f"TokenStore got {name} of shape {np.shape(values)}; wanted {wanted} numbers."
                 )
-        if labels is not None and not self.trusted:
+        if labels is not None and not mapped:
             refuse_wrapped(labels, "TokenStore")
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
         self._loss_tokens, self._largest, self.label = loss_tokens, largest, label
@@ -148,7 +147,9 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return sample
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder``, which appears only when it is complete."""
+        """Write ``folder``, which appears only when it is complete; refuse ids and labels out of range."""
+        rows = {"input_ids": self.tokens, "labels": self.labels}
+        check_sample({name: row for name, row in rows.items() if row is not None}, "The store", empty=True)
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
@@ -164,8 +165,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     @classmethod
     def _from_arrays(cls, folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> TokenStore:
         store = cls(**arrays)
-        store._folder = Path(folder)
-        # meta.json holds the size and hashed ends of each file, so that its hash stands for the content.
+        store._folder, store.trusted = Path(folder), True  # the ids were checked before they were written
+        # meta.json holds a hash of the content of each file.
         store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
         return store
 
@@ -259,7 +260,6 @@ def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
 
 
 def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
-    """Join the parts of a store into its arrays; return the number of sequences."""
     found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
     largest, sequences = (-1, 0), 0
     for path in paths:
@@ -305,7 +305,6 @@ def _listed(folder: Path) -> list[Skipped]:
 
 
 def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
-    """Raise ValueError with the first skipped records if there are more than ``max_errors``."""
     if max_errors is not None and len(skipped) > max_errors:
         first = " | ".join(f"{entry.place}: {entry.reason}" for entry in skipped[:3])
         raise ValueError(
@@ -314,7 +313,6 @@ def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
 
 
 def _flat(values: Any, name: str) -> NDArray[np.integer]:
-    """Return values as a one-dimensional integer array, without a copy if they are one."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
         return host_ints(values, name)
     return values
@@ -335,7 +333,6 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
 
 
 def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
-    """Return the largest id and the sequence it is in; (-1, 0) if there are no tokens."""
     value, at = -1, 0
     for start in range(0, len(tokens), _BLOCK):
         block = tokens[start : start + _BLOCK]
