@@ -107,7 +107,8 @@ class Engine:
         """Return the ledger; the first call after a resume reads the pending sequences of the state again."""
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
-            found = self._intake.read_again(pending_rows(state))
+            ended = np.array(state["ended"], bool) if same and "ended" in state else self._intake.exhausted
+            found = self._intake.read_again(pending_rows(state), ended)
             self.ledger = restored_ledger(
                 state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
             )
@@ -129,12 +130,12 @@ class Engine:
         return np.bincount(sources, weights=weights, minlength=len(self._gave)).astype(np.int64)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the stream for a checkpoint, with saved states of its sources."""
         ledger, marks = self.ledger, self._intake.marks
         if marks:
             pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
             self._intake.drop_marks(pending, ledger.cursors)
-        return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
+        state = {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
+        return {**state, "ended": self._intake.exhausted.tolist()}
 
     def _end_pass(self) -> None:
         """End this pass; in the next, all sources begin again, or with ``dry="stop"`` those that ran dry."""
@@ -178,11 +179,9 @@ class Engine:
             target += settings.window
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
-        """Fill each rank up to ``window`` unplanned sequences, but read at most ``most`` of each source.
-
-        The collective runs even if nothing is left to read, because it also brings the errors of other ranks.
-        """
+        """Fill each rank up to ``window`` unplanned sequences, but read at most ``most`` of each source."""
         settings, ledger, intake = self._settings, self.ledger, self._intake
+        # This collective runs even if nothing is left to read, because it also brings errors of other ranks.
         wanted = wanted_of(window, ledger, settings, intake.exhausted)
         fresh = intake.gather(wanted if most is None else np.minimum(wanted, most))
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
@@ -193,7 +192,6 @@ class Engine:
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
-        """Begin the next pass over a source of a mixture that ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
         if not self._gave[number]:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
@@ -203,7 +201,6 @@ class Engine:
         self._open(number)
 
     def _collated(self, planned: PlannedStep, microbatches: list[list[dict[str, Any]]]) -> THDStep:
-        """Collate the microbatches of this rank, with the loss scale of the whole step."""
         table, rank, m = planned.table, self._wire.rank, planned.microbatches
         loss, sequences, tokens = (
             step_scale(float(table[name].sum()), dp=planned.dp, num_microbatches=m)

@@ -1,12 +1,9 @@
-"""The shards of a stream, and how many sequences to read -> a table of what all ranks read, on every rank.
-
-Here a shard is a file or another part of a stream. If reading fails, the rank sends its error to all ranks,
-so that all stop.
-"""
+"""The shards of a stream, and how many sequences to read -> a table of what all ranks read, on every rank."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +27,9 @@ from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
 
-# If a source of a mixture gave a rank fewer sequences than this in its last pass, the rank reads the next
-# pass without workers, because starting them takes longer than reading.
+# With fewer sequences in the last pass over a mixture's source, starting workers takes longer than reading.
 _WORKERS_FROM = 1000
+_END = -1  # in place of a row, the end of a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +77,9 @@ class Intake:
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        # ``[N, ranks]``: whether a rank has read its part of a source to the end.
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, all shards read
         self.marks: dict[int, list[Mark]] = {}  # shard -> its saved states, in order
+        self._ends: dict[int, Any] = {}  # shard -> its state at the end of this pass
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
         self._readers: dict[int, Reader] = {}  # the reader of each source
@@ -108,7 +105,7 @@ class Intake:
         self._readers[number] = Reader(
             reading,
             self._tallies[number],
-            skips=source.on_error == "skip",
+            source,
             num_workers=0 if few else settings.num_workers,
         )
         self.exhausted[number] = False
@@ -123,9 +120,10 @@ class Intake:
         counts = wanted[:, self._wire.rank].tolist()
         return self._exchange(lambda number, reader: reader.take(counts[number]))
 
-    def read_again(self, pending: Pending) -> Table:
+    def read_again(self, pending: Pending, ended: npt.NDArray[np.bool_]) -> Table:
         """Read the unused sequences of a checkpoint again, on the ranks of their shards; a collective."""
-        return self._exchange(lambda _, reader: reader.read_again(pending))
+        mine = ended[:, self._wire.rank].tolist()
+        return self._exchange(lambda number, reader: reader.read_again(pending, ended=mine[number]))
 
     def fail(self, error: Exception) -> NoReturn:
         """Send an error of this rank in the collective with which the others read on; all ranks raise it."""
@@ -160,15 +158,21 @@ class Intake:
         if failed := [f"Rank {i}: {x.failure}" for i, x in enumerate(reports) if x.failure is not None]:
             raise ValueError(" ".join(failed)) from failure
         for report in reports:
-            for shard, found in report.marks.items():
-                self.marks.setdefault(shard, []).extend(found)
+            for shard, (row, state) in ((i, mark) for i, found in report.marks.items() for mark in found):
+                if row == _END:
+                    self._ends[shard] = state
+                else:
+                    self.marks.setdefault(shard, []).append((row, state))
         self._add_up(reports)
         return _pooled([report.table for report in reports])
 
     def forget(self, number: int) -> None:
-        """Drop the saved states of a source whose pass is over."""
+        """Drop the saved states of a source whose pass is over, except those with which the next begins."""
+        self.exhausted[number] = False
         for shard in range(self._sources[number].first, self._sources[number].stop):
             self.marks.pop(shard, None)
+            if shard in self._ends:
+                self.marks[shard] = [(0, self._ends.pop(shard))]
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
         """Keep, per shard, the last state from which all unused records can be read, and later ones."""
@@ -271,6 +275,8 @@ class Reading(IterableDataset[Read]):
         try:
             for row, record, following in self.shards[number].read(start, mark):
                 yield self._read(number, row, record, following)
+            if (ended := getattr(getattr(self.shards[number], "beginning", None), "ended", None)) is not None:
+                yield Read(shard=number, row=_END, sample=None, mark=(_END, ended))
         except ModuleNotFoundError:
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
@@ -282,8 +288,11 @@ class Reading(IterableDataset[Read]):
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
             sample = self.sampler(record, row)
-        except (ValueError, TypeError) as err:
-            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), mark=mark)
+        except ModuleNotFoundError:
+            raise
+        except Exception as err:  # images, templates and extras_cost raise many types of errors
+            text = str(err) if isinstance(err, ValueError | TypeError) else f"{type(err).__name__}: {err}"
+            return Read(shard=number, row=row, round=self.round, sample=None, bad=text, mark=mark)
         counts = {name: count - before[name] for name, count in self.sampler.counts.items()}
         return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, mark=mark)
 
@@ -311,20 +320,21 @@ class Report:
 class Reader:
     """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
-    def __init__(self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int) -> None:
-        self._reading, self._tally, self._skips = reading, tally, skips
+    def __init__(self, reading: Reading, tally: Tally, source: Source, *, num_workers: int) -> None:
+        self._reading, self._tally, self._skips = reading, tally, source.on_error == "skip"
+        self._most_bad = math.inf if source.max_errors is None else source.max_errors
         self.exhausted, self.taken = False, 0
+        self._kept: list[Read] = []  # read, but not yet asked for
         self.marks: dict[int, list[Mark]] = {}  # saved states since the last exchange
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.mine)):
-            # iter() starts the workers, in the thread that makes this reader.
             own: Any = {"worker_init_fn": begin_worker, "generator": own_generator(reading.round)}
             self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers, **own))
 
     def take(self, count: int) -> list[Read]:
-        """Return up to ``count`` samples; fewer only at the end of the shards."""
-        taken: list[Read] = []
-        while len(taken) < count:
+        """Return up to ``count`` samples; fewer at the end of the shards, or after too many bad records."""
+        taken, self._kept = self._kept[:count], self._kept[count:]
+        while len(taken) < count and self._tally.bad <= self._most_bad:
             try:
                 read = next(self._rows, None)
             except RuntimeError as err:  # a worker died
@@ -347,8 +357,8 @@ class Reader:
         self.taken += len(taken)
         return taken
 
-    def read_again(self, pending: Pending) -> list[Read]:
-        """Read the pending records of this rank's shards again."""
+    def read_again(self, pending: Pending, *, ended: bool) -> list[Read]:
+        """Read the pending records of this rank's shards again; ``ended`` is its former ``exhausted``."""
         found = []
         for number in self._reading.mine:
             rows = pending.get(number)
@@ -364,4 +374,6 @@ class Reader:
             for read in reads:
                 self._tally.counts.update(read.counts)
                 found += [replace(read, round=round_) for round_ in rows[read.row] if read.sample]
+        if ended:  # find out whether records were added since
+            self._kept = self.take(1)
         return found

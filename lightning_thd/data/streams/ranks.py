@@ -1,7 +1,4 @@
-"""Collectives that gather tables from the ranks of a stream, exchange samples, and send steps to peers.
-
-A sequence is sent only if one rank read it and another runs it. The plan gives every rank all message sizes.
-"""
+"""Collectives that gather tables from the ranks of a stream, exchange samples, and send steps to peers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,6 @@ class Sampler:
         return Sample(payload=payload, meta=meta)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
-        """Return the number of patches of a sample, and the sum over frames of squared patch counts."""
         sizes = (
             sizes_of(sample) if self.extras_cost is None else declared(self.extras_cost, record, "the record")
         )
@@ -161,8 +160,10 @@ class Sampler:
         refuse_cut(sample, row, length)
         self.counts["truncated"] += 1
         self.counts["tokens_lost"] += length - self.capacity
-        rows = [key for key in sample if key in PER_TOKEN or (key == "weights" and np.ndim(sample[key]))]
-        return sample | {key: np.asarray(sample[key])[..., : self.capacity] for key in rows}
+        cut = {key: sample[key][..., : self.capacity] for key in sample if key in PER_TOKEN}
+        if np.ndim(sample.get("weights", 1)):
+            cut["weights"] = sample["weights"][: self.capacity]
+        return sample | cut
 
 
 def _is_read(key: str, value: Any) -> bool:

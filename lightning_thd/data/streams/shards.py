@@ -1,7 +1,4 @@
-"""Sources of a stream -> shards: files or parts whose records are numbered, and can be read from any row on.
-
-A source is a path or glob, an ``IterableDataset``, an iterable, or a function that returns an iterator.
-"""
+"""Sources of a stream -> shards: files or parts whose numbered records can be read from any row on."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ from lightning_thd.data.read.records import as_written, parse_line
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
 _MARK_EVERY = 64  # rows between two saved states; to resume at a row, fewer rows than this are read before it
 _COMPARED = 4  # first records of a source without parts, which must be the same on all ranks
-# Operations of a Hugging Face IterableDataset that count rows of all shards. After a split, each shard would
-# count by itself.
+# Operations of a Hugging Face IterableDataset that count rows over all shards; a split would change them.
 _ACROSS = {
     "Skip": "skip()",
     "Take": "take()",
@@ -82,7 +78,6 @@ def file_shard(name: str) -> FileShard:
 
 
 def _batches(file: Any, name: str) -> Iterator[Any]:
-    """Read a Parquet or Arrow file in batches of rows."""
     arrow = require("pyarrow", feature=f"reading {name}")
     if suffix_of(name) == ".parquet":
         parquet = require("pyarrow.parquet", feature=f"reading {name}")
@@ -105,7 +100,6 @@ def _open(name: str) -> Any:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split blocks of bytes into lines."""
     begun: list[bytes] = []  # the parts of a line that spans blocks
     for block in blocks:
         first, *others = block.split(b"\n")
@@ -124,6 +118,7 @@ class Beginning:
 
     def __init__(self, source: Any) -> None:
         self._state: Any = None
+        self.ended: Any = None  # the state after the last whole pass, with which the next pass begins
         self._unfinished = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
@@ -142,9 +137,15 @@ class Beginning:
         self._unfinished = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
-        for row, record in enumerate(source, first + 1):
-            yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
+        for _ in range(1 if state is None or first else 2):  # a state between passes may first end a pass
+            row = first
+            for row, record in enumerate(source, first + 1):
+                yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
+            if row > first:
+                break
         self._unfinished = False
+        with contextlib.suppress(Exception):
+            self.ended = copy.deepcopy(source.state_dict())
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
@@ -226,7 +227,6 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
 
 
 def _counts_across_shards(dataset: Any) -> str | None:
-    """Return the operation of a Hugging Face IterableDataset that counts rows across shards, or None."""
     steps = [getattr(dataset, "_ex_iterable", None)]
     while steps:
         step = steps.pop()

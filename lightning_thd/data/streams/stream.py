@@ -171,7 +171,6 @@ class StreamedSteps:
             yield replace(made, batches=[step] if self.kind == "step" else step.microbatches)
 
     def _next_step(self, at: Position) -> RankStep | None:
-        """Return the next step, made by this rank or received from its peer that reads."""
         if not self._peers.reads:
             step: RankStep | None = self._peers.receive()
             return step
@@ -312,14 +311,13 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
         ),
         collate=settings.collator(job),
         window=max(max(stream.window, stream.shuffle_buffer) for stream in streams.streams.values()),
-        seed=settings.seed,
+        seed=int(settings.seed) % 2**256,  # numpy refuses a negative seed
         num_workers=settings.num_workers,
         timeout_s=max(stream.timeout_s for stream in streams.streams.values()),
     )
 
 
 def _refuse_other_shards(lists: list[list[tuple[str, str | None]]]) -> None:
-    """Raise if ranks list different shards, or if a source that one rank reads for all differs on another."""
     for rank, found in enumerate(lists):
         if [name for name, _ in found] != [name for name, _ in lists[0]]:
             raise ValueError(

@@ -100,6 +100,14 @@ def run(source: Any, *, steps: int | None = None, state: Any = None, epochs: int
     return seen, loader.state_dict()
 
 
+def caught(source: Any, **kwargs: Any) -> str:
+    """Run a loader; return the error that ends it, or the number of its steps."""
+    try:
+        return f"{len(run(source, **kwargs)[0])} steps"
+    except (ValueError, TypeError, RuntimeError) as err:
+        return f"{type(err).__name__}: {err}"
+
+
 def counted(ranks: list[Any]) -> Counter[int]:
     """Count the uses of every sequence over ranks and steps."""
     return Counter(i for seen, *_ in ranks for step in seen for batch in step["ids"] for i in batch)

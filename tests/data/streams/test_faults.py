@@ -20,16 +20,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_thd import THDDataModule
-from tests.data.streams.jobs import counted, describe, module, run, write_shards
+from tests.data.streams.jobs import caught, counted, describe, module, run, write_shards
 from tests.ranks import RankError, run_ranks
-
-
-def caught(folder: str, kwargs: dict[str, Any]) -> str:
-    try:
-        run(f"{folder}/*.jsonl", **kwargs)
-    except (ValueError, RuntimeError) as err:
-        return f"{type(err).__name__}: {err}"
-    return "nothing"
 
 
 def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Path) -> None:
@@ -37,7 +29,7 @@ def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Pat
     lines = (tmp_path / "001.jsonl").read_text().splitlines()
     lines[3], lines[5], lines[7] = "{", '{"input_ids": [1, -4]}', '{"input_ids": []}'
     (tmp_path / "001.jsonl").write_text("\n".join(lines))
-    messages = run_ranks(caught, 2, str(tmp_path), {"n": 6}, timeout_s=60)
+    messages = run_ranks(partial(caught, n=6), 2, f"{tmp_path}/*.jsonl", timeout_s=60)
     for message in messages:
         assert "Rank 1: shard" in message
         assert "001.jsonl, row 3: not JSON" in message
@@ -119,6 +111,19 @@ def test_tails(tmp_path: Path) -> None:
         assert packs or loader.counts["tail_dropped"] == 4
 
 
+def odd(record: Any) -> int:
+    return {3: 1, 4: 2, 6: 1}[len(record["input_ids"])]
+
+
+def test_any_error_of_a_users_function_spoils_one_record() -> None:
+    rows = [{"input_ids": np.arange(n)} for n in (3, 4, 5, 6)]
+    loader = module(lambda: iter(rows), n=3, on_error="skip", extras_cost=odd).train_steps()
+    assert [len(batch) for step in loader for batch in step.microbatches] == [3]
+    assert loader.counts["bad"] == 1
+    with pytest.raises(ValueError, match="row 2: KeyError: 5 To leave"):
+        run(lambda: iter(rows), n=3, extras_cost=odd)
+
+
 def one_row() -> Iterator[Any]:
     return iter([{"input_ids": [1, 2]}])
 
@@ -134,6 +139,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: iter([]), {}, "A pass over the stream gave no step"),
     (lambda: iter([{"input_ids": []}]), {}, "the sequence has no tokens.*empty='drop'"),
     (lambda: iter([image]), {"capacity": 8, "oversize": "truncate"}, "carries pixel_values, so it cannot be"),
+    (lambda: iter(lambda: image, 0), {"capacity": 8, "on_error": "skip", "max_errors": 9}, "10 records.*=9"),
     (long_ones, {"capacity": 8}, "13 tokens but capacity=8. Set oversize="),
     (long_ones, {"oversize": "split"}, "oversize='split' needs every length before the first step"),
     (long_ones, {"vocab_size": 12}, "the token id 12, but the model's vocabulary"),
@@ -184,15 +190,8 @@ def of_part(kind: str, part: int, parts: int) -> Iterator[Any]:
 
 
 def attacked(kinds: list[str]) -> list[str]:
-    found = []
-    for kind in kinds:
-        try:
-            window = 64 if kind.startswith("one shape") else 6
-            seen, *_ = run(partial(of_part, kind), n=8, window=window, timeout_s=20)
-            found.append(f"{len(seen)} steps")
-        except (ValueError, TypeError, RuntimeError) as err:
-            found.append(f"{type(err).__name__}: {err}")
-    return found
+    windows = {kind: 64 if kind.startswith("one shape") else 6 for kind in kinds}
+    return [caught(partial(of_part, k), n=8, window=window, timeout_s=20) for k, window in windows.items()]
 
 
 WANTED = {
@@ -213,12 +212,7 @@ def test_faults_of_one_rank_end_all_of_them_with_its_place() -> None:
 
 
 def unequal(folder: str) -> str:
-    source = f"{folder}/{dist.get_rank()}/*.jsonl"
-    try:
-        run(source, n=4, window=4, timeout_s=10)
-    except (ValueError, RuntimeError) as err:
-        return str(err)
-    return "nothing"
+    return caught(f"{folder}/{dist.get_rank()}/*.jsonl", n=4, window=4, timeout_s=10)
 
 
 def test_ranks_that_list_other_shards(tmp_path: Path) -> None:

@@ -6,19 +6,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy, prepare_thd
+from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy
 from lightning_thd.data.streams import Stream
 from tests.data.streams.jobs import samples_of, write_samples
 from tests.data.support import CAPACITY, make_trainer
+from tests.integrations.support import make_loop, run
 from tests.ranks import run_ranks
 from tests.strategies import jobs
 from tests.strategies.jobs import Job, Layout, family_model, full_parameters, make_optimizer
-from tests.tiny import TinyModule, largest_error, tiny_llama, train_alone
+from tests.tiny import TinyModule, largest_error, train_alone
 
 
 class Seen(TinyModule):
@@ -96,23 +96,18 @@ def job(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     return fit(folder, **kwargs)
 
 
-def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
-    samples = write_samples(tmp_path, 60)
-    runs = run_ranks(job, 2, str(tmp_path), {}, timeout_s=150)
-    wanted, _ = by_hand(samples, grouped(runs))
-    assert len(grouped(runs)) == 10
-    for one in runs:
-        assert largest_error(one["parameters"], wanted) < 1e-12
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [None, False, True])
+def test_ranks_train_as_one_and_those_that_share_a_pack_get_it_from_one_reader(
+    tmp_path: Path, broadcast: bool | None
+) -> None:
     samples = write_samples(tmp_path, 36)
-    options = {"context_parallel_size": 2, "broadcast_data": broadcast}
-    runs = run_ranks(job, 2, str(tmp_path), options, timeout_s=60)
-    assert runs[0]["steps"] == runs[1]["steps"]
-    wanted, _ = by_hand(samples, grouped(runs[:1]))
-    assert largest_error(runs[0]["parameters"], wanted) < 1e-12
+    options = {} if broadcast is None else {"context_parallel_size": 2, "broadcast_data": broadcast}
+    runs = run_ranks(job, 2, str(tmp_path), options, timeout_s=150)
+    readers = runs[:1] if options else runs
+    assert not options or runs[0]["steps"] == runs[1]["steps"]
+    assert len(grouped(readers)) == 6
+    wanted, _ = by_hand(samples, grouped(readers))
+    assert largest_error(runs[-1]["parameters"], wanted) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -198,26 +193,15 @@ def test_peers_get_the_batch_of_one_reader(tmp_path: Path, layout: Layout) -> No
 
 
 def accelerated(folder: str, steps: int, saved: str, resume: bool) -> Any:
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    warnings.simplefilter("ignore")
     data = THDDataModule(Stream(f"{folder}/*.jsonl", window=8), capacity=48, global_batch=Sequences(12))
-    loop = prepare_thd(accelerator, model, data, optimizer, peak=1e9)
+    accelerator, loop = make_loop("accelerate", None, data=data)
     if resume:
         accelerator.load_state(saved)
-    seen = []
-    for step in loop.loader:
-        loop.backward(step)
-        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        seen.append([i for batch in step.microbatches for i in batch.sequence_ids])
-        if len(seen) == steps:
-            break
+    parameters, _, seen = run(loop, steps, iter(loop.loader))
     if not resume:
         accelerator.save_state(saved)
-    inner = getattr(loop.model, "module", loop.model)
-    return {name: p.detach().clone() for name, p in inner.named_parameters()}, seen
+    return parameters, [[i for ids in step for i in ids] for step in seen]
 
 
 def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
@@ -229,8 +213,6 @@ def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
         [i for _, seen in ranks for i in seen[k]] for ranks in (first, rest) for k in range(len(ranks[0][1]))
     ]
     assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(20))
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    wanted, _ = train_alone(model, samples_of(samples, steps), optimizer)
+    wanted, _ = by_hand(samples, steps)
     for parameters, _ in rest:
         assert largest_error(parameters, wanted) < 1e-12
