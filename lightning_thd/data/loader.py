@@ -275,16 +275,17 @@ class THDLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that is trained, the same on every rank."""
-        return self.state_after(self._num_done())
+        at = self.position_after(self._num_done())
+        begins = self._progress is not None and self._progress.begins_epoch()
+        return self.source.state(replace(at, ended=at.ended and not begins))
 
-    def state_after(self, done: int) -> dict[str, Any]:
+    def position_after(self, done: int) -> Position:
         """Return the position after the last whole step of the first ``done`` batches of this iteration."""
         at = self._saved
         for handed, after in self._step_ends:
             if handed <= done:
                 at = after
-        begins = self._progress is not None and self._progress.begins_epoch()
-        return self.source.state(replace(at, ended=at.ended and not begins))
+        return at
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last whole step of ``state``, on any number of ranks and workers."""

@@ -127,7 +127,6 @@ def prepare_thd(
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
-    """Refuse a scheduler that Accelerate would step once per process in every optimizer step."""
     processes = accelerator.num_processes
     steps_once = getattr(scheduler, "split_batches", True) or not getattr(scheduler, "step_with_optimizer", 1)
     if processes > 1 and type(scheduler).__module__.startswith("accelerate.") and not steps_once:

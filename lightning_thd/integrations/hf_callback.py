@@ -106,7 +106,6 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.monitor.finish()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the batch of a call, if ``counts_calls``; this is a forward pre-hook of the model."""
         if self.counts_calls:
             named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
             self.count(module, named)

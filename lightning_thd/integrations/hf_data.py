@@ -16,7 +16,7 @@ from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES
 from lightning_thd.batch.samples import check_attention_mask
-from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.loader import Position, THDLoader
 from lightning_thd.data.read.sources import as_dataset
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.streams import Stream, is_stream
@@ -63,11 +63,13 @@ class WithLabels:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        sample = with_labels(self._dataset[i])
-        if "input_ids" not in sample:
+        row = self._dataset[i]
+        row = row if isinstance(row, Mapping) else {"text": row}
+        if "input_ids" not in row:
             raise ValueError(
-                f"Row {i} of the dataset has the keys {list(self._dataset[i])} and no input_ids. Tokenise it."
+                f"Row {i} of the dataset has the keys {list(row)} and no input_ids. Tokenise it."
             )
+        sample = with_labels(row)
         self._refuse_columns(sample, i)
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
 
@@ -126,6 +128,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; data resume at the checkpoint unless ``ignore_data_skip`` is set."""
+        self._packs = None
         if not resume_from_checkpoint or self.args.ignore_data_skip:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         from transformers.trainer_utils import get_last_checkpoint
@@ -139,24 +142,25 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
             self.args.ignore_data_skip, self._resumed = False, None
 
     def _packs_of(self, loader: THDLoader) -> TrainerPacks:
-        """Return a loader's packs for Trainer, at the position of the checkpoint if it resumes."""
-        self._packs = TrainerPacks(loader, self._begin, lambda: self.state.global_step)
+        packs = TrainerPacks(loader, self._begin, lambda: self.state.global_step)
         if self._resumed is not None:
-            self._packs.load(self._resumed)
-        return self._packs
+            packs.load(self._resumed)
+        if self._packs is None:  # the first is Trainer's own; a callback may ask for another
+            self._packs = packs
+        return packs
 
     def _begin(self) -> None:
         if self._resumed is not None:  # as Trainer does when it has skipped used batches
             self._load_rng_state(self._resumed)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        # Save this before the rest, because Trainer then deletes older checkpoints.
+        if self.args.should_save and self._packs is not None:
+            self._packs.save(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
         if ours := self._resumed is not None:
             self.args.ignore_data_skip = False  # as the user has it, because the arguments are saved
         super()._save_checkpoint(model, trial, *args, **kwargs)
         self.args.ignore_data_skip = ours or self.args.ignore_data_skip
-        if self.args.should_save and self._packs is not None:
-            folder = self._get_output_dir(trial=trial)
-            self._packs.save(f"{folder}/checkpoint-{self.state.global_step}")
 
 
 class TrainerPacks:
@@ -182,16 +186,20 @@ class TrainerPacks:
         for batch in self.loader:
             yield {"batch": batch}
 
+    def position(self) -> Position:
+        """Return the position in the data after the finished steps."""
+        # The loader may have yielded packs of a step that has not ended. So count only finished steps.
+        return self.loader.position_after((self._steps() - self._before) * self.loader.per_step)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch when Trainer calls this, unless the epoch has begun already."""
         self.loader.begin_epoch(epoch)
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
-        # The loader may have yielded packs of a step that has not ended. So count only finished steps.
-        done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
-        torch.save(self.loader.state_after(done), path.with_suffix(".partial"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.loader.source.state(self.position()), path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
 
     def load(self, folder: str | Path) -> None:

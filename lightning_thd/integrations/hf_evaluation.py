@@ -49,7 +49,6 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         return TrainerPacks(cast("THDLoader", data.val_dataloader()))
 
     def _attached(self, *, accumulate: int = 1, **options: Any) -> THDDataModule:
-        """Return a data module of the Trainer's settings, ranks and device."""
         args = self.args
         workers = {
             "num_workers": args.dataloader_num_workers,
@@ -123,7 +122,6 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         )
 
     def _with_callbacks(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:
-        """Yield the packs of a loader, and call Trainer's callbacks after each pack has run."""
         for inputs in dataloader:
             yield cast("THDBatch", inputs["batch"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -127,7 +127,6 @@ def precision_of(args: Any) -> str:
     return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
 
 
-# The methods of a Trainer that packed_trainer replaces.
 REPLACED = (
     "compute_loss",
     "evaluation_loop",

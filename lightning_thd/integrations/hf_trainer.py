@@ -77,8 +77,6 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
 
 class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
-    """Replaces the data, the loss and the token counts of a Trainer by those of packs."""
-
     loss_is_scaled_for_ga = False  # so Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
@@ -192,7 +190,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 self.current_gradient_accumulation_steps = before
         else:
             loss = run(model, inputs)
-        for batch in packs_of(inputs):
+        for batch in step.microbatches if isinstance(step, THDStep) else (step,):
             self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
@@ -209,10 +207,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
-        source = None if self._packs is None else self._packs.loader.source
-        if source is not None and (length := source.length(0)) is not None:
-            # Trainer's own epoch counts only the packs since a resume.
-            self.state.epoch = self.state.global_step * source.per_step / length
+        self._set_epoch()
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume
@@ -223,6 +218,14 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 metrics = {"num_tokens": tokens, **self._token_metrics("train")}
                 self._metrics["train"].update({key: [value] for key, value in metrics.items()})
         super().log(logs, *args, **kwargs)
+
+    def _set_epoch(self) -> None:
+        """Set the epoch of logs and checkpoints; Trainer's own counts only the packs since a resume."""
+        if self._packs is not None:
+            at, source = self._packs.position(), self._packs.loader.source
+            # Without a length, a pass over a stream counts as max_steps steps, as in Trainer.
+            length = source.length(at.epoch) or self.state.max_steps * source.per_step
+            self.state.epoch = at.epoch + at.step * source.per_step / length
 
     def _sum_over_ranks(self, count: int) -> int:
         if self.args.world_size == 1:
@@ -251,6 +254,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return super()._finalize_training(trial, samples, start_time)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._set_epoch()
         with self._paused():
             super()._save_checkpoint(*args, **kwargs)
 
@@ -307,9 +311,3 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 f"global_batch={wanted} with optim={optimizer!r}, which steps in every backward pass: once a "
                 "microbatch here. Use another optimizer, or global_batch=Packs(n)."
             )
-
-
-def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
-    """Return the packs in a batch that the Trainer's loader gave."""
-    batch = inputs["batch"]
-    return batch.microbatches if isinstance(batch, THDStep) else (batch,)

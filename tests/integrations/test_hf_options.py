@@ -172,6 +172,7 @@ ROWS = Dataset.from_list([{"input_ids": [5, 6]}])
         (DatasetDict(train=ROWS, test=ROWS), r"keys \['train', 'test'\] is not a dataset"),
         ({"input_ids": [[5, 6]]}, r"A dict with the keys \['input_ids'\] is not a dataset"),
         ([{"text": "a"}], r"Row 0 of the dataset has the keys \['text'\] and no input_ids\. Tokenise it"),
+        (["a"], r"Row 0 of the dataset has the keys \['text'\] and no input_ids\. Tokenise it"),
         ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
         ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
         ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),

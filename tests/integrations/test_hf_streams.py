@@ -91,6 +91,10 @@ def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
     assert step.microbatches[0].targets.tolist() == [6, 7, -100]
 
 
+def interrupt(**_: Any) -> None:
+    raise InterruptedError
+
+
 class SavesInside(TrainerCallback):
     """Saves and ends before the third optimizer step, as transformers' JIT checkpoints do at a signal."""
 
@@ -112,6 +116,26 @@ def test_a_checkpoint_inside_a_step_resumes_at_the_step(tmp_path: Path, accumula
     found, rest = train(str(tmp_path), accumulate, 6, resume=True)
     assert rest == seen[2 * accumulate :]
     assert largest_error(found, whole) == 0.0
+
+
+class AsksForALoader(TrainerCallback):
+    """Asks for another loader, as callbacks do that want the number of batches."""
+
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.get_train_dataloader()
+
+
+def test_a_checkpoint_has_the_position_of_the_loader_that_trains(tmp_path: Path) -> None:
+    write_samples(tmp_path)
+    _, seen = train(str(tmp_path), 1, 6)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:  # a kill inside the save, after older checkpoints are deleted
+        patch.setattr("transformers.trainer.rotate_checkpoints", interrupt)
+        with pytest.raises(InterruptedError):
+            train(str(tmp_path), 1, 6, callback=AsksForALoader())
+    assert train(str(tmp_path), 1, 6, resume=True)[1] == seen[3:]
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -143,15 +167,15 @@ def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: P
         planned(tmp_path / "again").train(str(checkpoint))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_resuming_begins_in_the_epoch_of_the_checkpoint(streamed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 8, None])
+def test_resuming_begins_in_the_epoch_of_the_checkpoint(steps: int | None, tmp_path: Path) -> None:
     write_samples(tmp_path)
-    source = Stream(f"{tmp_path}/*.jsonl", steps_per_epoch=8) if streamed else sequences(30)
+    source = sequences(30) if steps == 0 else Stream(f"{tmp_path}/*.jsonl", steps_per_epoch=steps)
     trainer = planned(tmp_path, train_dataset=source, max_steps=12, save_steps=10, logging_steps=1)
     trainer.train()
     resumed = planned(tmp_path, train_dataset=source, max_steps=12, logging_steps=1)
     resumed.train(str(tmp_path / "checkpoint-10"))
-    assert len(resumed.get_train_dataloader()) <= 10  # the packs of an epoch
+    assert steps is None or len(resumed.get_train_dataloader()) <= 10  # the packs of an epoch
     first, second = ([row for row in x.state.log_history if "loss" in row] for x in (trainer, resumed))
     assert len(first) == len(second) == 12
     for key in ("epoch", "loss", "total_flops"):
