@@ -118,13 +118,6 @@ def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], m
     assert [row["label"] for row in store] == [0.0, 1.0, 0.5, 2.0]
 
 
-def test_more_bad_rows_than_allowed() -> None:
-    rows: list[dict[str, Any]] = [{"input_ids": [-1]}, {"input_ids": [1.5]}, {"input_ids": [3]}]
-    data = THDDataModule(rows, capacity=8, on_error="skip", max_errors=1)
-    with pytest.raises(ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0"):
-        data.setup("fit")
-
-
 def test_of_six_processes_one_builds(tmp_path: Path) -> None:
     assert cold_starts(2, tmp_path)["builds"] == 2
 
@@ -187,14 +180,11 @@ def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_is_of_the_whole_content(tmp_path: Path) -> None:
-    found = set()
-    for row in (299_000, 301_000):
-        lengths = np.full(600_000, 4)
-        lengths[row] = 3
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        TokenStore(np.zeros(offsets[-1], np.uint16), offsets).save(tmp_path / "s")
-        found.add(TokenStore.open(tmp_path / "s").fingerprint)
-    assert len(found) == 2
+    lengths = np.full((2, 600_000), 4)
+    lengths[[0, 1], [299_000, 301_000]] = 3
+    for name, row in zip("01", lengths, strict=True):
+        TokenStore(np.zeros(row.sum(), np.uint16), np.append(0, row.cumsum())).save(tmp_path / name)
+    assert len({TokenStore.open(tmp_path / name).fingerprint for name in "01"}) == 2
 
 
 class Named(list[dict[str, Any]]):

@@ -139,6 +139,15 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
     assert set(used.values()) == {1}
 
 
+def test_the_same_ranks_go_on_with_the_same_steps(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [20], "chat": [5, 9, 30]})
+    kwargs: dict[str, Any] = {"dry": "rest", "window": 3}
+    whole = run_ranks(job, 3, str(tmp_path), kwargs)
+    first = run_ranks(job, 3, str(tmp_path), {**kwargs, "steps": 2})
+    rest = run_ranks(job, 3, str(tmp_path), {**kwargs, "state": first[0][1]})
+    assert [seen for seen, _ in rest] == [seen[2:] for seen, _ in whole]
+
+
 def stream_of_losses(folder: Path) -> THDDataModule:
     streams = {
         name: (Stream(f"{folder}/{name}.jsonl", window=6), weight)
