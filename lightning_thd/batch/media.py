@@ -69,7 +69,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
-    """Return patches and sums of squares ``[N, 2]`` of a table of sizes; a patch is ``patch`` pixels high."""
+    """Return patches and sums of squares ``[N, 2]`` of a table of sizes; a patch has ``patch**2`` pixels."""
     table: IntArray = sizes[:, :2].copy()
     if patch is not None:
         table += sizes[:, 2:] // np.array([patch**2, patch**4])

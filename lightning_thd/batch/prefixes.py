@@ -1,7 +1,7 @@
 """Sequences with common prefixes -> a batch that stores each distinct prefix once, and indices into it.
 
-The sequences of a batch form a tree over their tokens. A sequence that has tokens which no earlier
-one has is a leaf, and stores these tokens in adjacent slots. A leaf's queries attend, causal from the bottom
+Sorted by their tokens, the sequences of a batch form a tree. Each one stores the tokens that none before it
+has, in adjacent slots; a sequence with such tokens is a leaf. A leaf's queries attend, causal from the bottom
 right, to the keys of the whole path from the root; an index gathers these keys. A token that sequences share
 may predict several next tokens. So the batch has rows of (slot, target, weight), not one target per slot.
 
@@ -64,8 +64,10 @@ class Prefixes(Immutable):
         cu_seqlens_q: int32, offsets of the slots of the leaves and of a trailing pad.
         cu_seqlens_kv: int32, offsets of their parts of ``keys``.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
-        lengths: tokens of each sequence, on the host; ``prefix_lengths``: those that earlier leaves store.
-        query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
+        lengths: on the host, the tokens of each sequence.
+        prefix_lengths: on the host, how many of these tokens earlier leaves store.
+        query_lengths: on the host, the slots of each leaf and of a trailing pad.
+        key_lengths: on the host, the keys of each leaf and of a trailing pad.
     """
 
     __slots__ = (*_INDICES, *_OFFSETS, "lengths", "query_lengths", "key_lengths", "prefix_lengths")

@@ -203,7 +203,7 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
-    """Read a sample's loss weights: fp32 ``[n]``, one per token for predicting it, and the sequence's own."""
+    """Read a sample's loss weights: of each token as a target, fp32 ``[n]``, and of the whole sequence."""
     given = sample.get("weights", 1.0)
     row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):

@@ -73,7 +73,8 @@ def uploaded(found: Any, device: torch.device) -> Any:
         buffer = pinned.to(device, non_blocking=True)
         tensors = {i: _view(buffer, part) for i, part in parts.items()}
     for i, tensor in tensors.items():
-        leaves[i] = tensor.to(device, non_blocking=device.type != "mps")  # MPS would read freed memory then
+        # A copy to MPS that does not block would read freed memory.
+        leaves[i] = tensor.to(device, non_blocking=device.type != "mps")
         if arrays[i].dtype == np.int32 and arrays[i].ndim == 1 and device.type != "cpu":
             know_offsets(leaves[i], arrays[i])
     return tree_unflatten(leaves, structure)
@@ -85,11 +86,11 @@ def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints; read unknown or changed ones from the device. Inference mode hides changes."""
+    """Return offsets as ints, read from the device if unknown or changed; inference tensors hide changes."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())
-        if not cu_seqlens.is_inference():  # inference tensors have no version that shows changes
+        if not cu_seqlens.is_inference():
             know_offsets(cu_seqlens, np.asarray(read, np.int32))
         return read
     return tuple(found.tolist() if isinstance(found, np.ndarray) else accumulate(found, initial=0))

@@ -1,7 +1,7 @@
 """Sequence lengths -> packs of at most ``capacity`` slots, as two flat index arrays.
 
-Best-fit decreasing runs on the histogram of lengths, and fills all packs with equal contents at once. It
-loops over the distinct lengths, and gives as many packs as placing the sequences one by one.
+Best-fit decreasing loops over the distinct lengths, and fills packs with equal contents together. It makes as
+many packs as if it placed the sequences one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# (first, packs, each, held): `packs` packs, from index `first`, have `held` sequences and get `each` more.
+# (first, packs, each, held): `packs` packs, from index `first` on, hold `held` sequences and get `each` more.
 _Placement = tuple[int, int, int, int]
 
 
@@ -74,8 +74,7 @@ def pack_lengths(
         capacity: slots of a pack.
         algorithm: ``"bfd"`` (best-fit decreasing) leaves fewer slots empty; ``"next_fit"`` keeps the
             order given.
-        max_sequences: most sequences in one pack; None sets no bound. Of packs with equal room, the one with
-            the fewest sequences is filled first.
+        max_sequences: most sequences in one pack; None sets no bound.
 
     Returns:
         The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
@@ -123,7 +122,7 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
-    """Pack by best fit in slots and patches; sequences with the largest share of either come first."""
+    """Pack by best fit in slots and patches; sequences that take most of a pack in either come first."""
     slot, patch = 1 / slots.usable, 1 / slots.patches  # shares of a pack that one slot and one patch take
     order = np.argsort(-np.maximum(padded * slot, patches * patch), kind="stable")
     free_slots, free_patches = np.empty_like(padded), np.empty_like(padded)  # for each pack

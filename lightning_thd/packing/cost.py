@@ -22,7 +22,7 @@ _EDGE = 64  # least patches along an edge of the probed image; an edge of about 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Computes the work, in any unit, of a sequence of ``s`` tokens and frames of ``p`` patches.
+    """Computes the work, in any unit, of a sequence with ``s`` tokens and with frames of ``p`` patches.
 
     It is ``linear * s + quadratic * s**2``, plus ``patch * p + patch_pair * p**2`` for each frame. The
     default fits a dense transformer with hidden size h = 4096, 12 h^2 weights per layer and causal attention.
@@ -42,7 +42,7 @@ class Cost:
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Fit a cost to a model's FLOPs, with vision and recomputation, at ``longest`` tokens and half."""
+        """Fit a cost to a model's FLOPs at ``longest`` tokens and at half; vision and recomputation count."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
         linear, quadratic = _fitted(
@@ -52,7 +52,7 @@ class Cost:
             return cls(linear=linear, quadratic=quadratic)
         edges = model.vision_windows
         window = max(edges, default=1)
-        edge = -(-_EDGE // window) * window  # most images consist of whole windows
+        edge = -(-_EDGE // window) * window  # whole windows, as in most images
         patch, pair = _fitted(
             lambda n: SeqStats.from_lengths([], image_grid_thw=[[1, edge, n // edge]], vision_windows=edges),
             edge * edge,

@@ -24,9 +24,9 @@ from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.degrees import FloatArray, IntArray, Sharing, Tables, check_tiling
 
 _FULL = 0.96  # Microbatches are planned for this share of their slots; free slots make equal work possible.
-_FEW = 0.1  # The last sequences get a microbatch if they fill more than this share of it or fit nowhere else.
+_FEW = 0.1  # The last sequences get a new microbatch if they fill over a tenth of it, or fit in no other.
 _WIDEST = 2.0  # The highest level that is tried, in units of the lowest.
-_WORTH = 1.1  # A group is filled with sequences whose work at its degree is at most 1.1 times their least.
+_WORTH = 1.1  # A sequence fills up a group if its work at that degree is at most 1.1 times its least.
 _ROUNDING = 1 + 1e-9  # Levels are raised by this factor, because sums of work are rounded.
 
 
@@ -91,7 +91,7 @@ class _Left:
         self.numbers = list(range(len(order)))
 
     def longest(self, at: int, free: int, room: float) -> int:
-        """Return the index in ``numbers`` of the longest sequence that fits slots and work left, or -1."""
+        """Return the index in ``numbers`` of the longest sequence within the slots and work left, or -1."""
         fits = min(bisect_right(self.slots[at], free), bisect_right(self.most[at], room))
         return bisect_right(self.numbers, fits - 1) - 1
 
@@ -109,9 +109,9 @@ class _Left:
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put sequences, longest first, in the queue with room and least work; False: one fits nowhere."""
-        # A queue is a work and the groups of equal degree that add to it: those of a rank or, from
-        # ``_finish``, one group, its work less its level. A queue without room waits for a shorter sequence.
+        """Put sequences, longest first, in the queue with room and least work; False if one fits nowhere."""
+        # A queue is a work, and groups of one degree whose sequences add to it: all groups of a rank, or in
+        # ``_finish`` one group, with its load minus its level. A queue without room waits for a shorter one.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
@@ -217,7 +217,7 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
 
 
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
-    """Share each sequence over the fewest ranks whose even share holds it; fill up the groups with others."""
+    """Give each sequence the fewest ranks on which its load is within an even share; then fill up groups."""
     # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
     # and no rank waits for another.
     even, left = tables.even_time(ranks), _Left(tables)

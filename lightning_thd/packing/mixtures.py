@@ -1,8 +1,8 @@
 """Sizes and weights of sources -> which sequences of each source an epoch takes.
 
 An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
-used up. So after any epoch, the counts of uses of two usable sequences of a source differ by at most one.
-Nothing is stored: the j-th sequence drawn from a source is a pure function of seed, source and j.
+used up. So after any epoch, the numbers of uses of a source's sequences differ by at most one, apart from
+those left out. Nothing is stored: the j-th sequence drawn from a source is a function of seed, source and j.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # mixed into the key that shuffles a source; windows.py and planner.py use other numbers
 _MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
-_DENOMINATOR = 10**9  # the most in a fraction of a stream's weight: 0.3 becomes exactly 3/10
-_KEEP = 2  # planners that are kept: of this epoch, and of the next epoch, which workers prefetch
+_DENOMINATOR = 10**9  # a weight becomes a fraction with at most this denominator: 0.3 is exactly 3/10
+_KEEP = 2  # planners that are kept: this epoch's and, because workers prefetch, the next epoch's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

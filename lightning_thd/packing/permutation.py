@@ -60,8 +60,8 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
     """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced entries.
 
-    Among any ``c`` neighbouring entries, ``c * size / total`` (rounded up or down) are in each whole group.
-    A smaller last group has its proportional share. The key decides the order of the whole groups.
+    Of any ``c`` neighbouring entries, each whole group has about ``c * size / total``. A smaller last group
+    has its proportional share. The key decides the order of the whole groups.
     """
     groups, rest = divmod(total, size)
     number, place = np.divmod(positions, size)

@@ -26,7 +26,7 @@ class _StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs over all ranks, one per microbatch of each rank unless degrees are dynamic."""
+    """A step of ``n`` packs over all ranks; each is a microbatch, unless context parallelism is dynamic."""
 
     n: int
 
@@ -36,7 +36,7 @@ class Packs(_StepSize):
 
 @dataclass(frozen=True, slots=True)
 class Sequences(_StepSize):
-    """A step size: ``n`` sequences over all ranks (fewer in the last step), in the microbatches they need."""
+    """A step of ``n`` sequences over all ranks (fewer in the last step), in the microbatches they need."""
 
     n: int
 
@@ -147,8 +147,8 @@ class StepPlan:
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
         """Return the scales for sums over loss tokens and over sequences; None if weights are unknown.
 
-        If the epoch ends inside the step, each rank runs only its first ``counted`` microbatches, and only
-        their weights are summed. ``num_microbatches`` stays, because Lightning divides by it all the same.
+        If a Trainer ends the epoch inside the step, each rank runs only its first ``counted`` microbatches,
+        and only their weights are summed. Lightning still divides by ``num_microbatches``, and so do scales.
         """
         if self.weights is None:
             return None

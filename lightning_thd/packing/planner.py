@@ -195,9 +195,6 @@ class PackPlanner(Resumable):
             or ``own_pack``.
         evenly: each step of ``Sequences(n)`` and each window of ``Packs(n)`` takes sequences at equal
             distances in the data set. Mixtures use this.
-
-    Raises:
-        ValueError: if a setting cannot be planned; the message names what to change.
     """
 
     def __init__(
@@ -321,9 +318,6 @@ class PackPlanner(Resumable):
             epoch: number of the epoch, from 0.
             k: number of the step in its epoch, below ``len(planner)``.
             dp: data-parallel ranks. The sequences of the step do not depend on this number.
-
-        Returns:
-            The plan, the same on every rank.
 
         Raises:
             NoSuchStep: if the epoch has no such step; it is an ``IndexError`` and a ``ValueError``.

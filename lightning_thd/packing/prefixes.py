@@ -42,11 +42,11 @@ class Groups:
     rows: IntArray  # int64 ``[S]``, dataset indices, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
     shared: IntArray  # int64 ``[S]``, how many first tokens each shares with the one before it in its group
-    repeated: int  # prefixes that several groups compute, because not all their sequences fit into one
+    repeated: int  # prefixes that several groups compute, because their sequences do not fit one group
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by prefix: up to ``limit`` tokens of ``width`` bytes; shared tokens count once."""
+    """Group sequences by prefix; a group has at most ``limit`` distinct tokens, of ``width`` bytes each."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -87,7 +87,7 @@ class _Cut:
         return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
 
     def add(self, a: int, b: int) -> None:
-        """Add the sequences ``a`` to ``b`` as one group, or cut them where neighbours share fewest tokens."""
+        """Add sequences ``a`` to ``b - 1`` as one group, or cut them where neighbours share fewest tokens."""
         waiting = [(a, b)]
         while waiting:
             a, b = waiting.pop()
@@ -103,7 +103,7 @@ class _Cut:
             self.repeated += len(branches) > 1
 
     def _join(self, branches: list[tuple[int, int, int]], depth: int) -> None:
-        """Join branches that share ``depth`` tokens to groups within the capacity, in a random order."""
+        """Join branches that share ``depth`` tokens, in a random order, into groups within the capacity."""
         used = self._limit + 1
         for at in self._random.permutation(len(branches)).tolist():
             a, b, size = branches[at]
@@ -220,7 +220,7 @@ class PrefixPlanner(PackPlanner):
     def _of_rows(
         self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
     ) -> StepPlan:
-        """Plan ranges of ``groups.rows``; ``offsets`` marks at which range each bin (a microbatch) begins."""
+        """Plan ranges of ``groups.rows``; ``offsets`` holds the index of each microbatch's first range."""
         counts = stops - firsts
         before = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)

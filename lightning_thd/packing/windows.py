@@ -1,8 +1,8 @@
 """Entries of a data set, and a window size or a schedule -> any range of the packs of an epoch.
 
 The seed, not the epoch, decides which sequences share a window, so the packs of a window are counted only
-once. Every epoch shuffles the windows, the packs of each, and the sequences of equal length. Schedules are
-not shuffled.
+once. Every epoch shuffles the windows, the packs of a window, and a window's sequences of equal length.
+Schedules are not shuffled.
 """
 
 from __future__ import annotations

@@ -88,9 +88,6 @@ def number(value: float) -> str:
 def read_metrics(folder: str | Path) -> Series:
     """Read every ``metrics.csv`` below a folder; a later run replaces the steps from its first one on.
 
-    Returns:
-        For every metric its (step, value) pairs, sorted by step.
-
     Raises:
         ValueError: if there is no ``metrics.csv``, or one is not a table of ``CSVLogger``.
     """
@@ -161,10 +158,7 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
 def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
     """Write the picture and table of a run as one self-contained HTML file; this needs matplotlib.
 
-    Args:
-        series: the result of ``read_metrics``.
-        file: the HTML file to write.
-        theme: ``light``, ``dark``, or ``auto`` to follow the reader's setting.
+    The theme ``auto`` follows the reader's setting.
     """
     found, first = table(series), "light" if theme == "auto" else theme
     colours, image = _colours(first), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
@@ -265,8 +259,9 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int, float]]:
-    """Return a metric's finite values in its unit, or else its ``last`` one; [] for what repeats."""
+    """Return a metric's finite values in its unit, without any its last value if ``last``, else []."""
     found, factor = series.get(name, []), ROWS[name].factor
+    # HFU equal to MFU, and an imbalance of 1, say nothing new.
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")
     if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
         return []
