@@ -32,7 +32,7 @@ from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
 
-_VERSION = 1  # the version of the counts in the cache
+_VERSION = 2  # the version of the counts in the cache
 # With capacity, max_patches and the data, these are the cache key: the counts depend on no other setting.
 _WINDOW_SETTINGS = ("align", "window", "oversize", "seed")
 

@@ -50,14 +50,22 @@ class Packing:
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
         """Return the sum of ``values`` (one per sequence) over every pack."""
-        running = np.concatenate([[0], np.cumsum(host_ints(values, "values")[self.indices])])
+        running = np.concatenate([[0], np.cumsum(self._in_order(values, "values"))])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
         """Return real tokens divided by slots, for packs of ``capacity`` slots; 1.0 means no padding."""
         check_capacity(capacity)
-        real = host_ints(lengths, "lengths")[self.indices].sum()
+        real = self._in_order(lengths, "lengths").sum()
         return float(real / (len(self) * capacity)) if len(self) else 1.0
+
+    def _in_order(self, values: npt.ArrayLike, name: str) -> IntArray:
+        found = host_ints(values, name)
+        if len(found) != len(self.indices):
+            raise ValueError(
+                f"{name} has {len(found)} numbers for {len(self.indices)} sequences. Pass one for each."
+            )
+        return found[self.indices]
 
 
 def pack_lengths(
@@ -78,9 +86,6 @@ def pack_lengths(
 
     Returns:
         The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
-
-    Raises:
-        ValueError: if a length, the capacity or ``max_sequences`` is below 1, or a length above the capacity.
     """
     check_capacity(capacity)
     values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
@@ -106,11 +111,15 @@ def pack_lengths(
 
 def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) -> Packing:
     """Pack by best-fit decreasing; a sequence that is too large for a pack gets a pack of its own."""
-    fits = padded <= slots.usable
     if patches is not None and slots.patches < UNBOUNDED:
+        # Sorted, so that the number of packs does not depend on the order of the sequences.
+        order = np.lexsort((patches, padded))
+        padded, patches = padded[order], patches[order]
         packs = best_fit(padded, replace(slots, patches=UNBOUNDED))
         wide = (packs.totals(patches) > slots.patches) & (np.diff(packs.offsets) > 1)
-        return _fit_both(padded, patches, slots) if wide.any() else packs
+        packs = _fit_both(padded, patches, slots) if wide.any() else packs
+        return replace(packs, indices=order[packs.indices])
+    fits = padded <= slots.usable
     if fits.all():
         return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
     inside, over = np.flatnonzero(fits), np.flatnonzero(~fits)

@@ -169,7 +169,7 @@ class PackPlanner(Resumable):
 
     Args:
         lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or an object with
-            ``__len__`` and ``__getitem__`` for an array of positions. They are never copied as a whole.
+            ``__len__`` and ``__getitem__`` for an array of positions. Of these, only a list is copied.
         capacity: slots of a pack.
         global_batch: ``Packs(n)`` or ``Sequences(n)`` per optimizer step.
         align: the multiples to which lengths and totals are padded; padding takes slots of the capacity.
@@ -269,6 +269,7 @@ class PackPlanner(Resumable):
             self.settings["evenly"] = True
         if media is not None:
             self.settings |= {
+                "version": 2,  # the version if there are images
                 "patches": media_digest(media, len(opened)),
                 "max_patches": max_patches and int(max_patches),
                 "cost": [*self.settings["cost"], self.cost.patch, self.cost.patch_pair],

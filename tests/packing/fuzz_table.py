@@ -77,6 +77,3 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 TABLE = {
     f"packing.{n}": Entry(call, lambda _, right=right: dict(right)) for n, (call, right) in CALLS.items()
 }
-
-
-PLAN = PLANNER.step(0, 0, 2)

@@ -54,6 +54,9 @@ def test_packs_of_large_numbers_of_none_and_of_what_is_padded() -> None:
     packs = pack_lengths([70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072], 1_000_000)  # past 16 bits
     assert [pack.tolist() for pack in packs] == [[2], [6, 0, 3, 5, 4, 1]]
     assert (len(pack_lengths([], 8)), pack_lengths([], 8).fill([], 8)) == (0, 1.0)
+    for values in ([1] * 6, [1] * 8):
+        with pytest.raises(ValueError, match=f"values has {len(values)} numbers for 7 sequences. Pass one"):
+            packs.totals(values)
     # Item-wise best fit reaches .990 and 1.000 of 8k packs; two in a thousand for the draw.
     for name, least in (("long", 0.988), ("chat", 0.996)):
         lengths = draw(name, 10_000)

@@ -16,12 +16,7 @@ from lightning_thd.packing.mixtures import MixturePlanner, make_mixture
 
 # Qwen3-VL-8B, and its tower made four times as deep: then text is the smaller part of the work.
 TEXT = {"model_type": "qwen3_vl_text", "hidden_size": 4096, "num_hidden_layers": 36, "head_dim": 128}
-TEXT |= {
-    "intermediate_size": 12_288,
-    "vocab_size": 151_936,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+TEXT |= {"intermediate_size": 12_288, "vocab_size": 151_936}
 TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 VISION = {"hidden_size": 1152, "depth": 108, "num_heads": 16, "intermediate_size": 4304, "patch_size": 16}
 VISION |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096, "in_channels": 3}
@@ -122,6 +117,14 @@ def test_packs_of_windows_hold_no_patch_too_many(oversize: Any) -> None:
     kept = PATCHES[~wide, 0].sum() / most
     assert planner.num_packs is not None
     assert planner.num_packs <= 1.125 * kept + (wide.sum() if oversize == "own_pack" else 0) + 1
+
+
+def test_equal_lengths_with_other_patches_make_as_many_packs_in_every_epoch() -> None:
+    draw = np.random.default_rng(0)
+    lengths, patches = draw.integers(1, 5, 600) * 8, draw.integers(0, 6, 600)
+    planner = PackPlanner(lengths, 64, global_batch=Packs(1), window=50, patches=patches, max_patches=12)
+    for epoch in range(5):
+        assert sum(planner.step(epoch, k).sequences for k in range(len(planner))) == 600
 
 
 def test_the_cost_of_a_model_is_its_flops_with_windows_and_the_tower() -> None:
