@@ -33,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step with more microbatches, over all ranks, is probably a mistake.
-_UNEVEN = 1.05  # With max_patches, a plan over 5 % slower than its lower bound tries one more microbatch.
+_UNEVEN = 1.05  # With max_patches, a plan 5 % above its lower bound is also tried with one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan that lasts at most 1 % longer than the least possible is not improved.
 
 
@@ -44,7 +44,6 @@ class Scheduler(Protocol):
         self, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
     ) -> Sequence[Sequence[npt.ArrayLike]]:
         """Return a list of microbatches per rank; a microbatch is a list of positions in ``lengths``."""
-        ...
 
 
 def balance(
@@ -73,10 +72,6 @@ def balance(
     Returns:
         A list of microbatches per rank, the same number for all. Each is an int64 array of positions in
         ``lengths``, the longest sequence first.
-
-    Raises:
-        ValueError: if a sequence is above the capacity or ``max_patches``, or ``num_microbatches`` cannot
-            hold all sequences.
     """
     check_capacity(capacity)
     whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
@@ -126,7 +121,7 @@ def balanced_bins(
         packs = best_fit(step.lengths, slots, step.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
-        if len(packs) > wanted:
+        if len(packs) > wanted and owner is None:
             raise ValueError(
                 f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
                 f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
@@ -200,8 +195,10 @@ class Problem:
         filled, even = spread or self.spread(count)
         if filled is not None and even:
             return filled
-        packed = np.empty(len(self.work), np.int64)
-        packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+        packed = None
+        if len(packs) <= count:
+            packed = np.empty(len(self.work), np.int64)
+            packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
         level = fill_microsteps(self, count // self.dp, enough=self.least * _EVEN_ENOUGH)
         found = [owner for owner in (filled, packed, level) if owner is not None]
         return min(found, key=lambda owner: self.waits(owner, count))
@@ -306,8 +303,7 @@ def assign_bins(totals: FloatArray, dp: int) -> IntArray:
 
 
 # The level of a microstep is the work to which its bins are filled. These levels are tried, in units of the
-# mean work left for a bin; the largest sequence raises a level that is below its work. A higher level leaves
-# fewer and shorter sequences to the last microstep. Trying more levels shortens steps by only 0.2 %.
+# mean work left for a bin. A higher level leaves fewer and shorter sequences to the last microstep.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
 _HIGHEST = 1.2  # The last microstep is filled to at most 1.2 times its lowest possible level.
 _PRECISION = 0.003  # The level of the last microstep is found to 0.3 %.
@@ -319,7 +315,6 @@ _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, inde
 
 
 def _items(step: Problem) -> list[_Item]:
-    """List the work, slots, patches and position of each sequence, the most work first."""
     order = np.argsort(-step.work, kind="stable")
     columns = (step.work[order], step.lengths[order], step.patches[order], order)
     return list(zip(*(column.tolist() for column in columns), strict=True))
