@@ -44,7 +44,8 @@ class Sharing:
 
     def __post_init__(self) -> None:
         advice = "It is the most ranks that share a sequence."
-        whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
+        degree = whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
+        object.__setattr__(self, "max_degree", degree)
         if self.max_degree & (self.max_degree - 1):
             raise ValueError(
                 f"max_context_parallel_size={self.max_degree} is not a power of two. Use 1, 2, 4, 8, ..."

@@ -52,7 +52,7 @@ def share_out(
     cost: Callable[[IntArray], FloatArray],
 ) -> SharedBins:
     """Assign a degree, a microbatch and ranks to every sequence of a step."""
-    whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
+    capacity = whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
     instance(sharing, "sharing", Sharing, advice="Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
     values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
@@ -141,7 +141,6 @@ class _Left:
 
 
 def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
-    """Convert groups to arrays, in the order of microbatches and ranks."""
     groups = sorted(groups, key=lambda group: (group.microbatch, group.first))
     sizes = [len(group.members) for group in groups]
     return SharedBins(

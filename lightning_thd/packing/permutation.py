@@ -30,7 +30,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 def derive_key(*parts: int) -> int:
     """Mix ints of any sign into a key in ``[0, 2**64)`` that depends on each int and on their order."""
     key = len(parts)
-    for part in parts:
+    for part in map(int, parts):  # numpy's integers overflow
         key = _mix_int((key ^ (part & _MASK)) + _GAMMA)
         if part.bit_length() > 63:  # a seed may be longer than one word
             key = derive_key(key, part >> 63)

@@ -31,7 +31,8 @@ class Packs(_StepSize):
     n: int
 
     def __post_init__(self) -> None:
-        whole_number(self.n, "Packs.n", least=1, advice="Pass Packs(8), say.")
+        n = whole_number(self.n, "Packs.n", least=1, advice="Pass Packs(8), say.")
+        object.__setattr__(self, "n", n)  # an int, also if numpy's was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Sequences(_StepSize):
     n: int
 
     def __post_init__(self) -> None:
-        whole_number(self.n, "Sequences.n", least=1, advice="Pass Sequences(512), say.")
+        n = whole_number(self.n, "Sequences.n", least=1, advice="Pass Sequences(512), say.")
+        object.__setattr__(self, "n", n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -147,8 +149,8 @@ class StepPlan:
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
         """Return the scales for sums over loss tokens and over sequences; None if weights are unknown.
 
-        If a Trainer ends the epoch inside the step, each rank runs only its first ``counted`` microbatches,
-        and only their weights are summed. Lightning still divides by ``num_microbatches``, and so do scales.
+        If a Trainer ends the epoch inside the step, only the first ``counted`` microbatches of each rank run
+        and count. Lightning divides by ``num_microbatches`` even then, so the scales keep that factor.
         """
         if self.weights is None:
             return None

@@ -1,7 +1,7 @@
 """Entries of a data set, and a window size or a schedule -> any range of the packs of an epoch.
 
 The seed, not the epoch, decides which sequences share a window, so the packs of a window are counted only
-once. Every epoch shuffles the windows, the packs of a window, and a window's sequences of equal length.
+once. Every epoch shuffles the windows, the packs of a window, and a window's sequences of equal size.
 Schedules are not shuffled.
 """
 
@@ -73,7 +73,6 @@ class WindowedPacks:
         return kept[1:]
 
     def _packs(self, epoch: int, window: int) -> tuple[Spans, IntArray]:
-        """Return the packs of a window in an epoch: their spans, and int64 offsets of each pack."""
         kept = self._packed
         if kept is None or kept[0] != (epoch, window):
             members = window_members(self.entries, self.window, self.seed, window, window + 1)
@@ -105,7 +104,8 @@ def make_windows(
     total = -(-entries.total // window)
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
-    elif host_ints(counts, "counts", least=1).shape != (total,):
+    counts = host_ints(counts, "counts", least=1).astype(np.uint32)
+    if counts.shape != (total,):
         raise ValueError(f"counts has {len(counts)} windows but there are {total}. Pass None to count again.")
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
 

@@ -8,10 +8,9 @@ from lightning_thd.packing import PackPlanner, Packs, Sequences
 @pytest.mark.parametrize("batch", [Packs(2), Sequences(5)])
 def test_the_steps_of_an_epoch_add_up_to_all_targets(oversize: str, batch: Packs | Sequences) -> None:
     lengths = np.random.default_rng(0).integers(1, 40, 50)
-    planner = PackPlanner(
-        lengths, 16, global_batch=batch, oversize=oversize, window=9, loss_tokens=lengths - 1
-    )
-    every = PackPlanner(lengths, 16, global_batch=batch, oversize=oversize, window=9, loss_tokens="all")
+    options = {"global_batch": batch, "oversize": oversize, "window": 9}
+    planner = PackPlanner(lengths, 16, **options, loss_tokens=lengths - 1)
+    every = PackPlanner(lengths, 16, **options, loss_tokens="all")
     found = [planner.step(0, k, 2).loss_tokens for k in range(len(planner))]
     assert found == [every.step(0, k, 2).loss_tokens for k in range(len(planner))]
     kept = np.minimum(lengths, 16) if oversize == "truncate" else lengths  # a split one is shifted whole

@@ -96,11 +96,9 @@ def test_ranks_wait_for_little_in_microbatches_and_at_the_end_of_a_step(
 ) -> None:
     waits = []
     for seed in range(3):
-        lengths, cost = draw(kind, count, seed), Cost()
-        nested, even = (
-            share_out(lengths, capacity, ranks=ranks, sharing=sharing, cost=cost)
-            for sharing in (Sharing(max_degree=largest, waits="step"), Sharing(max_degree=largest))
-        )
+        lengths, options = draw(kind, count, seed), {"ranks": ranks, "cost": COST}
+        nested = share_out(lengths, capacity, sharing=Sharing(max_degree=largest, waits="step"), **options)
+        even = share_out(lengths, capacity, sharing=Sharing(max_degree=largest), **options)
         for plan in (nested, even):
             check_plan(plan, lengths, capacity, ranks, Sharing(max_degree=largest))
         waits.append(slowest_ranks(even) * ranks / (even.load * even.degree).sum())
@@ -131,6 +129,17 @@ def planner(lengths: Any, capacity: int = 16, **options: Any) -> SharedPlanner:
     return SharedPlanner(lengths, capacity, **given)
 
 
+def members(plan: Any) -> list[int]:
+    """The sequences of a step, from the first rank of each group."""
+    return [
+        int(i)
+        for rank in range(plan.dp)
+        for spans, degree in zip(plan.microbatches(rank), plan.degrees[rank], strict=True)
+        if rank % degree == 0
+        for i in spans.index
+    ]
+
+
 def test_steps_hold_the_same_sequences_at_any_ranks_and_degrees() -> None:
     lengths = draw("chat", 40, 0) // 300 + 1
     found = []
@@ -143,16 +152,7 @@ def test_steps_hold_the_same_sequences_at_any_ranks_and_degrees() -> None:
                 for j, spans in enumerate(plan.microbatches(rank)):
                     first = rank - rank % plan.degrees[rank, j]
                     assert spans.index.tolist() == plan.microbatches(first)[j].index.tolist()
-        led = [
-            sorted(
-                int(i)
-                for rank in range(ranks)
-                for spans, degree in zip(plan.microbatches(rank), plan.degrees[rank], strict=True)
-                if rank % degree == 0  # the first of its group
-                for i in spans.index
-            )
-            for plan in steps
-        ]
+        led = [sorted(members(plan)) for plan in steps]
         assert [plan.real_tokens for plan in steps] == [int(lengths[ids].sum()) for ids in led]
         assert all(plan.sequences == 8 for plan in steps)
         found.append((led, plans.fingerprint()))
@@ -167,15 +167,7 @@ def test_steps_of_packs_hold_every_sequence_once_and_about_as_many_tokens() -> N
     for ranks in (4, 8, 12):
         steps = [plans.step(0, k, ranks) for k in range(len(plans))]
         assert all(plan.degrees.shape == (ranks, plan.num_microbatches) for plan in steps)
-        seen = [
-            int(i)
-            for plan in steps
-            for rank in range(ranks)
-            for spans, degree in zip(plan.microbatches(rank), plan.degrees[rank], strict=True)
-            if rank % degree == 0  # the first of its group
-            for i in spans.index
-        ]
-        assert sorted(seen) == list(range(400))
+        assert sorted(i for plan in steps for i in members(plan)) == list(range(400))
         tokens = [plan.real_tokens for plan in steps]
         assert all(3.5 * 64 <= each <= 4 * 64 for each in tokens[:-2])
     again = planner(lengths, global_batch=Packs(4), sharing=sharing)
