@@ -53,7 +53,7 @@ def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limi
     shared = np.array([0, *(_common(texts[a], texts[b], width) for a, b in pairwise(order))], np.int64)
     joins = shared * _LEAST >= np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
     bounds = np.flatnonzero(np.concatenate([~(joins & (shared > 0)), [True]]))
-    cut = _Cut(lengths, shared, limit, np.random.default_rng(seed))
+    cut = _Cut(lengths, shared, limit, np.random.default_rng(seed % 2**256))  # numpy takes none below 0
     for a, b in pairwise(bounds.tolist()):
         cut.add(a, b)
     places = np.concatenate([np.empty(0, np.int64), *(place for group in cut.groups for place in group)])
@@ -172,9 +172,13 @@ class PrefixPlanner(PackPlanner):
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch."""
+        if self.tail == "pad":
+            return 0
         if isinstance(self.global_batch, Sequences):
-            return len(self.groups.rows) % self.global_batch.n if self.tail == "drop" else 0
-        return super().tail_dropped(epoch)
+            return len(self.groups.rows) % self.global_batch.n
+        assert self._packs is not None
+        groups = self._packs.read(epoch, len(self) * self.global_batch.n, self._packs.total)[0].index
+        return int(np.diff(self.groups.offsets)[groups].sum())
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
         """Return the plan of a step, as ``PackPlanner.step`` does."""

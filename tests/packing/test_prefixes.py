@@ -34,7 +34,7 @@ def planner_of(data: list[dict[str, np.ndarray]], capacity: int, **settings: obj
     return PrefixPlanner(lengths, capacity, ids=ids.__getitem__, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("batch", [Packs(2), Sequences(10)])
+@pytest.mark.parametrize("batch", [Packs(4), Sequences(10)])
 @pytest.mark.parametrize("capacity", [20, 64])
 def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, capacity: int) -> None:
     data = rows()
@@ -55,6 +55,9 @@ def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, c
             if isinstance(batch, Sequences) and k < len(planner) - 1:
                 assert len(held[0]) == batch.n
         assert sorted(used) == list(range(len(data)))
+    dropping = planner_of(data, capacity, global_batch=batch, tail="drop", seed=-1)
+    ran = sum(dropping.step(1, k).sequences for k in range(len(dropping)))
+    assert ran + dropping.tail_dropped(1) == len(data) > ran - (capacity > 20)
 
 
 class Watched(TinyModule):
