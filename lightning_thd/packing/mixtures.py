@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd._checks import choice, host_ints, instance, whole_number
+from lightning_thd._checks import choice, described, host_ints, instance, whole_number
 from lightning_thd.packing.cost import Media
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
 from lightning_thd.packing.lengths import make_slots
@@ -110,10 +110,11 @@ def share_out(
 def check_weights(weights: Mapping[str, float]) -> None:
     """Refuse weights that are not finite numbers above 0."""
     for name, weight in weights.items():
-        number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+        number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
         if not number or not 0 < weight < np.inf:
+            given = repr(weight) if number else described(weight)
             raise ValueError(
-                f"The weight of {name!r} is {weight!r}; wanted a finite number above 0. Or leave it out."
+                f"The weight of {name!r} is {given}; wanted a finite number above 0. Or leave it out."
             )
 
 
@@ -129,7 +130,8 @@ def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
     """Convert weights above 0 to whole numbers of the same proportions: ``[0.3, 0.7]`` becomes ``[3, 7]``."""
-    fractions = [Fraction(weight).limit_denominator(_DENOMINATOR) or Fraction(weight) for weight in weights]
+    exact = [Fraction(weight.item() if isinstance(weight, np.generic) else weight) for weight in weights]
+    fractions = [weight.limit_denominator(_DENOMINATOR) or weight for weight in exact]
     common = lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * common) for fraction in fractions]
     divisor = gcd(*whole)
@@ -264,7 +266,6 @@ class _EpochLengths:
 
 
 def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> IntArray:
-    """Return the patch counts of entries of an epoch, and their squares, int64 ``[S, 2]``."""
     return media(mixture.indices(epoch, entries))
 
 

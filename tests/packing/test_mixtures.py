@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_thd.packing import Packs, Sequences
-from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture, share_out
+from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture, share_out, whole_shares
 
 SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 40), min_size=1)
 
@@ -99,6 +100,8 @@ def test_what_an_epoch_takes() -> None:
     assert of_source / of_source.sum() == pytest.approx([0.6, 0.2, 0.2], rel=0.02)
     left_out = make_mixture({"a": np.array([3, 0, 4]), "b": np.array([9, 2])}, {"a": 1, "b": 1}, most=8)
     assert set(left_out.indices(0, np.arange(left_out.total)).tolist()) == {0, 2, 4}
+    assert whole_shares([0.3, 0.7]) == whole_shares(np.array([3, 7])) == [3, 7]
+    assert whole_shares(np.float32([0.25, 0.75])) == [1, 3]
     sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
     assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
     assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
@@ -114,6 +117,10 @@ def test_what_an_epoch_takes() -> None:
     [
         (lambda: share_out({"a": 3}, {"a": 0.0}), "The weight of 'a' is 0.0; wanted a finite number above 0"),
         (lambda: share_out({"a": 3}, {"a": float("nan")}), "The weight of 'a' is nan"),
+        (
+            lambda: share_out({"a": 3}, {"a": torch.ones(1, dtype=torch.uint16)}),
+            "of 'a' is a Tensor of torch",
+        ),
         (lambda: share_out({"a": 3}, {"b": 1.0}), r"sizes of \['a'\] and weights of \['b'\]"),
         (lambda: share_out({}, {}), "Give both of each"),
         (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
