@@ -325,14 +325,17 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
         refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
     source = int_tensor(input_ids, "input_ids") if labels is None else int_tensor(labels, "labels")
     ids, mask, source = padded_on_host(input_ids, attention_mask, source, "labels")
-    below = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX))
-    if bool((below & mask).any()):
+    wrong = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX)) | (torch.maximum(ids, source) > MOST_ID)
+    if bool((wrong & mask).any()):
         raise ValueError(
-            "from_padded() got ids below 0, or labels below 0 that are not -100, where the mask is 1. Pass "
-            "token ids, and labels that are token ids or -100 to ignore a token."
+            f"from_padded() got ids outside 0..{MOST_ID}, or labels outside it that are not -100, where the "
+            "mask is 1. Pass token ids, and labels that are token ids or -100 to ignore a token."
         )
-    rows = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
-    return lay_out([{"input_ids": row[real], "labels": labels[real]} for row, labels, real in rows])
+    padded = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
+    rows = [(row[real], targets[real]) for row, targets, real in padded]
+    if labels is not None:
+        refuse_shifted(rows, "from_padded()")
+    return lay_out([{"input_ids": row, "labels": targets} for row, targets in rows])
 
 
 def padded_on_host(

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import INT64_MAX, as_tensor, described, host_ints, whole_number
+from lightning_thd._checks import as_tensor, described, host_ints, whole_number
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
 MOST_ID = 2**31 - 1  # no vocabulary has a larger id
@@ -43,7 +43,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
         sample_weights(sample, len(ids), name)
     if "next_label" in sample:
         following = whole_number(
-            sample["next_label"], f"{name}: next_label", least=None, most=INT64_MAX, advice="One id, or -100."
+            sample["next_label"], f"{name}: next_label", least=None, most=MOST_ID, advice="One id, or -100."
         )
         if following < 0 and following != IGNORE_INDEX:
             raise ValueError(f"{name} has next_label={following}. Give the id of the next token, or -100.")
