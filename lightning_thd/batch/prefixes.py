@@ -1,9 +1,9 @@
 """Sequences with common prefixes -> a batch that stores each distinct prefix once, and indices into it.
 
-Sorted by their tokens, the sequences of a batch form a tree. Each one stores the tokens that none before it
-has, in adjacent slots; a sequence with such tokens is a leaf. A leaf's queries attend, causal from the bottom
-right, to the keys of the whole path from the root; an index gathers these keys. A token that sequences share
-may predict several next tokens. So the batch has rows of (slot, target, weight), not one target per slot.
+Sorted by their tokens, the sequences of a batch form a tree. The tokens of a sequence that follow the prefix
+it shares with the sequences before it are a leaf, in adjacent slots. A leaf's queries attend, causal from the
+bottom right, to the keys of the whole path from the root; an index gathers these keys. A shared token may
+predict several next tokens. So the batch has rows of (slot, target, weight), not one target per slot.
 
 T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences, K keys of
 all leaves, C values by which tokens are compared (id, type, position, images).
@@ -229,8 +229,6 @@ for _name in _REFUSED:
 
 
 class _Tree(NamedTuple):
-    """The prefix tree of some sequences."""
-
     leaves: list[int]  # sequences with tokens that no earlier leaf has, in the order of their slots
     shared: list[int]  # the number of first tokens of each sequence that an earlier leaf stores
     slots: _Ints  # int64 ``[N]``, the slot of each token

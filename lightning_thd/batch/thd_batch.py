@@ -1,7 +1,6 @@
 """Samples of varying length -> one ``THDBatch``: rows laid end to end, and their lengths on the host.
 
-T slots in a pack, S sequences. With samples on the host, only ``to`` and ``from_padded`` read from a device:
-collation keeps on the host every integer that a kernel or a counter needs.
+T slots in a pack, S sequences. Collation keeps on the host every integer that a kernel or a counter needs.
 """
 
 from __future__ import annotations
@@ -245,10 +244,6 @@ class THDBatch(_Pinned):
         Returns:
             The batch on the CPU. Samples with the ids ``[5, 6]`` and ``[7]`` give ``input_ids``
             ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]`` and ``cu_seqlens`` ``[0, 2, 3]``.
-
-        Raises:
-            TypeError: if a sample is not a dict, or a value is not a number.
-            ValueError: if a sample is not valid, or the samples need more slots than ``pad_to``.
         """
         if share_prefixes is not False:
             flags(share_prefixes=share_prefixes)
@@ -279,9 +274,6 @@ class THDBatch(_Pinned):
         Returns:
             The batch on the device of ``input_ids``. A row without a token becomes a sequence of length 0.
             ``ids [[0, 5, 6]]`` with mask ``[[0, 1, 1]]`` gives ``input_ids [5, 6]``, ``targets [6, -100]``.
-
-        Raises:
-            ValueError: if shapes differ, the mask is all 0 or has other values than 0 and 1, or an id is < 0.
         """
         batch = cls(**padded_fields(input_ids, attention_mask, labels))
         return batch.to(input_ids.device) if isinstance(input_ids, Tensor) else batch
@@ -336,7 +328,6 @@ class THDBatch(_Pinned):
         return found | {f"extras.{key}": value for key, value in self.extras.items()}
 
     def _with(self, tensors: dict[str, Tensor]) -> THDBatch:
-        """Return a copy with the given tensors, named as in ``_tensors``."""
         fields: dict[str, Any] = {k: x for k, x in tensors.items() if not k.startswith("extras.")}
         fields.setdefault("cu_seqlens_padded", fields["cu_seqlens"])
         know_offsets(fields["cu_seqlens"], (*self.lengths, *self.padded_lengths[len(self.lengths) :]))
@@ -373,7 +364,6 @@ class THDBatch(_Pinned):
         return found if real is None else {**found, "cu_seq_lens_real": real}
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens if any sequence is padded, else None."""
         return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:

@@ -119,7 +119,6 @@ def _view(buffer: Tensor, part: _Part) -> Tensor:
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Return whether a tensor is int64 with values that fit into int32."""
     if tensor.dtype != torch.int64 or not tensor.numel():
         return False
     least, most = tensor.aminmax()

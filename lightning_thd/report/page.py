@@ -131,9 +131,7 @@ def table(series: Series) -> Table:
 def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
     """Print the table of a run and, if matplotlib is installed, write its picture and page beside the logs.
 
-    Args:
-        folder: the folder that you passed to ``CSVLogger``.
-        theme: ``light``, ``dark``, or ``auto``, with which the page follows its reader's setting.
+    ``folder`` is the one that you passed to ``CSVLogger``. The theme ``auto`` follows the reader's setting.
     """
     series = read_metrics(folder)
     if not (found := table(series)).rows:
@@ -179,7 +177,6 @@ def _colours(theme: Theme) -> str:
 
 
 def _data_of(series: Series, theme: Theme) -> str:
-    """Return the picture of a run as a data URL with the PNG itself."""
     figure, image = draw_page(series, theme), io.BytesIO()
     figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's dpi
     return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
@@ -234,7 +231,6 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
-    """Return for each plot the metrics that the run has logged, without plots that have none."""
     found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
     return [names for names in found if names]
 
@@ -271,7 +267,7 @@ def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int,
 def _headlines(series: Series) -> list[str]:
     """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
-    for name in _TOP:  # the metrics of the headline
+    for name in _TOP:
         if values := [value for _, value in _finite(series, name, last=True)]:
             kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", median(values))
             found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
