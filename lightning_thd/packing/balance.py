@@ -121,17 +121,17 @@ def balanced_bins(
         packs = best_fit(step.lengths, slots, step.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
-        if len(packs) > wanted and owner is None:
+        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
+        if owner is None:
             raise ValueError(
                 f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
                 f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
             )
-        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
         waits = step.waits(owner, count)
         # Bins whose patches are at the bound may leave no room to make the work equal. More bins have room.
         if slots.patches < UNBOUNDED and num_microbatches is None and waits > step.least * _UNEVEN:
             roomier = step.best(count + dp, packs)
-            if step.waits(roomier, count + dp) * _UNEVEN < waits:
+            if roomier is not None and step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
     # Longest first inside a bin, because attention runs neighbours of equal length as one batch.
     order = np.lexsort((-lengths, owner))
@@ -190,8 +190,8 @@ class Problem:
 
     def best(
         self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
-    ) -> IntArray:
-        """Return the fastest of three plans: filled by work, by best fit, or microstep by microstep."""
+    ) -> IntArray | None:
+        """Return the fastest of three plans, by work, best fit or microsteps; None if all need more bins."""
         filled, even = spread or self.spread(count)
         if filled is not None and even:
             return filled
@@ -201,7 +201,7 @@ class Problem:
             packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
         level = fill_microsteps(self, count // self.dp, enough=self.least * _EVEN_ENOUGH)
         found = [owner for owner in (filled, packed, level) if owner is not None]
-        return min(found, key=lambda owner: self.waits(owner, count))
+        return min(found, key=lambda owner: self.waits(owner, count), default=None)
 
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
