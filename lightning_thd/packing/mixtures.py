@@ -72,13 +72,13 @@ def share_out(
         raise ValueError(
             f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Set Mixing(epoch=)."
         )
+    check_weights(weights)
     if not sizes or set(sizes) != set(weights):
         raise ValueError(
             f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
         )
     for name, size in sizes.items():
         whole_number(size, f"sizes[{name!r}]", least=1, advice="A source has at least one sequence.")
-    check_weights(weights)
     largest = max(weights.values())  # a sum of large weights may overflow
     scaled = {name: weights[name] / largest for name in sizes}
     total = sum(scaled.values())
@@ -109,6 +109,7 @@ def share_out(
 
 def check_weights(weights: Mapping[str, float]) -> None:
     """Refuse weights that are not finite numbers above 0."""
+    instance(weights, "weights", Mapping, advice="Pass the weight of each source, by its name.")
     for name, weight in weights.items():
         number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
         if not number or not 0 < weight < np.inf:

@@ -127,10 +127,14 @@ def test_what_an_epoch_takes() -> None:
         (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
         (lambda: share_out({"a": 9, "b": 9}, {"a": 1e-9, "b": 1}), "more than 1,000 passes over 'b'"),
         (lambda: share_out({"a": 9, "b": 9}, {"a": 1e300, "b": 1}), "more than 1,000 passes over 'a'"),
+        (
+            lambda: share_out({"a": 9}, torch.ones(3, dtype=torch.uint16)),
+            "weights is a Tensor.*wanted Mapping",
+        ),
         (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
         (lambda: Mixing(shares="words"), "shares='words'; wanted one of sequences, tokens"),  # type: ignore[arg-type]
     ],
 )
 def test_says_what_is_wrong(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
