@@ -117,20 +117,14 @@ def test_what_an_epoch_takes() -> None:
     [
         (lambda: share_out({"a": 3}, {"a": 0.0}), "The weight of 'a' is 0.0; wanted a finite number above 0"),
         (lambda: share_out({"a": 3}, {"a": float("nan")}), "The weight of 'a' is nan"),
-        (
-            lambda: share_out({"a": 3}, {"a": torch.ones(1, dtype=torch.uint16)}),
-            "of 'a' is a Tensor of torch",
-        ),
+        (lambda: share_out({"a": 3}, {"a": torch.ones(1, dtype=torch.uint16)}), "'a' is a Tensor"),
         (lambda: share_out({"a": 3}, {"b": 1.0}), r"sizes of \['a'\] and weights of \['b'\]"),
         (lambda: share_out({}, {}), "Give both of each"),
         (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
         (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
         (lambda: share_out({"a": 9, "b": 9}, {"a": 1e-9, "b": 1}), "more than 1,000 passes over 'b'"),
         (lambda: share_out({"a": 9, "b": 9}, {"a": 1e300, "b": 1}), "more than 1,000 passes over 'a'"),
-        (
-            lambda: share_out({"a": 9}, torch.ones(3, dtype=torch.uint16)),
-            "weights is a Tensor.*wanted Mapping",
-        ),
+        (lambda: share_out({"a": 9}, torch.ones(3, dtype=torch.uint16)), "wanted Mapping"),
         (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
         (lambda: Mixing(shares="words"), "shares='words'; wanted one of sequences, tokens"),  # type: ignore[arg-type]
     ],

@@ -17,8 +17,8 @@ def entries_of(lengths: npt.NDArray[np.int64]) -> Entries:
     return make_entries(lengths, summarize(lengths), SLOTS, oversize="error")
 
 
-def all_packs(packs: WindowedPacks, epoch: int) -> list[tuple[int, ...]]:
-    spans, offsets = packs.read(epoch, 0, packs.total)
+def read(packs: WindowedPacks, epoch: int, first: int = 0, last: int | None = None) -> list[tuple[int, ...]]:
+    spans, offsets = packs.read(epoch, first, packs.total if last is None else last)
     return [tuple(spans.index[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
@@ -28,7 +28,7 @@ def test_an_epoch_shuffles_windows_packs_and_ties_but_never_members() -> None:
     home = np.empty(2_000, int)
     for window in range(4):
         home[window_members(packs.entries, 500, 0, window, window + 1)] = window
-    epochs = [all_packs(packs, epoch) for epoch in range(6)]
+    epochs = [read(packs, epoch) for epoch in range(6)]
     orders = [tuple(dict.fromkeys(home[pack[0]] for pack in epoch)) for epoch in epochs]
     assert all(len({home[i] for i in pack}) == 1 for epoch in epochs for pack in epoch)
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
@@ -43,11 +43,9 @@ def test_an_epoch_shuffles_windows_packs_and_ties_but_never_members() -> None:
 
 def test_any_range_of_packs_is_the_range_of_all() -> None:
     packs = make_windows(entries_of(draw("chat", 2_000)), SLOTS, 300, 0)
-    everything = all_packs(packs, 1)
+    everything = read(packs, 1)
     for first, last in ((0, 1), (0, packs.total), (20, 75), (packs.total - 1, packs.total)):
-        spans, offsets = packs.read(1, first, last)
-        found = [tuple(spans.index[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
-        assert found == everything[first:last]
+        assert read(packs, 1, first, last) == everything[first:last]
 
 
 def test_workers_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
