@@ -23,8 +23,8 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 class SourceLog:
     """Logs the tokens and the loss of each source, over all ranks, once per log interval."""
 
-    def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
-        self.loader, self._names = loader, loader.source.names
+    def __init__(self, loader: THDLoader, tokens: Mapping[str, int], trainer: L.Trainer | None) -> None:
+        self.loader, self.trainer, self._names = loader, trainer, loader.source.names
         # Steps begun since the last log: (epoch, step), and the tokens per source (0 except on process 0).
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
         self.restore(tokens)
@@ -123,11 +123,11 @@ class LogsSources(L.LightningDataModule):
     _restored: Mapping[str, int] = MappingProxyType({})
 
     def _log_sources(self, loader: THDLoader) -> None:
-        """Make the log for a loader's mixture; loaders of the same plan share one log."""
-        before = None if self._source_log is None else self._source_log.loader
-        same = before is not None and before.planner is loader.planner is not None
-        if loader.source.names and before is not loader and not same:
-            self._source_log = SourceLog(loader, self._restored)
+        """Make the log for a loader's mixture; all loaders of a Trainer share one log."""
+        if self._source_log is not None and self._source_log.trainer is self.trainer:
+            self._source_log.loader = loader
+        elif loader.source.names:
+            self._source_log = SourceLog(loader, self._restored, self.trainer)
         self._restored = {}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
