@@ -29,7 +29,7 @@ Dry = Literal["restart", "stop", "rest"]
 
 # With fewer sequences in the last pass over a mixture's source, starting workers takes longer than reading.
 _WORKERS_FROM = 1000
-_END = -1  # in place of a row, the end of a shard
+_END = -1  # the row of the state at the end of a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +324,7 @@ class Reader:
         self._reading, self._tally, self._skips = reading, tally, source.on_error == "skip"
         self._most_bad = math.inf if source.max_errors is None else source.max_errors
         self.exhausted, self.taken = False, 0
-        self._kept: list[Read] = []  # read, but not yet asked for
+        self._kept: list[Read] = []  # samples that are read, but not yet asked for
         self.marks: dict[int, list[Mark]] = {}  # saved states since the last exchange
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.mine)):
@@ -358,7 +358,7 @@ class Reader:
         return taken
 
     def read_again(self, pending: Pending, *, ended: bool) -> list[Read]:
-        """Read the pending records of this rank's shards again; ``ended`` is its former ``exhausted``."""
+        """Read the pending records of this rank's shards again; with ``ended``, look for added ones too."""
         found = []
         for number in self._reading.mine:
             rows = pending.get(number)
@@ -374,6 +374,6 @@ class Reader:
             for read in reads:
                 self._tally.counts.update(read.counts)
                 found += [replace(read, round=round_) for round_ in rows[read.row] if read.sample]
-        if ended:  # find out whether records were added since
+        if ended:  # all shards had been read; records may have been added since
             self._kept = self.take(1)
         return found

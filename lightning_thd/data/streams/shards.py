@@ -118,7 +118,7 @@ class Beginning:
 
     def __init__(self, source: Any) -> None:
         self._state: Any = None
-        self.ended: Any = None  # the state after the last whole pass, with which the next pass begins
+        self.ended: Any = None  # the state after the last complete pass, with which the next begins
         self._unfinished = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
@@ -137,7 +137,7 @@ class Beginning:
         self._unfinished = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
-        for _ in range(1 if state is None or first else 2):  # a state between passes may first end a pass
+        for _ in range(1 if state is None or first else 2):  # after a finished pass, the first may be empty
             row = first
             for row, record in enumerate(source, first + 1):
                 yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
