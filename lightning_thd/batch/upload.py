@@ -126,7 +126,6 @@ def _fits(tensor: Tensor) -> bool:
 
 
 def _counts_up(positions: Tensor, lengths: Sequence[int]) -> bool:
-    """Return whether positions ``[T]`` count from 0 in every sequence."""
     if positions.ndim != 1 or positions.shape[0] != sum(lengths):
         return False
     each = np.asarray(lengths, np.int64)

@@ -82,6 +82,5 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         axes.bar(ranks + offset, np.asarray(values) / mean, 0.4, color=colour, label=label)
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
-    # The legend is above the right end of the axes, so that it covers no bar.
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure

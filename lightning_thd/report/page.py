@@ -265,7 +265,6 @@ def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int,
 
 
 def _headlines(series: Series) -> list[str]:
-    """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:
         if values := [value for _, value in _finite(series, name, last=True)]:
