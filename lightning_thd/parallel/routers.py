@@ -146,7 +146,7 @@ class RouterRelay:
         self.received: Tensor | None = None  # the sums of the stages before, in the running pass
 
     def add(self, own: Tensor) -> Tensor:
-        """Return the sums of all stages; with gradients and without the head, NaN that depends on ``own``."""
+        """Return all stages' sums; in training, stages without the head get NaN that depends on ``own``."""
         own, stage = own.to(self.channel.dtype(own.device)), self.stage
         if not torch.is_grad_enabled():
             own = own.clone()

@@ -157,7 +157,7 @@ class Checkpoints:
         model.load_state_dict(weights["state_dict"], strict=self._strategy.lightning_module.strict_loading)
         keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
         if not any(key.startswith("optimizer_") for key in keys):
-            return _rest_of(path, weights_only)  # only weights, which Lightning refuses where it trains
+            return _rest_of(path, weights_only)  # no optimizer states: Lightning refuses to resume
         for i, optimizer in enumerate(optimizers):
             drop_unknown_options(f"optimizer_{i}", optimizer, keys)
             load_state_of_folder(path, f"optimizer_{i}", optimizer, model, names, keys)

@@ -78,7 +78,7 @@ def refuse_unused_layout(batch: object) -> None:
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
     torch_cp: Any = sys.modules.get(_TORCH_CP)
-    # torch either puts a wrapper in place of the attention function, or lets DTensor handle its operators.
+    # torch's context_parallel() wraps the attention function, or registers handlers of its operators.
     wrapped = nn.functional.scaled_dot_product_attention in getattr(torch_cp, "_replaced_functions", {})
     operators = getattr(torch_cp, "custom_ops", {}).keys()
     if wrapped or operators & DTensor._op_dispatcher._custom_op_handlers.keys():

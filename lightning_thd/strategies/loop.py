@@ -116,7 +116,7 @@ class StepLoop:
 
 
 def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
-    """Return a context that leaves gradients unreduced; None if the base strategy has one or needs none."""
+    """Return a context in which FSDP1 or FSDP2 leaves gradients unreduced; None for other strategies."""
     model = getattr(strategy, "model", None)
     if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
         context: AbstractContextManager[Any] = model.no_sync()

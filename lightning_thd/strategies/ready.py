@@ -114,14 +114,14 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     Args:
         data_parallel_size: number of groups that read different data; ``auto`` uses all processes.
-        data_parallel_replicas: number of groups of neighbouring data-parallel ranks, such as nodes, each with
-            all weights. Weights are gathered inside a group; gradients are averaged over the groups too.
+        data_parallel_replicas: number of copies of all weights, such as one a node. A copy is sharded over
+            neighbouring data-parallel ranks; gradients are averaged over the copies too.
         tensor_parallel_size: number of ranks that each hold some rows or columns of the weights.
         tensor_parallel_plan: a dict from module names below a model to styles (``parallel.tensor``), instead
             of the model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory.
-        reshard_after_forward: free a layer's gathered weights after its forward pass, and gather them again;
-            with False, weights stay until the step's end. ``auto`` frees them, but not under a pipeline.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass; with
+            False, weights stay until the step's end. ``auto`` frees them, but not under a pipeline.
         asynchronous_checkpoints: write checkpoints in the background; the previous one stays until the new
             one is complete. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: the backend of ``torch.distributed``.

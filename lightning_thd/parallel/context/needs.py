@@ -1,9 +1,9 @@
 """A layout and a window -> the keys that each rank needs from the other ranks, and its kernel calls on them.
 
 ``plan_exchange`` brings a rank all keys that its queries see, before any kernel call. ``plan_block`` plans
-one call per source rank, and the results are merged. In a ring, a rank holds its own keys and those of this
-step and of the next. A striped layout always needs ``plan_block``: a kernel's causal mask moves by one key
-per query, and only the keys of a single source are ``cp`` slots apart, as the queries are.
+one call per source rank, and the results are merged. A ring uses it to hold few keys at a time. A striped
+layout always needs it: the queries, and the keys of one source, are ``cp`` slots apart. A kernel's causal
+mask moves by one key per query, so a call cannot mix sources.
 
 Legend: T slots of a pack, P sequences of a kernel call.
 """
