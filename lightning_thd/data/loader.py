@@ -337,8 +337,8 @@ class Ahead:
             try:
                 wait([future])
             except RuntimeError as err:
-                # torch raises here when a worker dies. Wait on: the reading thread raises an error that names
-                # the worker's files, on every rank.
+                # torch raises here when a worker dies. Keep waiting: the call then fails on every rank, with
+                # an error that names the worker's files.
                 if "DataLoader worker" not in str(err):
                     raise
         return future.result()

@@ -67,7 +67,7 @@ class MockDataset:
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no sequence {index} in a set of {len(self)}. Ask for one of the set.")
-        index = int(index) % len(self)  # derive_key takes no integer of numpy
+        index %= len(self)
         positions = np.arange(self._lengths[index], dtype=np.uint64)
         hashes = keyed_hashes(positions, derive_key(self.seed, _TOKENS, index))
         return {"input_ids": (hashes % np.uint64(self.vocab_size)).astype(np.int64)}

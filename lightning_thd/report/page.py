@@ -86,11 +86,7 @@ def number(value: float) -> str:
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` below a folder; a later run replaces the steps from its first one on.
-
-    Raises:
-        ValueError: if there is no ``metrics.csv``, or one is not a table of ``CSVLogger``.
-    """
+    """Read every ``metrics.csv`` below a folder; a later run replaces all values from its first step on."""
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise ValueError(
@@ -255,7 +251,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int, float]]:
-    """Return a metric's finite values in its unit, without any its last value if ``last``, else []."""
+    """Return a metric's finite values in its unit; if it has none, its last value with ``last``, else []."""
     found, factor = series.get(name, []), ROWS[name].factor
     # HFU equal to MFU, and an imbalance of 1, say nothing new.
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")

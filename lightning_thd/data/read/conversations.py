@@ -97,7 +97,7 @@ def _turns(messages: Any) -> list[Message]:
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Parse JSON text of arguments if the template quotes it in ``text``, or refuses it (no ``text``)."""
+    """Parse calls' arguments in JSON if ``text`` quotes them, or is empty because the template failed."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
