@@ -134,10 +134,9 @@ def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     assert store[0]["labels"].tolist() == [*[-100] * len(before), *after, end]
     assert store[1]["labels"].tolist() == [*tokenizer("x")["input_ids"], end]
     assert store.loss_tokens.tolist() == [len(after) + 1, 1]
-    own = open_source(file)  # bytes: EOS at the end, none between
-    assert own[0]["input_ids"].tolist() == [*b"two plus two is four", 257]
-    begins: Any = open_source(file, tokenizer=lambda text: [1, *text.encode()])  # begins each text with BOS
-    assert begins[0]["input_ids"].tolist() == [1, *b"two plus two is four"]
+    assert open_source(file)[0]["input_ids"].tolist() == [*b"two plus two is four", 257]  # EOS at the end
+    added: Any = open_source(file, tokenizer=lambda text: [1, *text.encode(), 2])  # BOS, EOS; no eos_token_id
+    assert added[0]["input_ids"].tolist() == [1, *b"two plus two is four", 2]
 
 
 @pytest.mark.parametrize("asked", ["two plus", "two plus "])
@@ -466,7 +465,8 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, talk(USER, {**ANSWER, "train": False}), "no learned message of the role 'assistant'"),
     (PLAIN, {"prompt": "a", "completion": "b", "label": False}, r"a label of true or false .*\(KTO\)"),
     # records
-    (PLAIN, talk(USER, ANSWER, images=["a.png"]), "'images' was found: images go"),
+    (PLAIN, talk(USER, ANSWER, images=["a.png"]), "'images' was found: images need"),
+    (None, {"text": "a", "images": ["a.png"]}, "'images' was found: images need"),
     (PLAIN, talk(USER, ANSWER, audio=["a.wav"]), "'audio' was found: audio cannot be"),
     (PLAIN, talk({**USER, "content": [{"type": "audio"}]}, ANSWER), "part of type 'audio'"),
     (PLAIN, talk({**USER, "content": [{"type": "text"}]}, ANSWER), "holds no string under 'text'"),

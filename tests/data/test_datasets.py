@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,15 @@ def test_a_hugging_face_stream_in_its_second_epoch_is_resumed(shards: int) -> No
     source = whole.shuffle(seed=3, buffer_size=20)
 
     def steps(state: Any = None) -> Any:
-        loader = THDDataModule(
-            Stream(source=source, window=4), capacity=8, global_batch=Sequences(3)
-        ).train_steps()
+        data = THDDataModule(Stream(source=source, window=4), capacity=8, global_batch=Sequences(3))
+        loader = data.train_steps()
         if state is not None:
             loader.load_state_dict(state)
         return loader
 
     def used(loader: Any, count: int = 99) -> list[int]:
-        return [
-            int(i)
-            for _, step in zip(range(count), loader, strict=False)
-            for b in step.microbatches
-            for i in b.input_ids
-        ]
+        steps = islice(loader, count)
+        return [int(i) for step in steps for batch in step.microbatches for i in batch.input_ids]
 
     first = used(steps())
     source.set_epoch(1)
@@ -137,20 +132,23 @@ def test_a_job_that_is_resumed_with_other_tokens_of_the_same_lengths_is_refused(
 
 @pytest.mark.parametrize("as_stream", [False, True])
 def test_records_of_text_keep_the_label_of_a_sequence(as_stream: bool, tmp_path: Path) -> None:
-    def labels(*rows: Any) -> Any:
+    def labels(*rows: Any, **how: Any) -> Any:
         file = tmp_path / "a.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = THDDataModule(Stream(str(file)) if as_stream else file, capacity=64, global_batch=Sequences(9))
+        source = Stream(str(file)) if as_stream else file
+        data = THDDataModule(source, capacity=64, global_batch=Sequences(9), **how)
         data.setup("fit")
         return next(iter(data.train_steps())).microbatches[0].extras["labels"]
 
     found = labels({"text": "a", "label": 3}, {"text": "bc", "label": 3})
-    assert found.tolist() == [3, 3]
-    assert found.dtype == torch.int64
+    assert (found.tolist(), found.dtype) == ([3, 3], torch.int64)
+    one_without = {"text": "a", "label": 3}, {"text": "bc", "label": "news"}
+    if not as_stream:
+        assert labels(*one_without, on_error="skip").tolist() == [3]
     assert labels({"prompt": "a", "completion": "b", "label": 0.5}).dtype == torch.float32
     assert labels({"text": "a", "labels": 3}).tolist() == [3]
-    with pytest.raises(ValueError, match=r"records have a number under 'label'|have several shapes"):
-        labels({"text": "a", "label": 3}, {"text": "bc", "label": "news"})
+    with pytest.raises(ValueError, match=r"line 2: it has no number under 'label'|have several shapes"):
+        labels(*one_without)
     with pytest.raises(ValueError, match="several numbers under 'label'"):
         labels({"text": "a", "label": [0, 1]})
 

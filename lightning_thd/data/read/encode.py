@@ -39,11 +39,12 @@ _KIND_RECORDS = 1000  # with on_error="skip", this many records are searched for
 # Keys that are refused beside text if they hold a list of numbers; ``_ALSO_NUMBERS`` also if they hold one.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
+_MEDIA = names("raw", "audio", "media")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
 # Keys beside ids that are refused, because a store keeps only ids, labels and ``label``.
 _NOT_KEPT = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
-_NO_IMAGES = "images go through the model's processor: pass processor=."
+_NO_IMAGES = "images need conversations and processor=. Pass both, or drop the key."
 
 
 def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
@@ -69,8 +70,12 @@ class _Row(NamedTuple):
 
 
 def _label_of(record: Record) -> Number | None:
-    """Return the label of a whole record, or None; refuse numbers per token, which would be lost."""
+    """Return the label of a whole record, or None; refuse media and numbers per token: they would be lost."""
     fields = record if isinstance(record, dict) else {}
+    for name in _MEDIA:
+        media: Any = fields.get(name)
+        if len(media) if hasattr(media, "__len__") else media:
+            raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
     for name in _WEIGHTS if "input_ids" in fields else _PER_TOKEN_KEYS:
         found = fields.get(name)
         if _is_row(found) or (name in _ALSO_NUMBERS and is_scalar(found)):
@@ -112,8 +117,6 @@ class Encoder:
         if any(row.labels is not None for row in rows):
             labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
         numbers = [row.label for row in rows if row.label is not None]
-        if numbers and len(numbers) < len(rows):
-            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'. Add it.")
         label = np.array(numbers) if numbers else None
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
@@ -133,6 +136,8 @@ class Encoder:
             encoded = self._tokenize_batch([text_of(record, self.text_key) for _, record in records])
         except Exception:  # any error of the tokenizer; encoding one by one finds the record
             return None
+        if None in labels and any(label is not None for label in labels):
+            return None
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
     def _tokenize_batch(self, texts: list[str]) -> list[Ids]:
@@ -151,17 +156,21 @@ class Encoder:
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
     def _encode_one_by_one(self, records: list[Placed], skipped: list[Skipped]) -> list[_Row]:
-        rows: list[_Row] = []
+        rows: list[tuple[str | Line, _Row]] = []
         for place, record in records:
             try:
                 row = self._encode_record(record)
-                if rows and (row.labels is None) != (rows[0].labels is None):
+                if rows and (row.labels is None) != (rows[0][1].labels is None):
                     has, had = ("no labels", "labels") if row.labels is None else ("labels", "none")
                     raise ValueError(f"it has {has}, but the records before had {had}. Give all labels.")
-                rows.append(row)
+                rows.append((place, row))
             except Exception as err:  # templates and tokenizers raise many types of errors
                 self._leave_out(place, err, skipped)
-        return rows
+        few = 2 * sum(row.label is not None for _, row in rows) < len(rows)  # most records have no label
+        for place in (place for place, row in rows if (row.label is not None) == few):
+            odd = f"it has {'a' if few else 'no'} number under 'label', unlike most. Give it to all."
+            self._leave_out(place, ValueError(odd), skipped)
+        return [row for _, row in rows if (row.label is not None) != few]
 
     def _encode_record(self, record: Record) -> _Row:
         if isinstance(record, Bad):
@@ -173,14 +182,12 @@ class Encoder:
             raise ValueError(f"a record of kind {found!r} among records of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
-        for name in names("raw", "audio", "media"):
-            if record.get(name):
-                raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
+        label = _label_of(record)
         if self.kind == "prompt" and isinstance(record.get("label"), bool):
             raise ValueError("a label of true or false beside a prompt (KTO): bad answers would be learned.")
         ids, mask = self._encode_conversation(record)
         row = np.asarray(ids, np.int64)
-        return _Row(row, np.where(mask, row, IGNORE_INDEX), _label_of(record))
+        return _Row(row, np.where(mask, row, IGNORE_INDEX), label)
 
     def _encode_conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
         texts = None
@@ -208,6 +215,8 @@ class Encoder:
     def _encode_prompt(self, text: str) -> Ids:
         """Encode a prompt, with the BOS but without the EOS that the tokenizer adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
+        if eos is None and not is_hugging_face(self.tokenizer):
+            return ids[: len(ids) - self._added(ids)[1]]
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
         # The prompt itself may end with EOS, so look for the prompt's own tokens before that EOS.
@@ -226,12 +235,17 @@ class Encoder:
     def _without_special_tokens(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
             return as_ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
-        # What a function returns for no text is BOS, EOS or both; leave out those that begin the ids.
-        ids, special = as_ids(self.tokenizer(text)), as_ids(self.tokenizer(""))
-        for bos in range(len(special), 0, -1):
-            if np.array_equal([*ids[:bos], *ids[len(ids) - len(special) + bos :]], special):
-                return ids[bos:]
-        return ids
+        ids = as_ids(self.tokenizer(text))
+        return ids[self._added(ids)[0] :]
+
+    def _added(self, ids: Ids) -> tuple[int, int]:
+        """Count the ids that a function put before and after a text; it returns only these for no text."""
+        special = as_ids(self.tokenizer(""))
+        for bos in range(len(special), -1, -1):
+            eos = len(special) - bos
+            if np.array_equal([*ids[:bos], *ids[len(ids) - eos :]], special):
+                return bos, eos
+        return 0, 0
 
     def _with_eos(self, row: Ids) -> Ids:
         eos = self._eos

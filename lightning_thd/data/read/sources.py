@@ -31,7 +31,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 11  # part of cache keys; raise it when reading gives other tokens or refuses other records
+_READER = 12  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
