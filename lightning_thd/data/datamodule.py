@@ -104,8 +104,6 @@ class THDDataModule(LogsSources):
             cache; if it is killed while tokenising, the next run continues there.
 
     Raises:
-        TypeError: if a source or a sample has the wrong type.
-        ValueError: for invalid values, data that a policy refuses, and ids outside the vocabulary.
         CacheError: if the cache cannot be written.
         MisconfigurationException: if the Trainer contradicts ``global_batch``.
     """
@@ -377,9 +375,10 @@ class THDDataModule(LogsSources):
 
     def _planner(self, name: str) -> Planner:
         """Return the planner of a data set, made at first use, when ``configure_model`` has run."""
-        # One data module may serve several Trainers in turn, with other ranks or accumulation.
+        # One data module may serve several Trainers in turn, with other ranks, accumulation or models.
         job = self._job
-        key = (name, self.capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing)
+        model = link.model_cost(job.model, self.capacity), link.model_patch(job.model)
+        key = (name, self.capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing, *model)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             data = self._sets[name]

@@ -68,6 +68,7 @@ class DataSettings:
         advice = "Pass the tokens of a pack: 8_192."
         capacity = whole_number(self.capacity, "capacity", least=1, advice=advice)
         object.__setattr__(self, "capacity", capacity)
+        object.__setattr__(self, "opener", replace(self.opener, num_workers=self.num_workers))
         if self.global_batch is not None:
             advice = "Pass Sequences(8), for example."
             instance(self.global_batch, "global_batch", Packs, Sequences, advice=advice)
@@ -206,7 +207,7 @@ def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return a row's ids, 4 bytes each. A row with other inputs shares no prefix: its numbers are its own."""
+    """Return a row's ids, 4 bytes each; a row with other inputs gets numbers that no other row has."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
     if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):

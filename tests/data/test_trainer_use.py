@@ -132,6 +132,8 @@ def test_capacity_and_step_hold_for_the_loaders_made_after_they_were_set() -> No
     assert len(large) < len(small)
     data.global_batch = Sequences(7)
     assert [sum(map(len, step.microbatches)) for step in data.train_dataloader()] == [7, 7, 7, 7, 7, 5]
+    data.num_workers = 1  # also to tokenise and count
+    assert data._settings.opener.num_workers == 1
 
 
 @pytest.mark.parametrize("strategy", ["auto", "thd"])
