@@ -409,7 +409,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # Scale the loss to a mean over the batch, as a balancing loss is one; ``rows`` weights it again.
+            # A mean over the batch, as the model's balancing loss is one; ``rows`` weighs their sum.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             losses.append(loss_fn(model, cut(scaled)).detach())
             counts.append((weight, batch.loss_tokens))

@@ -30,7 +30,7 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# (targets, number of earlier head calls) -> the targets, those of factor 0 ignored, and the factors
+# (targets, number of earlier head calls) -> the targets, -100 where the factor is 0, and the factors
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # DeepSeek-V3 (arXiv:2412.19437, section 4.2) starts with 0.3 for predictions beyond the next token.
 _MTP_WEIGHT = 0.3
@@ -75,8 +75,8 @@ def causal_lm_loss(
 
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model). Under context parallelism every rank gets the whole pack's loss,
-        with the gradient of its shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean. A batch without
-        loss tokens gives 0, plus losses of routers.
+        with the gradient of its shard. A batch of 10 loss tokens with ``loss_scale`` 0.1 gives their mean
+        loss. A batch without loss tokens gives 0, plus losses of routers.
 
     Raises:
         ValueError: for an unsupported model or attention, for a batch that does not fit the model, or for a
@@ -265,7 +265,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
                 "Weights and reduction='sequences' do not apply to predictions beyond the next token. "
                 "Use reduction='tokens' without weights."
             )
-        wide = torch.float32 if targets.device.type == "mps" else torch.float64  # rounded once, at the end
+        wide = torch.float32 if targets.device.type == "mps" else torch.float64
         total = torch.ones(slots, dtype=wide, device=targets.device)
         for part in given:
             total = total * part.detach()
@@ -316,7 +316,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return operands and targets by slot, or by row of shared prefixes, and a bound of loss tokens."""
+    """Return operands and targets of slots, or of rows of ``Prefixes``, and a bound of the loss tokens."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:

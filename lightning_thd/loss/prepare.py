@@ -19,7 +19,7 @@ from lightning_thd.loss.tiles.products import has_autocast, is_native
 _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # If a smaller share of rows is ignored, computing these rows costs less than copying all others.
 _WORTH_SKIPPING = 0.05
-# Types that hold no DTensor.
+# Types of arguments that are no DTensors.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 # Reading a number from these devices makes Python wait, so ``LossArgs.loss_tokens``, if known, is used.
 _WAITS = {"cuda"}
@@ -247,9 +247,6 @@ def refuse_double_grad(name: str) -> None:
             f"{name} was differentiated with create_graph=True, but it keeps no logits for a second "
             "derivative. Use create_graph=False, or materialised logits."
         )
-
-
-# ---- DTensors among the operands
 
 
 def is_dtensor(tensor: object) -> bool:

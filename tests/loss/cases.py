@@ -123,7 +123,6 @@ def _experts() -> Any:
 
 
 def cases() -> list[tuple[str, Callable[[], Any], Callable[[Any, Any], Tensor], Any]]:
-    """Return names, models, losses and what they are given, on the CPU."""
     scale = {"loss_scale": 0.01}
     plain = THDBatch.collate(_samples(), pad_to=128).replace(**scale)
     weighted = THDBatch.collate(_samples(weights=0.5)).replace(**scale)

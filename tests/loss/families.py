@@ -79,7 +79,6 @@ def build(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.M
 
 
 def names() -> list[str]:
-    """The families this transformers has."""
     import transformers
 
     return [name for name in FAMILIES if hasattr(transformers, f"{name}Config")]

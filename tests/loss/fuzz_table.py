@@ -157,7 +157,6 @@ _MADE: dict[Callable[[random.Random], dict[str, Any]], str] = {
 
 
 def _entry(name: str, every: Callable[[random.Random], dict[str, Any]]) -> Entry:
-    """Return an entry of a function with those of the arguments that it takes."""
     function: Any = loss
     for part in name.split("."):
         function = getattr(function, part)

@@ -50,7 +50,6 @@ class Case:
         return {"bias": leaves[2] if self.bias else None, **{name: getattr(self, name) for name in names}}
 
     def logits(self, leaves: list[Tensor]) -> Tensor:
-        """All of them."""
         z = F.linear(*leaves) * self.logit_scale
         if self.softcap is not None:
             z = torch.tanh(z / self.softcap) * self.softcap
@@ -67,7 +66,6 @@ class Case:
 
 
 def wide(leaves: list[Tensor]) -> list[Tensor]:
-    """Copies in fp64, for the oracle."""
     return [leaf.detach().double().requires_grad_() for leaf in leaves]
 
 

@@ -23,7 +23,6 @@ def make_batch(
 
 
 def oracle(model: nn.Module, batch: THDBatch) -> Tensor:
-    """The model's own logits, whole."""
     outputs = model(**batch.hf_kwargs())
     total = F.cross_entropy(outputs.logits[0], batch.targets, reduction="sum") * batch.loss_scale
     if getattr(outputs, "aux_loss", None) is not None:

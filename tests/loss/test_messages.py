@@ -81,7 +81,6 @@ def another_attention() -> None:
 
 
 CASES: list[tuple[Callable[[], Any], str]] = [
-    # Operands of all fused losses
     (lambda: logprobs(temperature=0.0), r"temperature=0.0; wanted a finite number above 0.*Greedy"),
     (lambda: logprobs(chunk=0), r"chunk=0; wanted 1 or more.*tile"),
     (lambda: logprobs(softcap=math.inf), "softcap=inf"),
@@ -107,7 +106,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: distil(alpha=1.5), "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
     (lambda: distil(beta=1.0), "Instead of beta 0 use kind='kl', instead of beta 1 kind='reverse_kl'"),
     (lambda: distil(teacher_weight=torch.zeros(100, 8)), "100 rows, but.*need valid_vocab_size"),
-    # Models and batches
     (another_attention, r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"),
     (lambda: causal_lm_loss(nn.Linear(2, 2), BATCH), "got a Linear, wanted a Hugging Face causal"),
     (lambda: causal_lm_loss(bert(BertForMaskedLM), BATCH), "of BertForMaskedLM attends to later tokens"),
@@ -130,7 +128,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         ),
         "The batch is one rank's shard, whose slots hold parts of sequences",
     ),
-    # Rollouts and policies
     (lambda: ROLLOUTS.pack(torch.zeros(3, 2)), r"pack\(\) got \[3, 2\], wanted \[2, 3, ...\]"),
     (lambda: ROLLOUTS.unpack(torch.zeros(6)), r"unpack\(\) got \[6\], but this pack has 5 slots"),
     (lambda: ROLLOUTS.unpack(FIVE, of="row"), "of.*row.*wanted.*prediction.*token"),  # type: ignore[arg-type]
@@ -153,7 +150,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: gspo(weights=FIVE), r"weights is \[5\], wanted \[2\], one per row"),
     (lambda: policy.group_advantages(FIVE, 2), r"rewards is torch.float32 \[5\] with group_size=2"),
     (lambda: policy.group_advantages(ONE, 1), "group of at least 2"),
-    # Pairs
     (lambda: dpo(reference_rejected=FIVE), r"'reference_rejected': \[5\]}, wanted one number per response"),
     (lambda: dpo(weights=FIVE), r"'weights': \[5\]"),
     (lambda: dpo(kind="dpo"), "kind.*dpo.*wanted one of sigmoid, hinge"),
