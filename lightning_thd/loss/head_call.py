@@ -3,9 +3,9 @@
 Legend: T slots, R rows (selected slots), H hidden size, V vocabulary, n values of a head call, E experts. The
 model's own ``forward`` runs through ``__call__`` with all hooks, so FSDP2, DDP, PEFT and checkpointing keep
 working. The replacements are the same functions in every call, so torch.compile does not compile again. The
-head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``. The full
-logits, T x V numbers, are computed only if the head is not a plain linear layer, code of the user may read
-them, or the model does anything else with them than return them after one fixed ``LogitMap``.
+head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``. Full logits,
+T x V numbers, are computed in three cases only: the head is not a plain linear layer; the user's code may
+read the logits; the model changes them by more than one fixed ``LogitMap``.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class HeadCall:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         If the model changes its logits in another way than ``logit_map`` says, it is called again.
-        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n]}``, further
-        calls of the head under "value_1" and so on, and a loss ``[]`` of routers under "aux_loss".
+        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n]}``, the
+        values of further head calls as "value_1" and so on, and a loss ``[]`` of routers as "aux_loss".
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
@@ -413,9 +413,9 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     if type(weight) is not nn.Parameter and is_dtensor(weight):
         linear: nn.Linear = head  # tensor parallelism may set ``forward``
         return linear
-    kind = type(weight)
-    quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")
-    return None if forward or quantised else head
+    # FSDP1 shows a weight as a plain tensor during the forward pass; other classes may be quantised.
+    other = weight is not None and type(weight).__module__.partition(".")[0] != "torch"
+    return None if forward or other else head
 
 
 def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:

@@ -89,6 +89,7 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "given memory": lambda x: torch.mul(x, 2.0, out=torch.empty(SHAPE)),
     "columns in place": lambda x: x[..., :5].mul_(2.0),
     "alias in place": lambda x: x.contiguous().mul_(2.0),
+    "in place with an alias": lambda x: (x.contiguous(), x.mul_(2.0))[1],
     "no gradient": torch.no_grad()(lambda x: x * 2.0),
 }
 
@@ -306,8 +307,10 @@ def test_a_model_that_does_something_else_at_every_call_is_computed_whole() -> N
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_a_compiled_head_is_a_linear_layer_still() -> None:
+def test_a_compiled_head_or_one_with_plain_tensors_is_a_linear_layer_still() -> None:
     model: Any = tiny_llama(torch.float64)
+    model.lm_head._parameters["weight"] = model.lm_head.weight.detach().requires_grad_()  # as under FSDP1
+    compare(model)
     model.lm_head = torch.compile(model.lm_head, backend="eager")
     compare(model)
     assert not model.__dict__["_thd_head_call"]._warned
