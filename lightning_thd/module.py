@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -22,6 +23,8 @@ from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.fsdp import layers_of
 
 ATTENTION = "thd"
+# What FSDP1 and activation checkpointing add to the names of parameters.
+_WRAPPERS = r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
 
 
 def adamw(
@@ -136,6 +139,7 @@ class CausalLMModule(L.LightningModule):
         self._compile = compile
         self.router_balance: RouterBalance = router_balance
         self._losses: list[tuple[Tensor, float]] = []
+        self._matrices = set[str]()  # names of the parameters with two or more dimensions
         self._accumulated: Tensor | float = 0.0  # sum of a step's batch losses, each divided by their number
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -152,6 +156,7 @@ class CausalLMModule(L.LightningModule):
         if self.model is None:
             self.model = self._build()
             self.model.train()
+        self._matrices = {name for name, p in self.named_parameters() if p.ndim >= 2}  # FSDP1 flattens them
         if self._compile == "layers":
             for layer in layers_of(self.model):
                 layer.compile(dynamic=True)
@@ -196,15 +201,17 @@ class CausalLMModule(L.LightningModule):
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
         if batch_idx == dataloader_idx == 0:
             self._losses.clear()  # an interrupted evaluation leaves losses behind
+        # With labels of sequences, self.log would weigh a batch by their number, not by its loss tokens.
+        batch = batch.replace(extras={name: x for name, x in batch.extras.items() if name != "labels"})
         if self.router_balance != "microbatch":
             batch = batch.replace(token_scale=0.0)  # leaves out the balancing loss
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
+        options: Any = {"batch_size": next(iter(batch)).size(0), "on_epoch": True, "sync_dist": True}
         if not names:
-            self.log(f"{stage}/loss", loss, prog_bar=stage == "val", on_epoch=True, sync_dist=True)
+            self.log(f"{stage}/loss", loss, prog_bar=stage == "val", **options)
             return
-        name = f"{stage}/loss/{names[dataloader_idx]}"
-        self.log(name, loss, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
+        self.log(f"{stage}/loss/{names[dataloader_idx]}", loss, add_dataloader_idx=False, **options)
         weight = 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # the weighted number of loss tokens
         self._losses.append((loss.detach() * weight, weight))
 
@@ -230,10 +237,14 @@ class CausalLMModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with linear warm-up and cosine decay over the Trainer's steps."""
-        trained = [p for p in self.parameters() if p.requires_grad]
+        matrices, vectors = list[Tensor](), list[Tensor]()
+        for name, p in self.named_parameters():
+            is_matrix = p.ndim >= 2 or re.sub(_WRAPPERS, "", name) in self._matrices
+            if p.requires_grad:
+                (matrices if is_matrix else vectors).append(p)
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         optimizer = adamw([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
         steps = self.trainer.estimated_stepping_batches

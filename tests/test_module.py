@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -73,23 +74,16 @@ def test_weights_are_of_the_trainers_precision_not_the_files(
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
 
 
-class Rates(L.Callback):
-    """Notes the rate of every step."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-
 def fit_rates(folder: Path, ckpt: Path | None = None, **limits: Any) -> list[float]:
-    rates = Rates()
-    trainer = quiet_trainer(**limits, callbacks=[rates], default_root_dir=folder)
+    rates = list[float]()
+    note = LambdaCallback(
+        on_train_batch_start=lambda t, *_: rates.append(t.optimizers[0].param_groups[0]["lr"])
+    )
+    trainer = quiet_trainer(**limits, callbacks=[note], default_root_dir=folder)
     module = CausalLMModule(tiny_llama(), lr=1e-3, warmup_fraction=0.1)
     trainer.fit(module, THDDataModule(sequences(40), capacity=64), ckpt_path=ckpt)
     trainer.save_checkpoint(folder / "rates.ckpt")
-    return rates.found
+    return rates
 
 
 def test_the_rate_is_that_of_the_whole_run_also_after_a_resume_with_more_steps(tmp_path: Path) -> None:
@@ -144,6 +138,22 @@ def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> No
         module = CausalLMModule(config={"model_type": "llama", "num_hiden_layers": 1})
         with pytest.raises(ValueError, match="'num_hiden_layers', which LlamaConfig does not read; did you"):
             module.configure_model()
+
+
+def test_matrices_decay_also_if_fsdp1_has_flattened_them() -> None:
+    model: Any = tiny_llama()
+    module = CausalLMModule(model)
+    module.configure_model()
+    matrices = {id(p) for p in module.parameters() if p.ndim == 2}
+    for parameter in module.parameters():
+        parameter.data = parameter.data.flatten()
+    wrapper: Any = nn.Module()
+    wrapper._fsdp_wrapped_module, model.model.layers[0] = model.model.layers[0], wrapper
+    vars(module)["_trainer"] = SimpleNamespace(estimated_stepping_batches=2)
+    made: Any = module.configure_optimizers()
+    decayed, others = made["optimizer"].param_groups
+    assert {id(p) for p in decayed["params"]} == matrices
+    assert others["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

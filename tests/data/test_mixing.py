@@ -79,7 +79,8 @@ def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.Mon
 def test_named_validation_sets_have_a_metric_each() -> None:
     a, b = sequences(9, labels=True), sequences(12, labels=True, seed=3)
     module = CausalLMModule(tiny_llama())
-    data = THDDataModule(val={"a": a, "b": b}, capacity=CAPACITY)
+    labelled = {"a": [{**row, "label": 1} for row in a], "b": b}  # labels of sequences change no weight
+    data = THDDataModule(val=labelled, capacity=CAPACITY)
     stop = L.callbacks.LambdaCallback(on_validation_batch_end=lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # what was evaluated until then counts in no later mean
         make_trainer(callbacks=[stop]).validate(module, data, verbose=False)
