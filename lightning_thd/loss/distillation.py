@@ -113,16 +113,19 @@ def _distillation(
         if alpha == 0.0:
             return hard
     teacher_for = _head_teacher(student, teacher, prepared, token_weights)
-    operands, settings = prepared.operands, prepared.settings
-    if settings.compute == torch.float16:  # the loss scale, which keeps fp16 gradients above 0, comes later
-        hidden, weight, bias = operands
-        operands = (hidden.float(), weight.float(), None if bias is None else bias.float())
+    (hidden, weight, bias), settings = prepared.operands, prepared.settings
+    if not torch.is_grad_enabled():  # autograd would still ask the forward pass for gradients
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    if settings.compute == torch.float16:  # no loss scale keeps these gradients above 0
+        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
         settings = replace(settings, compute=torch.float32)
 
     def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
         return divergence_and_gradients(head, teacher_for(head), weights, divergence, needs=needs)
 
-    soft = scalar_loss(*operands, prepared.targets, weights, settings, job, "fused_linear_distillation")
+    soft = scalar_loss(
+        hidden, weight, bias, prepared.targets, weights, settings, job, "fused_linear_distillation"
+    )
     return soft if hard is None else soft + hard
 
 

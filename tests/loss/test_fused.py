@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.loss import (
     fused_linear_cross_entropy,
@@ -43,7 +44,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 
 
 def divergence(z: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
-    """From whole logits, by the definition."""
     q, p = (x.softmax(-1) for x in (z, teacher))
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -68,7 +68,6 @@ def fused(kind: str, leaves: list[Any], targets: Tensor, taught: tuple[Tensor, T
 def whole(
     kind: str, case: Case, leaves: list[Tensor], targets: Tensor, taught: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Compute the number of ``fused`` from all logits."""
     logp, entropy, lse = case.logprobs(leaves, targets)
     if kind == "nll":
         return -logp.sum()
@@ -77,9 +76,6 @@ def whole(
     z, teacher = case.logits(leaves), (taught[0] @ taught[1].T / case.temperature)
     z, teacher = (x.float() if x.itemsize < 4 else x for x in (z, teacher[:, : case.valid_vocab_size]))
     return divergence(z, teacher, kind)[targets != -100].sum()
-
-
-# ---- Values and gradients
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -236,9 +232,6 @@ def test_a_number_of_loss_tokens_known_on_the_host_changes_nothing(monkeypatch: 
         linear_nll(replace(call, loss_tokens=15), Penalties(), token_weights=None)
 
 
-# ---- Autograd
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_that_are_kept_checkpointed_frozen_or_differentiated_twice(kind: str) -> None:
     case = Case(bias=True, ignored=0.3)
@@ -287,9 +280,9 @@ def test_no_logits_are_made(kind: str) -> None:
     with Largest() as seen:
         fused(kind, leaves, targets, taught, chunk=256).backward()
     assert 0 < seen.largest <= 256 * 6000 * 4 * 2  # the logits would take 98 MB
-
-
-# ---- Low precision
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        fused(kind, leaves, targets, taught)
+    assert counter.get_total_flops() <= 2 * 4096 * 6000 * (8 + taught[0].shape[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -474,8 +467,6 @@ RANK_CASES = [
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
