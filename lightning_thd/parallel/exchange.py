@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from lightning_thd.parallel.context import traffic
@@ -38,6 +39,7 @@ class _Both(torch.autograd.Function):
         return there(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grads[0]), None, None
 
@@ -95,6 +97,7 @@ class _SumGradients(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Copy the gradients, because autograd may pass the same tensor to other functions.
         summed = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]

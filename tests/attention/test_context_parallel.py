@@ -154,9 +154,10 @@ def all_refusals() -> None:
     at = shard_of("striped", "ring")
     inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
     out = varlen_attention(*inputs, at.offsets(), at.offsets(), 40, 40, softcap=3.0)
-    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    for made in (out, gather_pack(inputs[0], at)):
+        (grad,) = torch.autograd.grad(made.square().sum(), inputs[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
     made_anew = offsets.clone()
     with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
         varlen_attention(*given, made_anew, made_anew, 40, 40)
