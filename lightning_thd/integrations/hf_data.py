@@ -47,7 +47,7 @@ def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, if a sample has them and no labels, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
     without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets` keeps a column that is left out
-    if not masks or "labels" in sample:
+    if not masks or sample.get("labels") is not None:
         return without
     learned = np.logical_and.reduce([*masks.values()])
     return {**without, "labels": np.where(learned, np.asarray(sample["input_ids"]), -100)}
@@ -150,7 +150,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         return packs
 
     def _begin(self) -> None:
-        if self._resumed is not None:  # as Trainer does when it has skipped used batches
+        if self._resumed is not None:  # Trainer does so only if it has skipped batches
             self._load_rng_state(self._resumed)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         if self.args.should_save and self._packs is not None:
             self._packs.save(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
         if ours := self._resumed is not None:
-            self.args.ignore_data_skip = False  # as the user has it, because the arguments are saved
+            self.args.ignore_data_skip = False  # the saved arguments keep the user's value
         super()._save_checkpoint(model, trial, *args, **kwargs)
         self.args.ignore_data_skip = ours or self.args.ignore_data_skip
 

@@ -117,6 +117,8 @@ class PackedRollouts:
         index = self._index(of)
         flat = values.flatten(0, 1)
         known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
+        if not values.is_floating_point() and float(fill).is_integer():
+            fill = int(fill)  # a float would turn integers into fp32, which rounds them above 2^24
         return torch.where(known, flat.index_select(0, index.clamp(max=rows * columns - 1)), fill)
 
     def unpack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
