@@ -1,4 +1,4 @@
-"""Whether the running code is recorded in a graph, which is then replayed on other batches."""
+"""Whether the running code is recorded in a graph, to be replayed on other batches, or is a trial run."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def static_shapes() -> Iterator[None]:
 def shapes_are_static() -> bool:
     """Return whether the code runs inside :func:`static_shapes`."""
     return getattr(STATIC, "on", False)
+
+
+@contextlib.contextmanager
+def trial_runs() -> Iterator[None]:
+    """Mark a context whose runs of a model are no part of training, so that hooks do not count them."""
+    STATIC.trial = True
+    try:
+        yield
+    finally:
+        STATIC.trial = False

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph import (
     Bucket,
@@ -44,16 +45,14 @@ __all__ = [
     "make_buckets",
 ]
 
-# Without a planner, buckets (the shapes to capture) are chosen from this many observed batches.
-_OBSERVED = 32
-_ROUND = 128  # Observed slots are rounded up to a multiple of this, so that later batches fit too.
+_OBSERVED = 32  # Without a planner, the shapes to capture are chosen from this many batches.
 
 
 class CUDAGraphCallback(L.Callback):
     """Replays forward and backward of ``training_step`` from a CUDA graph if the batch fits one.
 
-    Losses, gradients, hooks and logs are unchanged. A batch runs eagerly if it fits no graph, if its step
-    cannot be captured, or if its replay is measured to be no faster. The callback logs
+    Losses, gradients, logs and the Trainer's hooks are unchanged. A batch runs eagerly if it fits no graph,
+    if its step cannot be captured, or if its replay is measured to be no faster. The callback logs
     ``cuda_graph/hit_rate``, ``cuda_graph/fallback_<reason>`` and ``cuda_graph/capture_time_s``.
     ``lint_capture(module, batch)`` lists, without a GPU, what prevents a capture.
 
@@ -90,7 +89,7 @@ class CUDAGraphCallback(L.Callback):
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False  # whether this fit runs without graphs
-        self._seen: list[Layout] = []  # the layouts so far, without a planner
+        self._seen: list[Layout | None] = []  # without a planner: layouts so far, None for eager batches
         self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property
@@ -137,7 +136,8 @@ class CUDAGraphCallback(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Log the hit rate and the fallbacks on the steps on which the Trainer logs."""
-        if trainer._logger_connector.should_update_logs:
+        ends = not trainer.fit_loop._should_accumulate()
+        if ends and trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -163,14 +163,11 @@ class CUDAGraphCallback(L.Callback):
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
-            self._seen.append(Layout.of_batch(batch))
+            eager = isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
+            self._seen.append(None if eager else Layout.of_batch(batch))
             if len(self._seen) < _OBSERVED:
                 return False
-            slots = -(-max(x.slots for x in self._seen) // _ROUND) * _ROUND
-            longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // _ROUND) * _ROUND)
-            self.plan = graph_choice.plan_graphs(
-                self._seen, slots=slots, max_seqlen=longest, costs=self.costs, given=self.given
-            )
+            self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches. They capture only if all ranks expect a gain.

@@ -35,7 +35,7 @@ class ExpertChoices:
         routers = {n: x for n, x in found if isinstance(getattr(x, "num_experts", None), int)}
         self.names = [*routers]
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._experts = max((int(x.num_experts) for x in routers.values()), default=0)  # type: ignore[arg-type]
+        self._sizes: list[int] = [x.num_experts for x in routers.values()]  # type: ignore[misc]
         self._counts: Tensor | None = None
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._count, layer)))
@@ -43,7 +43,7 @@ class ExpertChoices:
         ]
         self._mask: Any = None  # the attention_mask of the model's running call
         models = [x for x in module.modules() if routers and hasattr(type(x), "get_input_embeddings")]
-        look = only_looking(functools.partial(self._look))
+        look = only_looking(self._look)
         self._handles += [x.register_forward_pre_hook(look, with_kwargs=True) for x in models]
 
     def _look(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -70,11 +70,12 @@ class ExpertChoices:
 
     def _tensor(self, device: torch.device) -> Tensor:
         if self._counts is None:
-            self._counts = torch.zeros(len(self.names), self._experts, dtype=torch.int64, device=device)
+            shape = len(self._sizes), max(self._sizes, default=0)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         return self._counts
 
     def take(self) -> Tensor:
-        """Add up all ranks' choices since the last call, in a collective: int64 ``[layers, experts]``."""
+        """Add up all ranks' choices since the last call, in a collective: ``[layers, most experts]``."""
         counts, several = self._tensor(self.device), group_size(self.group) > 1
         wire = communication_device(self.group, counts.device) if several else counts.device
         found = counts.to(wire, copy=True)
@@ -86,9 +87,10 @@ class ExpertChoices:
     def close(self) -> dict[str, float]:
         """Return the metrics of the choices since the last call, after a collective and a device read."""
         counts = self.take().cpu().numpy()
-        if not counts.any():
+        counts, sizes = counts[ran := counts.any(axis=1)], np.array(self._sizes)[ran]
+        if not ran.any():
             return {}
-        busiest = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
+        busiest = counts.max(axis=1) * sizes / counts.sum(axis=1)
         return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
 
     def stop(self) -> None:
@@ -154,9 +156,10 @@ class ExpertBias(Callback):
                 "See docs/reference/messages.md#experts."
             )
         self._counted = True
-        moves = self.rate * torch.sign(counts.sum(1, keepdim=True) - counts * counts.shape[1])
         with torch.no_grad():
-            for bias, move in zip(self._biases, moves, strict=True):
+            for bias, row in zip(self._biases, counts, strict=True):
+                chosen = row[: bias.numel()]
+                move = self.rate * torch.sign(chosen.sum() - chosen * len(chosen))
                 whole = move.to(bias.device, bias.dtype).view(bias.shape)
                 if isinstance(bias, DTensor):  # a parameter that FSDP2 shards
                     whole = distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-# Loggers get only these keys by default. Other keys are totals, or repeat these values in other units.
+# Loggers get only these keys by default.
 _LOGGED = re.compile(
     r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
     r"|step_time/\w+|cuda_graph/\w+)"

@@ -29,7 +29,6 @@ from lightning_thd.parallel.across_ranks import communication_device, gather_int
 from lightning_thd.precision.report import fp8_share
 from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, window_pairs
 
-# The counts of a microbatch, and its lengths on the host.
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
@@ -178,7 +177,7 @@ class Meter:
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
         if hardware.ranks == 1 or wire.type == "cpu":
-            synchronize(hardware.device)  # else this rank waited when it read the gathered counts
+            synchronize(hardware.device)  # elsewhere, reading the gathered counts waited for the device
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
         everything = found.measured + found.left_out
         self.totals["time"] += found.seconds
@@ -321,7 +320,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return the time of all slots at the ranks' own rates; None if ranks ran equally many microbatches."""
+    """Return all slots over the sum of the ranks' slots/s; None if ranks ran equally many microbatches."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]

@@ -231,7 +231,7 @@ def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) 
     }
     found = {}
     for name, calls in watched.items():
-        # If hooks see no calls, a model without gradients is a forward pass if another model has gradients.
+        # Without seen calls, a model ran only forward if it has no gradients and another model has some.
         unseen = Passes(0.0, 1.0) if any(trained.values()) and not trained[name] else Passes()
         found[name] = calls.passes(len(step), slots) or unseen
     return found

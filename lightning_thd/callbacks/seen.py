@@ -59,7 +59,7 @@ class Shared(tuple[int, ...]):
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
         rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
         leaves = [(keys, keys - queries) for keys, queries in rows]
-        leaves = leaves[: sum(held < length for length, held in pairs)]  # the last row may be a pad
+        leaves = leaves[: sum(held < length for length, held in pairs)]  # the last row may be padding
         ordered = [*leaves, *((length, held) for length, held in pairs if held == length)]
         found = cls(length for length, _ in ordered)
         found.held = tuple(held for _, held in ordered)
@@ -265,8 +265,8 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; a sequence is a run of positions that count up.
 
     Without a mask, runs of one slot before and after all longer runs of a row are padding. If there are
-    several rows and each is a single run, the end of a row may be padding with rising positions. Its lengths
-    are then unknown: entry 0 is -1.
+    several rows and each is a single run, the end of a row may be padding with rising positions. The
+    lengths are then unknown: entry 0 is -1.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)

@@ -267,6 +267,7 @@ class Example(NamedTuple):
 
     batch: THDBatch
     rest: tuple[Any, ...] = ()
+    logged: tuple[list[LoggedValue], ...] = ()  # what an eager run of this call logged
 
     @property
     def device(self) -> torch.device:
@@ -361,7 +362,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         with guarded(module) as logged, without_saved_states(), watched(module) as uses:
             buffers = shared.buffers_of(parameters)
             pair = GraphPair(backend, run_recorded, stand_ins.leaves, shared.turn, buffers)
-    check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
+    check_numbers([*example.logged, *runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     return CapturedStep(inputs, parameters, pair, logged, uses, module)
 
 

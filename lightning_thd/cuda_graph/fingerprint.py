@@ -11,10 +11,10 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
+
+from lightning_thd._static import STATIC
 
 PLAIN = (int, float, bool, str, type(None))
 ABSENT = object()
@@ -37,14 +39,18 @@ USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"
 
-F = TypeVar("F")
 _get: Any = dict.get
 
 
-def only_looking(hook: F) -> F:
-    """Mark a hook that does not change the step's results, so that graphs stay valid with and without it."""
-    setattr(hook, _ONLY_LOOKS, True)
-    return hook
+def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does not change a step's results: graphs stay valid with it, captures skip it."""
+    look = functools.partial(_unless_trial, hook)
+    setattr(look, _ONLY_LOOKS, True)
+    return look
+
+
+def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return None if getattr(STATIC, "trial", False) else hook(*args, **kwargs)
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -25,9 +25,9 @@ MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
 
 _WORTH = 0.005  # An additional bucket must save this share of an eager step, because it costs a capture.
 _MOST_BUCKETS = 3
-# The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
 _SAMPLE = 512
+_ROUND = 128  # Observed slots are rounded up to a multiple of this, so that later batches fit too.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class GraphPlan:
     def problem(self) -> str | None:
         """Return why no graph is worth a capture, or None."""
         if not any(self.quantiles):
-            return "every sampled batch has shared prefixes, or more tokens than slots (oversize='own_pack')"
+            return "no sampled batch fits a graph: shared prefixes, weights, extras, or oversize='own_pack'"
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
         if self.chosen.coverage == 0.0:
@@ -110,10 +110,18 @@ def plan_for(
     longest = min(summarize(planner.entries.lengths).longest, slots)
     max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
     layouts = sample_layouts(planner, dp=dp)
-    if all(x.slots > slots for x in layouts):  # by shared prefixes or oversize="own_pack"
-        none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
-        return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
     return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
+
+
+def plan_observed(
+    seen: Sequence[Layout | None], *, costs: GraphCosts | None = None, given: Sequence[int] = ()
+) -> GraphPlan:
+    """Plan the graphs for batches like the observed ones; None stands for a batch that runs eagerly."""
+    known = [x for x in seen if x is not None] or [Layout(1, 1, 1)]
+    slots = -(-max(x.slots for x in known) // _ROUND) * _ROUND
+    longest = min(slots, -(-max(x.max_seqlen for x in known) // _ROUND) * _ROUND)
+    layouts = [x or Layout(slots + 1, 1, 1) for x in seen]
+    return plan_graphs(layouts, slots=slots, max_seqlen=longest, costs=costs, given=given)
 
 
 def plan_graphs(
@@ -127,7 +135,8 @@ def plan_graphs(
     """Choose up to three buckets with the least expected cost for sampled layouts; or take the ``given``."""
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
-        raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
+        none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
+        return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
     costs, fit = costs or GraphCosts(), len(needs) / len(layouts)
     choices = [
         _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs, fit)
@@ -154,7 +163,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
     too_large = Layout(planner.slots.usable + 1, 1, 1)  # for batches with shared prefixes, which run eagerly
     found = (
         too_large
-        if isinstance(planner, PrefixPlanner) and planner.held(spans.index).any()
+        if isinstance(planner, PrefixPlanner) and planner.shares(spans.index)
         else Layout.of(planner.slots.padded(spans.lengths).tolist())
         for k in steps.tolist()
         for rank in planner.step(0, k, dp).spans_by_rank()

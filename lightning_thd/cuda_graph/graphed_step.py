@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_thd._checks import flags, instance
+from lightning_thd._static import trial_runs
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -180,6 +181,7 @@ class GraphedStep:
         votes = [found for (found,) in gather_ints([vote], group=None, device=device)]
         return min(votes) > 0 and max(votes) == 2
 
+    @trial_runs()
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
@@ -208,6 +210,10 @@ class GraphedStep:
         try:
             if (missing := subject.backend.unavailable(example.device)) is not None:
                 raise CaptureError(f"{missing}.")
+            if not self._rounds:  # what a step keeps of its first batch must come from a real batch
+                with restored(subject.module), guarded(subject.module) as logged:
+                    subject(example.batch, *example.rest)
+                example = example._replace(logged=(logged,))
             for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
                 self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.buckets import StaticBatch
 from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import as_capture_error, reporting_to
@@ -75,11 +76,12 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
         The report. Put ``assert lint_capture(module, batch).ok`` into the tests of your model.
 
     Raises:
-        ValueError: if ``batch`` is not a ``THDBatch``, or is a shard of one.
+        ValueError: if ``batch`` is not a ``THDBatch``, is a shard of one, or shares prefixes.
     """
-    if not isinstance(batch, THDBatch):
+    if not isinstance(batch, THDBatch) or isinstance(batch, SharedBatch):
         raise ValueError(
-            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch. See THDBatch.collate."
+            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch without shared prefixes, with "
+            "which steps always run eagerly. See THDBatch.collate."
         )
     if isinstance(batch, THDShard):
         raise ValueError(

@@ -239,7 +239,7 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
 
 
 def _checkpointed_in_parts(layer: Layer, parts: set[str]) -> Layer:
-    """Return a layer whose mixer or MLP is checkpointed by itself, or neither."""
+    """Return a layer of which only the given ``parts`` ("mixer", "mlp") are checkpointed."""
     terms = (
         replace(term, last=term.last or term.name == "out")
         if ("mlp" if term.name.startswith(_OF_MLP) else "mixer") in parts
@@ -314,7 +314,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         return
     like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B's input is the output of A, which is taken to be trained; A's is the input of the adapted layer.
+        # B needs an input gradient, because A is taken to be trained. A's input is that of the adapted layer.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         name = ("mlp_" if weight.stage > 1 else "") + f"lora_{weight.adapter}"

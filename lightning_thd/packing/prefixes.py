@@ -42,6 +42,7 @@ class Groups:
     rows: IntArray  # int64 ``[S]``, dataset indices, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
     shared: IntArray  # int64 ``[S]``, how many first tokens each shares with the one before it in its group
+    first: IntArray  # int64 ``[S]``, the first token of each, -1 if it has none
     repeated: int  # prefixes that several groups compute, because their sequences do not fit one group
 
 
@@ -62,8 +63,10 @@ def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limi
     starts = np.concatenate([[0], np.cumsum([len(p) for group in cut.groups for p in group])])[:-1]
     held[starts] = [depth for group, depth in zip(cut.groups, cut.depths, strict=True) for _ in group]
     held[firsts[:-1]] = 0
+    rows = np.asarray(order, np.int64)[places]
+    first = [int.from_bytes(texts[row][:width], "little") if texts[row] else -1 for row in rows.tolist()]
     return Groups(
-        rows=np.asarray(order, np.int64)[places], offsets=firsts, shared=held, repeated=cut.repeated
+        rows=rows, offsets=firsts, shared=held, first=np.array(first, np.int64), repeated=cut.repeated
     )
 
 
@@ -202,6 +205,12 @@ class PrefixPlanner(PackPlanner):
         places = self._row_of[rows]
         follows = np.diff(places, prepend=-2) == 1
         return np.where(follows, self.groups.shared[places], 0)
+
+    def shares(self, rows: IntArray) -> bool:
+        """Return whether two sequences of a pack begin alike, so that its batch has shared slots."""
+        first = self.groups.first[self._row_of[rows]]
+        first = first[first >= 0]
+        return len(np.unique(first)) < len(first)
 
     def _work(self, spans: Spans) -> npt.NDArray[np.float64]:
         return self._group_work[spans.index]

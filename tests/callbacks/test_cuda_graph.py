@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,12 @@ def test_steps_of_several_microbatches_are_the_same() -> None:
 
 def test_without_a_planner_the_first_batches_are_observed() -> None:
     batches = [random_batch(seed, count=5) for seed in range(40)]
+    batches[::4] = [THDBatch.collate([{"input_ids": range(3, 9), "weights": 0.5}])] * 10  # run eagerly
     graphs = callback(max_sequences="auto")
     found = fit(graphs, data=Repeated(batches), max_steps=40, gradient_clip_val=None)
-    assert graphs.stats.replays >= 8
+    assert graphs.stats.replays >= 6
+    assert graphs.plan is not None
+    assert graphs.plan.chosen.coverage == 0.75
     assert graphs.step is not None
     assert graphs.step.buckets[0].slots == 128
     assert_same(found, fit(data=Repeated(batches), max_steps=40, gradient_clip_val=None), 1e-10)
@@ -100,14 +104,15 @@ def test_auto_chooses_from_the_planner_and_rates_are_logged(
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     graphs = callback(max_sequences="auto", costs=GraphCosts(eager=1.0, graph=0.5, per_sequence=0.01))
     with caplog.at_level("INFO"):
-        fit(graphs, logger=logger)
+        fit(graphs, logger=logger, accumulate_grad_batches=2, max_steps=3)
     assert graphs.plan is not None
     assert graphs.plan.slots == CAPACITY
     assert 1 <= len(graphs.plan.buckets()) <= 3
     assert graphs.stats.hit_rate > 0.5
     assert caplog.text.count("expected speed-up") == 1
-    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"cuda_graph/hit_rate", "cuda_graph/capture_time_s", "train/loss_step"} <= set(header)
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert {"cuda_graph/hit_rate", "cuda_graph/capture_time_s", "train/loss_step"} <= rows[0].keys()
+    assert [row["step"] for row in rows if row["cuda_graph/hit_rate"]] == ["0", "1", "2", "3"]
 
 
 def test_training_step_is_given_back_and_a_second_fit_captures_anew() -> None:

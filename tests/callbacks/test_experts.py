@@ -126,3 +126,10 @@ def test_what_has_no_bias_is_refused() -> None:
     module.model.model.layers[1].mlp.gate.e_score_correction_bias = torch.zeros(4, dtype=torch.bfloat16)
     with pytest.raises(MisconfigurationException, match=r"is torch.bfloat16; wanted fp32. Set its .data"):
         fit(module, ExpertBias(), strategy="thd")
+
+
+def test_routers_without_choices_do_not_lower_the_load() -> None:
+    choices = ExpertChoices(torch.nn.Module())
+    choices._sizes = [2, 4, 4]  # the last is a teacher's, in evaluation mode
+    choices._counts = torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    assert choices.close() == {"experts/imbalance": 1.25, "experts/worst_layer": 1.5}

@@ -13,13 +13,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.module_flops import Passes, find_model
@@ -29,14 +22,14 @@ from tests.flops.families import encoder
 from tests.flops.test_backward import _OLD_NAME, checkpoint
 
 SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-SMALL = LlamaConfig(**SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-LARGE = Qwen3Config(**SIZES, hidden_size=24, intermediate_size=40, num_hidden_layers=3)
+SMALL = transformers.LlamaConfig(**SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+LARGE = transformers.Qwen3Config(**SIZES, hidden_size=24, intermediate_size=40, num_hidden_layers=3)
 PACK = pack(5, 3)
 PAIR = {"chosen": pack(5, 3), "rejected": pack(7, 1)}
 
 
-def llama(config: LlamaConfig = SMALL) -> LlamaForCausalLM:
-    return LlamaForCausalLM(config).train()
+def llama(config: transformers.LlamaConfig = SMALL) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(config).train()
 
 
 def logits(model: nn.Module, batch: THDBatch) -> Tensor:
@@ -108,7 +101,7 @@ def test_distillation(tmp_path: Path, frozen: bool) -> None:
             target = logits(module.teacher, batch)
         return (logits(module.policy, batch) - target).square().mean()
 
-    teacher = Qwen3ForCausalLM(LARGE).train().requires_grad_(not frozen)
+    teacher = transformers.Qwen3ForCausalLM(LARGE).train().requires_grad_(not frozen)
     found = flops_of_step(tmp_path, distil, PACK, teacher=teacher, policy=llama())
     assert found == pytest.approx(by_hand(SMALL, PACK) + by_hand(LARGE, PACK, work="forward"), rel=1e-9)
 
@@ -170,8 +163,8 @@ def test_compiled_models_are_told_apart_too(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
-    config = LlamaConfig(**{**SMALL.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
-    model = LlamaForSequenceClassification(config).train()
+    config = transformers.LlamaConfig(**{**SMALL.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
+    model = transformers.LlamaForSequenceClassification(config).train()
     found = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
     language_head, score = 6 * 8 * 16 * 31, 6 * 8 * 16 * 1
     assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
@@ -196,7 +189,7 @@ def test_an_encoder_without_a_language_head_counts_as_torch_does(kind: str) -> N
 def test_a_class_head_counts_as_torch_does(kind: str, trained: str) -> None:
     """Encoders run it once a sequence; PEFT wraps it; on frozen layers its input has no gradient."""
     changes: Any = {"num_labels": 300, "pad_token_id": 0}
-    llama_like = LlamaConfig(**{**SMALL.to_diff_dict(), **changes})
+    llama_like = transformers.LlamaConfig(**{**SMALL.to_diff_dict(), **changes})
     config = llama_like if kind == "Llama" else encoder(kind.lower())[0]
     for name, value in changes.items():
         setattr(config, name, value)

@@ -7,23 +7,14 @@ from typing import Any
 
 import torch
 
-from lightning_thd import causal_lm_loss
-from lightning_thd.cuda_graph import (
-    Bucket,
-    CaptureError,
-    GraphCosts,
-    GraphedStep,
-    GraphStats,
-    lint_capture,
-    make_buckets,
-)
+from lightning_thd import causal_lm_loss, cuda_graph
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.batch.fuzz_table import BATCH
 from tests.fuzz import Entry
 from tests.tiny import tiny_llama
 
 MODEL = tiny_llama(torch.float32)
-BUCKETS = make_buckets((4, 8), slots=16, max_seqlen=8)
+BUCKETS = cuda_graph.make_buckets((4, 8), slots=16, max_seqlen=8)
 
 
 def _step(rng: random.Random) -> dict[str, Any]:
@@ -37,22 +28,25 @@ def _step(rng: random.Random) -> dict[str, Any]:
 
 
 def _run(*, batch: Any, **given: Any) -> Any:
-    return GraphedStep(backend=RecordingBackend(), **given)(batch)
+    return cuda_graph.GraphedStep(backend=RecordingBackend(), **given)(batch)
 
 
 TABLE = {
     "cuda_graph.Bucket": Entry(
-        Bucket, lambda rng: {"slots": 16, "sequences": rng.choice([4, 8]), "max_seqlen": 8}
+        cuda_graph.Bucket, lambda rng: {"slots": 16, "sequences": rng.choice([4, 8]), "max_seqlen": 8}
     ),
     "cuda_graph.make_buckets": Entry(
-        make_buckets, lambda rng: {"max_sequences": [4, 8], "slots": 16, "max_seqlen": rng.choice([None, 8])}
+        cuda_graph.make_buckets,
+        lambda rng: {"max_sequences": [4, 8], "slots": 16, "max_seqlen": rng.choice([None, 8])},
     ),
     "cuda_graph.GraphCosts": Entry(
-        GraphCosts, lambda rng: {"eager": 1.0, "graph": rng.random() + 0.1, "per_sequence": 1e-3}
+        cuda_graph.GraphCosts, lambda rng: {"eager": 1.0, "graph": rng.random() + 0.1, "per_sequence": 1e-3}
     ),
-    "cuda_graph.GraphStats": Entry(GraphStats, lambda _: {"replays": 1, "captures": 1, "capture_s": 0.5}),
-    "cuda_graph.GraphedStep": Entry(_run, _step, also=(CaptureError,)),
+    "cuda_graph.GraphStats": Entry(
+        cuda_graph.GraphStats, lambda _: {"replays": 1, "captures": 1, "capture_s": 0.5}
+    ),
+    "cuda_graph.GraphedStep": Entry(_run, _step, also=(cuda_graph.CaptureError,)),
     "cuda_graph.lint_capture": Entry(
-        lint_capture, lambda _: {"module": MODEL, "batch": BATCH, "step": causal_lm_loss}
+        cuda_graph.lint_capture, lambda _: {"module": MODEL, "batch": BATCH, "step": causal_lm_loss}
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
+from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep, make_buckets
+from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.cuda_graph.buckets import choose
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.cuda_graph.support import (
@@ -186,8 +189,7 @@ def test_a_capture_that_failed_keeps_nothing_of_its_batch() -> None:
         return hidden * hidden.item()  # what no graph can hold
 
     kept: list[weakref.ref[Tensor]] = []
-    step = graphed(tiny_llama(torch.float64), loss)
-    batch = random_batch(0, count=3)
+    step, batch = graphed(tiny_llama(torch.float64), loss), random_batch(0, count=3)
     slots = weakref.ref(batch.input_ids)
     gc.collect()
     gc.disable()
@@ -319,16 +321,11 @@ def test_batches_padded_between_sequences_keep_both_offsets() -> None:
 
 
 def test_hooks_on_parameters_run_once_a_step() -> None:
-    model, calls = tiny_llama(torch.float64), []
-
-    def double(grad: Tensor) -> Tensor:
-        calls.append(grad.shape)
-        return 2 * grad
-
+    model, calls = tiny_llama(torch.float64), list[int]()
     step = graphed(model)
     eager = gradients(model, causal_lm_loss(model, random_batch(1, count=4)))
     wanted = [grad.clone() for grad in eager]
-    model.lm_head.weight.register_hook(double)
+    model.lm_head.weight.register_hook(lambda grad: calls.append(1) or 2 * grad)
     found = gradients(model, step(random_batch(1, count=4)))
     assert step.stats.replays == 1
     assert len(calls) == 1
@@ -336,10 +333,31 @@ def test_hooks_on_parameters_run_once_a_step() -> None:
     assert worst(found[-1:], [2 * wanted[-1]]) < 1e-13
 
 
+def test_captures_count_no_flops_and_leave_the_state_of_a_first_batch() -> None:
+    def relative(module: Any, batch: THDBatch) -> Tensor:
+        loss = causal_lm_loss(module.model, batch)
+        if module.lr is None:
+            module.lr = loss.detach()
+        return loss / module.lr
+
+    found = []
+    for graphs in (True, False):
+        module, monitor = GraphModule(lr=None), THDThroughputMonitor(peak=1e9)  # type: ignore[arg-type]
+        step: Any = graphed(module, relative) if graphs else functools.partial(relative, module)
+        monitor.watch(module)
+        for seed in range(3):
+            with monitor.step(batch := random_batch(seed)):
+                (loss := step(batch)).backward()
+        found.append((monitor.finish()["train/total_flops"], float(loss.detach())))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 def test_experts_replay_where_their_tokens_are_grouped_without_reading_the_host() -> None:
     model = build("mixtral", "thd").train()
-    step = graphed(model)
-    for seed in range(6):
+    step, choices = graphed(model), ExpertChoices(model)
+    step(random_batch(0, count=4))
+    assert not choices.take().any()  # the choices of captures on dummy batches
+    for seed in range(5):
         batch = random_batch(seed, count=4)
         found = gradients(model, step(batch))
         assert worst(found, gradients(model, causal_lm_loss(model, batch))) < 1e-5  # fp32

@@ -253,6 +253,9 @@ def test_messages() -> None:
     whole = THDBatch.collate([{"input_ids": torch.ones(8, dtype=torch.int64)}])
     with pytest.raises(ValueError, match="got a THDShard, whose attention needs the other ranks"):
         lint_capture(tiny_llama(), shard_batch(whole, group=None, cp=2, rank=0))
+    shared = THDBatch.collate([{"input_ids": [3, 4]}, {"input_ids": [3, 5]}], share_prefixes=True)
+    with pytest.raises(ValueError, match="got a SharedBatch; wanted a THDBatch without shared"):
+        lint_capture(tiny_llama(), shared)
 
 
 def test_expanded_attributes_do_not_stop_a_module_from_being_given_back() -> None:

@@ -9,14 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd.precision import (
-    Converted,
-    FP8Precision,
-    convert_linear,
-    fastest_precision,
-    fp8_context,
-    fp8_report,
-)
+from lightning_thd import precision
 from tests.fuzz import Entry
 
 
@@ -36,19 +29,21 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 
 def _context(model: Any) -> None:
-    with fp8_context(model):
+    with precision.fp8_context(model):
         pass
 
 
 TABLE = {
     "precision.convert_linear": Entry(
-        convert_linear, lambda rng: {"model": _model(), **_options(rng)}, also=(MisconfigurationException,)
+        precision.convert_linear,
+        lambda rng: {"model": _model(), **_options(rng)},
+        also=(MisconfigurationException,),
     ),
     "precision.FP8Precision": Entry(
-        FP8Precision, lambda rng: {**_options(rng), "weights_dtype": torch.bfloat16}
+        precision.FP8Precision, lambda rng: {**_options(rng), "weights_dtype": torch.bfloat16}
     ),
-    "precision.fastest_precision": Entry(fastest_precision, lambda _: {"device": "cpu"}),
+    "precision.fastest_precision": Entry(precision.fastest_precision, lambda _: {"device": "cpu"}),
     "precision.fp8_context": Entry(_context, lambda _: {"model": _model()}),
-    "precision.fp8_report": Entry(fp8_report, lambda _: {"model": _model()}),
-    "precision.Converted": Entry(Converted, lambda _: {"names": ("0",), "kept": {"1": "small"}}),
+    "precision.fp8_report": Entry(precision.fp8_report, lambda _: {"model": _model()}),
+    "precision.Converted": Entry(precision.Converted, lambda _: {"names": ("0",), "kept": {"1": "small"}}),
 }
