@@ -79,12 +79,17 @@ def run_backward(
 
 
 def spec_of(
-    scale: float | None, causal: bool, window: tuple[int | None, int | None], softcap: float | None = 0.0
-) -> AttentionSpec:
-    """flash-attn's reading: causal means no key to the right."""
+    scale: float | None, causal: bool, window: tuple[int | None, int | None], softcap: float | None = 0.0,
+    max_k: int | None = None,
+) -> AttentionSpec:  # fmt: skip
+    """flash-attn's reading: causal means no key to the right; version 2 compares sides with ``max_k``."""
     assert scale is not None
-    left, right = (-1 if side is None else side for side in window)
-    return AttentionSpec(left=left, right=0 if causal else right, scale=scale, softcap=softcap or 0.0)
+    left, right = (-1 if side is None else side for side in (window[0], 0 if causal else window[1]))
+    if max_k is not None:
+        assert max_k > 0
+        left, right = (-1 if side >= max_k else side for side in (left, right))
+        left, right = max_k if left < 0 <= right else left, max_k if right < 0 <= left else right
+    return AttentionSpec(left=left, right=right, scale=scale, softcap=softcap or 0.0)
 
 
 def strict(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -117,7 +122,8 @@ def flash2_forward(
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert dropout_p == 0.0
     assert not any(others.values())
-    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, max_seqlen_k)
+    assert max_seqlen_q > 1 or spec.left + spec.right > -2 or len(q) == len(cu_seqlens_q) - 1
     out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
     return out, lse, torch.empty(0, dtype=q.dtype), torch.empty(2, dtype=torch.int64)
 
@@ -132,7 +138,7 @@ def flash2_backward(
     assert dropout_p == 0.0
     assert alibi_slopes is None
     assert isinstance(deterministic, bool)
-    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, max_seqlen_k)
     grads = run_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, spec)
     for x, grad, like in zip((dq, dk, dv), grads, (q, k, v), strict=True):
         assert x.shape == like.shape
@@ -189,7 +195,7 @@ def flash3_backward(
 ):  # fmt: skip
     flash2_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
+        max_seqlen_q + max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
         deterministic,
     )  # fmt: skip
     return torch.empty(0)
@@ -241,7 +247,8 @@ def aten_forward(
     check_hardware(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert dropout_p == 0.0
     assert not return_debug_mask
-    spec = spec_of(scale, is_causal, (window_size_left, window_size_right))
+    spec = spec_of(scale, is_causal, (window_size_left, window_size_right), max_k=max_k)
+    assert max_q > 1 or spec.left + spec.right > -2 or len(query) == len(cum_seq_q) - 1
     out, lse = run_forward(query, key, value, cum_seq_q, cum_seq_k, spec)
     return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
@@ -252,7 +259,7 @@ def aten_backward(
 ):  # fmt: skip
     check_hardware(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert rng_state.dtype == torch.uint64
-    spec = spec_of(scale, is_causal, (window_size_left, window_size_right))
+    spec = spec_of(scale, is_causal, (window_size_left, window_size_right), max_k=max_k)
     return run_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, spec)
 
 

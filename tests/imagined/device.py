@@ -208,23 +208,9 @@ def _fa_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug_m
 
 
 def _fa_backward(
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_q,
-    cu_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    rng,
-    unused,
-    scale=None,
+    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng, unused, scale=None,
     **windows,
-):
+):  # fmt: skip
     _outside("_flash_attention_backward")
     _demand(grad.dtype == q.dtype == out.dtype, "query and dout must have the same dtype")
     _demand(lse.dtype == torch.float32 and lse.shape == (q.shape[1], q.shape[0]), f"softmax_lse {lse.shape}")

@@ -10,6 +10,7 @@ Legend: T slots, Tq slots of queries, H query heads, E value head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,6 +56,22 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
     """Return one head size for q, k and v, a multiple of 8 up to 256: ``(100, 64)`` gives ``(104, 104)``."""
     size = -(-max(head_size, value_size) // 8) * 8
     return (size, size) if size <= 256 else None
+
+
+def for_flash2(q: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Offsets, AttentionSpec]:
+    """Return an equal call that flash-attn 2.8 and torch 2.13 compute as ``AttentionSpec`` defines it.
+
+    They treat a right side from max_kv on as unlimited, and an unlimited one beside a left side as max_kv.
+    Their backward fails if max_kv is 0. If max_q is 1, their forward needs a query in every sequence.
+    """
+    max_q, max_kv, right = at.max_q, max(at.max_kv, 1), spec.right
+    if right > 0 or right < 0 <= spec.left:
+        reach = max_q - 1 if right < 0 else min(right, max_q - 1)  # max_q - 1 reaches the last key
+        if reach >= max_kv:
+            right, max_kv = reach, reach + 1
+    if max_q == 1 and q.shape[0] < at.cu_q.shape[0] - 1:
+        max_q = 2
+    return Offsets(at.cu_q, at.cu_kv, max_q, max_kv), replace(spec, right=right)
 
 
 def empty_gradients(saved: Saved) -> Gradients:
