@@ -210,8 +210,10 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
     """Return checked offsets as an int32 tensor; lists and arrays of any integers become CPU tensors."""
     if not isinstance(cu_seqlens, Tensor):
         found = int_tensor(cu_seqlens, "cu_seqlens")
-        if not torch.compiler.is_compiling() and found.numel() and int(found.max()) > INT32_MAX:
-            raise ValueError(f"cu_seqlens holds {int(found.max())}, past int32. Make smaller packs.")
+        if not torch.compiler.is_compiling() and found.numel():
+            most = max(int(found.max()), int(found.min()), key=abs)
+            if abs(most) > INT32_MAX:
+                raise ValueError(f"cu_seqlens holds {most}, past int32. Make smaller packs.")
         cu_seqlens = found.to(torch.int32)
     assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32:

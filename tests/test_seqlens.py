@@ -151,6 +151,7 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
     [
         (lambda: take(None), "^cu_seqlens is None; wanted a list, array or tensor of ints"),
         (lambda: take([0, 2**31]), "^cu_seqlens holds 2147483648, past int32"),
+        (lambda: take([0, 5 - 2**32]), "^cu_seqlens holds -4294967291, past int32"),
         (lambda: take(torch.tensor([0, 3, 5])), "^cu_seqlens is torch.int64; wanted torch.int32"),
         (lambda: take(cu(0, 3, 5)[None]), r"^cu_seqlens has shape \[1, 3\]; wanted \[S \+ 1\]"),
         (lambda: take(cu()), r"^cu_seqlens has shape \[0\]"),

@@ -46,7 +46,7 @@ class Pack:
     """
 
     __slots__ = (
-        *("_extent_k", "_extent_q", "_lengths", "_sequences", "_slots", "cache"),
+        *("_extent_k", "_extent_q", "_lengths", "_longest", "_sequences", "_slots", "cache"),
         *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real", "prefixes"),
     )
 
@@ -69,6 +69,7 @@ class Pack:
         # compiles again for every new value of an int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
+        self._longest = self._extent_k  # of the longest sequence; if it is unknown, a trailing pad counts
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
@@ -80,14 +81,15 @@ class Pack:
         """Make the pack of a checked batch; all lengths are on the host, so no device is read."""
         if isinstance(batch, SharedBatch):
             return cls.of_prefixes(batch.prefixes, batch.input_ids.shape[-1])
-        padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
+        slots = batch.padded_lengths[: len(batch.lengths)]
         pack = cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
             max_length_q=batch.max_seqlen,
             slots=batch.input_ids.shape[-1],
             lengths=batch.padded_lengths,
-            cu_seqlens_real=batch.cu_seqlens if padded else None,
+            cu_seqlens_real=batch.cu_seqlens if batch.lengths != slots else None,
         )
+        pack._longest = batch.cu_seqlens_padded.new_empty(max(slots, default=1), 0)
         pack._sequences = batch.cu_seqlens_padded.new_empty(len(batch.lengths), 0)
         return pack
 
@@ -133,7 +135,12 @@ class Pack:
 
     @property
     def longest(self) -> int:
-        """Return the length of the longest sequence, even if this rank holds only a shard of it."""
+        """Return the slots of the longest sequence, even if this rank holds only a shard of it."""
+        return self._longest.shape[0] if self.shard is None else self.shard.longest
+
+    @property
+    def longest_slots(self) -> int:
+        """Return the slots of the longest sequence or trailing pad, also if this rank holds only a shard."""
         return self.max_length_k if self.shard is None else max(self.shard.padded_lengths)
 
     @property

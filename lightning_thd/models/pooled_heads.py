@@ -96,16 +96,18 @@ def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
 
 
 def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse one row for all sequences: in a tuple any output, in a dict those in ``_POOLED_OUTPUTS``."""
+    """Refuse one row for all sequences: in a dict only outputs of ``_POOLED_OUTPUTS``."""
     named: list[tuple[str, Any]] = []
-    if isinstance(output, tuple):
-        named = [(f"output {i}", value) for i, value in enumerate(output)]
+    if isinstance(output, tuple | Tensor):
+        outputs = output if isinstance(output, tuple) else (output,)
+        named = [(f"output {i}", value) for i, value in enumerate(outputs)]
     elif isinstance(output, dict):
         named = [(name, x) for name, x in output.items() if any(part in name for part in _POOLED_OUTPUTS)]
     for name, value in named:
         if not isinstance(value, Tensor) or value.ndim not in (1, 2) or not value.is_floating_point():
             continue
-        one_value_a_slot = value.ndim == 2 and value.shape[1] == pack.slots
+        pooled = "pool" in name or "embeds" in name  # such an output never has one value per slot
+        one_value_a_slot = value.ndim == 2 and value.shape[1] == pack.slots and not pooled
         if value.shape[0] == 1 and not one_value_a_slot and pack.cu_seqlens_q.shape[0] > 2:
             raise ValueError(
                 f"{type(model).__name__} returns one row of {name}, {tuple(value.shape)}, for a pack of "

@@ -30,6 +30,7 @@ from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
+from lightning_thd.parallel.shard import gather_pack
 
 _FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
 _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")
@@ -71,18 +72,23 @@ def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
-    # The first tokens of a sequence may be on another rank or, if a prefix is shared, in the slots of another
-    # sequence. Then padding tokens before a token cannot be counted, and none are skipped.
-    if pack.shard is not None or pack.prefixes is not None:
-        assert position_ids is not None
-        return position_ids + (padding_idx + 1)
     if input_ids is None:
-        return _starts_at_zero(pack)[None] + (padding_idx + 1)
-    real = input_ids.ne(padding_idx).long()
-    before = real.cumsum(1) - real
-    first = before[0].index_select(0, pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1))
-    counted = before - first.index_select(0, pack.seq_idx[0].long()) + 1
-    return counted * real + padding_idx
+        return (_starts_at_zero(pack)[None] if position_ids is None else position_ids) + (padding_idx + 1)
+    real = input_ids[0].ne(padding_idx).long()
+    tokens, offsets, taken = real, pack.cu_seqlens_q, None
+    if (shard := pack.shard) is not None:  # the first tokens of a sequence may be on another rank
+        tokens, offsets, taken = gather_pack(real, shard), shard.pack_offsets, shard.own
+    elif pack.prefixes is not None:  # or in the slots of another sequence
+        tokens, offsets = real.index_select(0, pack.prefixes.keys), pack.cu_seqlens_k
+        moved = (pack.cu_seqlens_k - pack.cu_seqlens_q)[1:].index_select(0, pack.seq_idx[0].long())
+        taken = torch.arange(pack.slots, device=moved.device) + moved
+    before = tokens.cumsum(0) - tokens
+    first = before.index_select(0, offsets[:-1].long().clamp(max=len(tokens) - 1))
+    counted = before - first.repeat_interleave(offsets.diff(), output_size=len(tokens)) + 1
+    counted = counted if taken is None else counted.index_select(0, taken)
+    if position_ids is not None:  # those of a long trailing pad stay within the table
+        counted = torch.minimum(counted, position_ids[0] + 1)
+    return (counted * real + padding_idx)[None]
 
 
 # The share of tokens that ESM masked in its training, a constant of its modeling file.
@@ -142,7 +148,7 @@ def _scale_by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         counted = _starts_at_zero(pack)
         if (shard := pack.shard) is not None:
             limit = getattr(self, "floor_scale", 0)
-            if max(shard.padded_lengths) >= limit:
+            if shard.longest >= limit:
                 pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
             counted = torch.zeros_like(slots)  # below the limit all positions have the same scale
         return forward(self, *args, **{**kwargs, "past_key_values": _CacheOfOffsets(counted - slots)})
@@ -196,9 +202,9 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             limit = parameters["original_max_position_embeddings"]
         else:
             limit = self.original_max_seq_len
-        # If no sequence exceeds the limit, one call is right for all. The host knows the longest length.
+        # If no sequence exceeds the limit, one call is right for all. A trailing pad may exceed it.
         if pack.longest <= limit:
-            return run(position_ids)
+            return run(position_ids if pack.longest_slots <= limit else position_ids.clamp(max=limit - 1))
         pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
         if pack.shard is not None or shapes_are_static():
             where = "in a recorded step" if pack.shard is None else "under context parallelism"

@@ -7,18 +7,9 @@ from torch import Tensor
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths_q: list[int],
-    lengths_kv: list[int],
-    *,
-    left: int = -1,
-    right: int = -1,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_kv: list[int], *, left: int = -1,
+    right: int = -1, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [Tq, H, E] and lse [H, Tq] in fp64; differentiable."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]

@@ -195,8 +195,8 @@ def flash3_backward(
 ):  # fmt: skip
     flash2_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_q + max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
-        deterministic,
+        max_seqlen_q + max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right,
+        softcap, None, deterministic,
     )  # fmt: skip
     return torch.empty(0)
 

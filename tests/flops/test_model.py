@@ -49,23 +49,12 @@ QWEN3_30B_A3B = {
     "num_experts_per_tok": 8,
 }
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128,
-}
+}  # fmt: skip
 # training FLOPs that verl computes for lengths [512, 1024, 2048] and [4096] * 3
 VERL: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama2-7b": (LLAMA2_7B, 149226491215872, 536372695793664),

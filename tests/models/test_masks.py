@@ -137,8 +137,9 @@ def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest
     made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     # A rank of two holds 4 tokens of a sequence of 8.
-    shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
-    assert shard.max_seqlen == 4
+    batch = THDBatch.collate([{"input_ids": range(8)}], pad_to=20)
+    assert Pack.from_batch(batch).longest == 8
+    shard = shard_batch(batch, group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match=r"only its mask carries.*sequences of 8"):
         model(**shard.hf_kwargs())
 

@@ -16,8 +16,10 @@ pytest.importorskip("transformers")
 from benchmarks.families import build, compare, samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import packed, register_thd
-from lightning_thd.models.pack import pack_from_positions
+from lightning_thd.models import packed, positions, register_thd
+from lightning_thd.models.pack import Pack, pack_from_positions
+from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.shard import shard_batch
 from tests.models.support import ROPES, alone, build_rope, documents
 
 register_thd()
@@ -70,15 +72,32 @@ def test_position_tables_count_each_sequence_as_if_alone(family: str) -> None:
     assert compare("causal", family, FAMILIES[family])[0] == "exact"
 
 
-def test_padding_tokens_inside_a_sequence_count_as_in_a_row() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_padding_tokens_inside_a_sequence_count_as_in_a_row(shared: bool) -> None:
     stock, ours = (build("roberta", FAMILIES["roberta"], name) for name in ("eager", "thd"))
-    documents = [torch.tensor([9, 0, 11, 12]), torch.tensor([0, 9]), torch.tensor([8])]
-    batch = THDBatch.collate([{"input_ids": ids} for ids in documents])
+    documents = [torch.tensor([9, 0, 11, 12]), torch.tensor([0, 9]), torch.tensor([9, 0, 8])]
+    rows = [{"input_ids": ids} for ids in documents]
+    batch = THDBatch.collate(rows, share_prefixes=shared)
     with torch.no_grad():
         got = batch.unpack(ours(**batch.hf_kwargs()).logits)
         for ids, logits in zip(documents, got, strict=True):
             want = stock(input_ids=ids[None], use_cache=False).logits[0]
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
+    rows, align = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])], Alignment.for_(cp=2)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align, pad_to=64)
+    given = batch.input_ids[None], batch.position_ids[None]
+    wanted = positions.padded_positions(*given, 1, Pack.from_batch(batch))
+    assert int(wanted.max()) == 7  # the long trailing pad needs no larger table
+    monkeypatch.setattr(positions, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
+    for rank in range(2):
+        shard = shard_batch(batch, group=None, cp=2, rank=rank)
+        given = shard.input_ids[None], shard.position_ids[None]
+        got = positions.padded_positions(*given, 1, Pack.from_batch(shard))
+        assert torch.equal(got, wanted[:, shard.layout.own])
 
 
 # ---- Ropes whose frequencies depend on length

@@ -20,6 +20,8 @@ from benchmarks.families import samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
+from lightning_thd.models.pack import Pack
+from lightning_thd.models.pooled_heads import refuse_pooled_pack
 from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from lightning_thd.parallel import shard_batch
 from lightning_thd.parallel.context import layout
@@ -158,6 +160,9 @@ def test_one_score_for_all_sequences_is_refused_and_one_a_token_is_not() -> None
     model = Scores._from_config(copy.deepcopy(config), attn_implementation="thd").eval()
     with pytest.raises(ValueError, match="Scores returns one row of logits for a pack of 4 sequences"):
         model(**pack().hf_kwargs())
+    for pooled in (torch.ones(1, 3), (torch.ones(1, 3),), {"text_embeds": torch.ones(1, 38)}):
+        with pytest.raises(ValueError, match="Scores returns one row of (output 0|text_embeds), "):
+            refuse_pooled_pack(model, Pack.from_batch(pack()), pooled)
     model.a_token = True
     logits = model(**pack().hf_kwargs()).logits
     model.set_attn_implementation("eager")

@@ -32,17 +32,10 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
 }
 VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "patch_size": 4,
-    "in_channels": 3,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "initializer_range": 0.1,
-    "intermediate_size": 48,
-    "out_hidden_size": 32,
-}
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "in_channels": 3,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.1,
+    "intermediate_size": 48, "out_hidden_size": 32,
+}  # fmt: skip
 # Rows are T, H, W of the patches of every image; four patches are merged into one token.
 GRIDS = ([(1, 4, 4)], [], [(1, 4, 8), (1, 4, 4)], [(2, 4, 4)])
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

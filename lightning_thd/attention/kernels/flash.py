@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import installed, require
-from lightning_thd.attention.kernels.raw import (
-    Gradients,
-    OutLse,
-    Saved,
-    empty_gradients,
-    for_flash2,
-    one_size,
-)
+from lightning_thd.attention.kernels import raw
+from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 # Prebuilt kernels on the Hugging Face hub, at the versions that transformers 5 pins.
@@ -70,7 +64,7 @@ class Flash2:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
         if at.max_q > at.max_kv or at.max_q == 1:
-            at, spec = for_flash2(q, at, spec)
+            at, spec = raw.for_flash2(q, at, spec)
         sides = spec.left, spec.right
         out, lse, *_ = run(q, k, v, *at, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
         return out, lse.t()
@@ -79,7 +73,7 @@ class Flash2:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
         if at.max_q > at.max_kv or at.max_q == 1:
-            at, spec = for_flash2(saved.q, at, spec)
+            at, spec = raw.for_flash2(saved.q, at, spec)
         dq, dk, dv = empty_gradients(saved)
         given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
         options = 0.0, spec.scale, spec.causal, spec.left, spec.right, spec.softcap
