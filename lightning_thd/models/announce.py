@@ -182,7 +182,6 @@ def _spread_thd(model: nn.Module, *, follow: bool) -> None:
 
 
 def _language_config(config: Any) -> Any:
-    """Return the config of the language model inside a model's config, or the config itself."""
     if not _mentions_thd(config):  # get_text_config() is slow if one config has an encoder and a decoder
         return config
     try:
@@ -192,7 +191,6 @@ def _language_config(config: Any) -> Any:
 
 
 def _mentions_thd(config: Any) -> bool:
-    """Return whether a config, or a config inside it, asks for "thd"."""
     if config._attn_implementation == NAME:
         return True
     for name in config.sub_configs:

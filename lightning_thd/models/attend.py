@@ -163,7 +163,6 @@ def _boundaries(
     causal: bool,
     chunk: int | None,
 ) -> _Boundaries:
-    """Return the boundaries of a layer's sequences, checked against its queries and keys."""
     if given[0] is not None:
         if query.shape[2] != key.shape[2]:
             _refuse_other_keys(module, query, key)

@@ -69,7 +69,7 @@ class Pack:
         # compiles again for every new value of an int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
-        self._longest = self._extent_k  # of the longest sequence; if it is unknown, a trailing pad counts
+        self._longest = self._extent_k  # that of the longest sequence, or of a trailing pad if it is not known
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real

@@ -136,7 +136,6 @@ def _refuse_layer(found: _Found) -> None:
 
 
 def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
-    """Return whether a weight is a DTensor that is sharded over an axis named "tp" or "tensor"."""
     names = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
     cut = zip(names, getattr(weight, "placements", ()), strict=False)
     return any(("tp" in name or "tensor" in name) and not at.is_replicate() for name, at in cut)

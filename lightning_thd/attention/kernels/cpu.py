@@ -36,9 +36,8 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 _SCORES = 1 << 21  # the largest number of scores in one call with a softcap: 8 MiB in fp32
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# Up to _FEW short sequences get one kernel call each, if the conditions in ``_Work`` and ``_few`` hold, too.
-# This takes 0.6 to 1.1 times as long as copying them to one padded call. More than _FEW also get a call each
-# if lengths differ, they average _LARGE or more elements (tokens x heads x head size), and threads <= heads.
+# Up to _FEW short sequences get a kernel call each, in 0.6 to 1.1 times the time of one padded call. So do
+# more, if lengths differ, threads <= heads, and the mean of tokens x heads x head size is _LARGE or more.
 _FEW, _LARGE = 24, 4096
 
 
