@@ -53,7 +53,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheaper_way(layout, sizes, spec)
-    # ``needs.plan_block`` refuses windows of shards that are not striped, so one exchange replaces the ring.
+    # A ring supports windows only of striped shards; for others, one exchange replaces it.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 

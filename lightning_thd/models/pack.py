@@ -32,7 +32,6 @@ SHARED: Final = "shared_prefixes"
 PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
 # Attributes that note the window of a layer, and config values of a model, at their construction.
 NOTES: Final = ("_thd_window", "_thd_construction")
-# The kinds of mask that a model can ask for.
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"
 
@@ -69,7 +68,7 @@ class Pack:
         # compiles again for every new value of an int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
-        self._longest = self._extent_k  # that of the longest sequence, or of a trailing pad if it is not known
+        self._longest = self._extent_k  # the longest sequence, or trailing pad if unknown
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
@@ -217,8 +216,8 @@ class Caller:
     pack: Pack | None = None  # the pack of an inner model with "thd"
 
 
-# The top of the stack in each thread, because backward recomputes checkpoints in its own threads. A subclass
-# with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in one.
+# The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. Not a
+# subclass with defaults: torch.compile (2.13) loses values that a traced hook stores in one.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
