@@ -436,8 +436,10 @@ class BatchMaker:
             token_scale=scales[2],
             microbatch=microbatch,
         )
-        if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
-            batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
+        if not samples:
+            first = self.dataset[int((self.index.lengths > 0).argmax())]  # row 0 may be bad
+            if sequence_label(first, "The first sequence"):
+                batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
         largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(

@@ -81,16 +81,18 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
 
 def test_the_loss_counts_what_the_assistant_says(tmp_path: Path) -> None:
     data = opened(write_chats(tmp_path, 4), cache_dir=tmp_path / "cache")
-    said = [
-        processor("qwen2_5_vl").tokenizer.decode(row["input_ids"][row["labels"] != -100]).replace(" ", "")
-        for row in (data.dataset[i] for i in range(4))
-    ]
-    assert said == [
-        "red<|im_end|>",
-        "green<|im_end|>yes<|im_end|>",
-        "blue<|im_end|>",
-        "red<|im_end|>yes<|im_end|>",
-    ]
+    decode, rows = processor("qwen2_5_vl").tokenizer.decode, [data.dataset[i] for i in range(4)]
+    said = [decode(row["input_ids"][row["labels"] != -100]).replace(" ", "") for row in rows]
+    assert [x.split("<|im_end|>")[:-1] for x in said] == [["red"], ["green", "yes"], ["blue"], ["red", "yes"]]
+
+
+def test_a_rank_without_a_sequence_reads_no_bad_record(tmp_path: Path) -> None:
+    file = write_chats(tmp_path, 1)
+    file.write_text('{"messages": "bad"}\n' + file.read_text())
+    data = THDDataModule(file, capacity=512, processor=processor("llava"), on_error="skip")
+    data.attach(rank=1, ranks=2)
+    with pytest.warns(UserWarning, match="1 bad rows are left out"):
+        assert [len(batch) for batch in batches_of(data)] == [0]
 
 
 def as_bytes(i: int) -> bytes:
@@ -200,6 +202,8 @@ def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str
 def test_processors_that_cannot_are_refused() -> None:
     with pytest.raises(ValueError, match="processor=object cannot render conversations for packs"):
         THDDataModule([chat(0)], capacity=512, processor=object()).setup("fit")
+    with pytest.raises(ValueError, match="the messages are 'p'; wanted a list"):
+        opened([chat(0) | {"prompt": "p", "completion": "c"}], records="prompt")
     with pytest.raises(ValueError, match=r"Both tokenizer= and processor= were given"):
         THDDataModule([chat(0)], capacity=512, processor=processor("llava"), tokenizer=str.encode)
 

@@ -8,14 +8,8 @@ import pytest
 from lightning_thd.data.mock import MockDataset
 from lightning_thd.packing import PackPlanner, Sequences
 
-LONG = {
-    "mode": "distribution",
-    "type": "lognormal",
-    "min_seq_len": 1024,
-    "max_seq_len": 8192,
-    "mean_seq_len": 4096,
-    "lognormal_sigma": 1.1,
-}
+LONG = {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192}
+LONG |= {"mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -48,17 +42,14 @@ def test_is_a_map_style_data_set_with_known_lengths() -> None:
     assert len(data) == len(data.lengths) == 50
     for i in (0, 7, 49):
         ids = data[i]["input_ids"]
-        assert ids.dtype == np.int64
-        assert len(ids) == data.lengths[i]
-        assert ids.min() >= 0
-        assert ids.max() < 100
+        assert (ids.dtype, len(ids)) == (np.int64, data.lengths[i])
+        assert 0 <= ids.min() <= ids.max() < 100
     assert np.bincount(data[0]["input_ids"], minlength=100).max() < 0.05 * len(data[0]["input_ids"])
     assert np.array_equal(data[-1]["input_ids"], data[np.int64(49)]["input_ids"])
     again = MockDataset(LONG, num_sequences=80, vocab_size=100, seed=3)
     assert np.array_equal(again[7]["input_ids"], data[7]["input_ids"])
     assert not np.array_equal(data[7]["input_ids"][:1_000], data[8]["input_ids"][:1_000])
-    planner = PackPlanner(data.lengths, 8192, global_batch=Sequences(50))
-    assert planner.step(0, 0, 2).sequences == 50
+    assert PackPlanner(data.lengths, 8192, global_batch=Sequences(50)).step(0, 0, 2).sequences == 50
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ class Opener:
         return self._tokenised(row_chunks(dataset), key)
 
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
-        chat = VisionChat(self.processor)
+        chat = VisionChat(self.processor, self.records)
         name = chat.fingerprint()
         rows = cast("MapDataset", ChatRows(records, chat))
         return Opened(dataset=rows, key=None if key is None or name is None else {**key, "processor": name})

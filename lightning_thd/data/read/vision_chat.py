@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lightning_thd._checks import as_tensor, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.data.read.chat import ImagePlaceholders, encode_chat
-from lightning_thd.data.read.conversations import kind_of, messages_of
+from lightning_thd.data.read.conversations import Kind, Records, is_kind, kind_of, messages_of
 from lightning_thd.data.read.images import decode, open_image, size_of, with_images
 from lightning_thd.data.read.text import tokenizer_fingerprint
 
@@ -37,7 +37,8 @@ _ONE_SIZE = ("LlavaProcessor",)  # all images are scaled to one size
 class VisionChat:
     """Renders conversations with images, using a transformers processor, its name, or its saved folder."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, records: Records = "auto") -> None:
+        self.records = records
         if isinstance(processor, str | Path):
             refuse_missing(
                 str(processor), "Pass a folder that save_pretrained() wrote, or a processor's name."
@@ -60,18 +61,19 @@ class VisionChat:
         """Return a text that identifies tokenizer and image settings; None if that is impossible."""
         tokenizer = tokenizer_fingerprint(self.tokenizer)
         settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
-        return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
+        name = f"{type(self.processor).__name__} {self.records} {tokenizer} {settings}"
+        return None if tokenizer is None else name
 
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
     ) -> dict[str, Any]:
         """Render a record as a sample; without ``pixels``, images give their sizes and are not decoded."""
-        kind = kind_of(dict(record), "text")
-        if kind not in CONVERSATIONS:
+        kind = self.records if self.records in CONVERSATIONS else kind_of(dict(record), "text")
+        if kind not in CONVERSATIONS or not is_kind(dict(record), kind):
             raise ValueError(
                 f"the record ({sorted(record)[:8]}) is not a conversation, and processor= renders only those."
             )
-        conversation = messages_of(dict(record), kind)
+        conversation = messages_of(dict(record), cast("Kind", kind))
         messages, sources = with_images(conversation.messages, record)
         opened = [open_image(source, folder) for source in sources]
         try:

@@ -278,7 +278,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
     if opener.packed in ("sequences", "packs"):
         raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot. Pass a dataset.")
     slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
-    chat = None if opener.processor is None else VisionChat(opener.processor)
+    chat = None if opener.processor is None else VisionChat(opener.processor, opener.records)
     shards, sources = streams.open(opener, job.ranks)
     return Settings(
         shards=shards,
