@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd.callbacks.experts import expert_load
@@ -35,6 +36,9 @@ _BAR = (
     ("device/tflops_per_gpu", "TFLOP/s"),
     ("device/mfu", "MFU"),
 )
+# The property of a Trainer that gives the loaders of a stage.
+_LOADERS = {"train": "train_dataloader", "validate": "val_dataloaders"}
+_LOADERS |= {stage: f"{stage}_dataloaders" for stage in ("test", "predict")}
 _COUNTABLE = (
     "a THDBatch, a THDStep, SeqStats, rows of padded token ids [B, N] as a tensor or under 'input_ids', or a "
     "dict, tuple or list with one of these"
@@ -320,8 +324,10 @@ class THDThroughputMonitor(Callback):
             self._hardware = Hardware.of(pl_module, strategy.root_device, self.peak, precision, **job)
         work: Work = "training" if stage == "train" else "forward"
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        source = getattr(trainer, "datamodule", None) or trainer.train_dataloader
-        capacity = getattr(source, "capacity", 0)
+        loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
+        known = {getattr(loader, "capacity", None) for loader in loaders} - {None}
+        known = known or {getattr(getattr(trainer, "datamodule", None), "capacity", None)}
+        capacity = known.pop() if len(known) == 1 else None
         meter.capacity = capacity if isinstance(capacity, int) else 0
         return meter
 

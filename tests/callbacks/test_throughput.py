@@ -327,10 +327,14 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     clock, rows = Clock(), [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
     measured = monitor(clock)
-    data = THDDataModule(rows, capacity=10)
-    trainer(tmp_path, measured).fit(Module(clock), data)
+    runner, data = trainer(tmp_path, measured), THDDataModule(rows, capacity=10)
+    runner.fit(Module(clock), data)
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
+    other = THDDataModule(val=rows, capacity=20)
+    other.setup("validate")
+    runner.validate(Module(clock), other.val_dataloader(), verbose=False)
+    assert measured.latest["validate/packing/fill"] == pytest.approx(17 / 20)
     measured = monitor(clock)
     trainer(tmp_path, measured).fit(Module(clock), data.train_dataloader())
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
