@@ -261,6 +261,8 @@ def test_the_cost_is_that_of_the_model_or_the_users(mine: Cost | None) -> None:
 
     step = Sequences(10)
     data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=step, scheduler=spy, cost=mine)
+    data.setup("fit")
+    data.train_steps()  # without a model, so by the default cost
     make_trainer(strategy="thd").fit(TinyModule(), data)
     of_model = FlopsModel.from_config(TinyModule().model.config)
     assert seen[0] == (mine or Cost.from_flops(of_model, longest=CAPACITY))

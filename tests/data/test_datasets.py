@@ -295,6 +295,7 @@ def test_views_of_datasets_give_what_their_samples_show(name: str) -> None:
         ({"segment_ids": [0, 0, 1]}, "carry 'segment_ids', which is not read"),
         # Other libraries have a name of their own each for where the sequences of a packed row begin.
         ({"any_name": [2, 1]}, "The column 'any_name' holds lists of integers, but is not read"),
+        ({"images": ["a.png"]}, "The column 'images' beside input_ids is not read. Give pixel_values"),
         ({"labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}, "which is not read"),
         ({"labels": [1, -100, 400]}, "label 400, but the model's vocabulary"),
     ],
@@ -307,7 +308,7 @@ def test_columns_that_nobody_reads_are_refused_wherever_they_stand(
     table.to_parquet(str(tmp_path / "a.parquet"))
     as_columns = [table, tmp_path / "a.parquet"]
     arrays = [{key: np.array(value) for key, value in row.items()}]
-    for source in as_columns if "any_name" in row else [*as_columns, arrays, lambda: iter([row])]:
+    for source in as_columns if "The column" in message else [*as_columns, arrays, lambda: iter([row])]:
         with pytest.raises(ValueError, match=message):
             read(source, vocab_size=100)
 

@@ -56,6 +56,8 @@ def as_rows(dataset: MapDataset) -> MapDataset:
             raise ValueError(
                 f"The column {lists[0]!r} holds lists of integers, but is not read. Drop or rename it."
             )
+        if images := [x for x in other if x in names("raw") and table[x].null_count < len(table)]:
+            raise ValueError(f"The column {images[0]!r} beside input_ids is not read. Give pixel_values.")
         rank_zero_info(f"Columns left out, because they hold no ids, labels or images: {', '.join(other)}.")
     if media:
         return cast("MapDataset", cast("Any", dataset).select_columns([*known, *media]))
@@ -68,15 +70,18 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
         open_parquet(file).schema_arrow if file.suffix == ".parquet" else map_arrow(file).schema
         for file in files
     ]
-    columns = [{name: str(schema.field(name).type) for name in schema.names} for schema in schemas]
+    columns = [{name: schema.field(name).type for name in schema.names} for schema in schemas]
     for file, found in zip(files, columns, strict=True):
         if "input_ids" not in found:
             if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return False
             raise ValueError(f"{file.name} has the columns {list(found)}, but neither 'input_ids' nor text.")
         if found != columns[0]:  # the package datasets would fill in missing columns
-            both = f"{file.name} and {files[0].name} have different columns: {found}, and {columns[0]}"
-            raise ValueError(f"{both}. Give files with the same columns.")
+            both = [{name: str(kind) for name, kind in each.items()} for each in (found, columns[0])]
+            raise ValueError(
+                f"{file.name} and {files[0].name} have different columns: {both[0]}, and {both[1]}. "
+                "Give files with the same columns."
+            )
     return True
 
 
