@@ -211,7 +211,8 @@ class PackedLoop:
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
-            attach(data, self.model, self._engine.shared, device=self._engine.device)
+            kept = data._attached.accumulate  # the data module may be that of training
+            attach(data, self.model, self._engine.shared, accumulate=kept, device=self._engine.device)
             data.setup("validate")
             batches = data.val_dataloader()
             if isinstance(batches, list):

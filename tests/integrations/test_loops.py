@@ -287,7 +287,8 @@ def _evaluate(engine: str) -> Any:
     name = {"accelerate": "log", "fabric": "log_dict"}[engine]
     setattr(owner, name, lambda metrics, *_, **__: logged.update(metrics))
     samples = sequences(23, labels=True, seed=4)
-    data = THDDataModule(val=samples, capacity=CAPACITY)
+    data = THDDataModule(samples, val=samples, capacity=CAPACITY, global_batch=Packs(4))
+    data.attach(ranks=2, accumulate=2)  # the data module of training
     first, batches = loop.evaluate(data), epochs(loop)
     loop.backward(next(batches))
     with pytest.raises(ValueError, match=r"runs one set, but val= names several. Pass them one by one"):
