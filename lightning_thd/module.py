@@ -156,7 +156,7 @@ class CausalLMModule(L.LightningModule):
         if self.model is None:
             self.model = self._build()
             self.model.train()
-        self._matrices = {name for name, p in self.named_parameters() if p.ndim >= 2}  # FSDP1 flattens them
+        self._matrices |= {name for name, p in self.named_parameters() if p.ndim >= 2}  # FSDP1 flattens them
         if self._compile == "layers":
             for layer in layers_of(self.model):
                 layer.compile(dynamic=True)
@@ -239,6 +239,11 @@ class CausalLMModule(L.LightningModule):
         """Return AdamW with linear warm-up and cosine decay over the Trainer's steps."""
         matrices, vectors = list[Tensor](), list[Tensor]()
         for name, p in self.named_parameters():
+            if name.endswith("_flat_param") and self.weight_decay:
+                raise ValueError(
+                    "FSDP1 has joined matrices, which weight_decay is for, and vectors in one parameter. Set "
+                    "FSDPStrategy(use_orig_params=True), or weight_decay=0."
+                )
             is_matrix = p.ndim >= 2 or re.sub(_WRAPPERS, "", name) in self._matrices
             if p.requires_grad:
                 (matrices if is_matrix else vectors).append(p)

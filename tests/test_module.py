@@ -154,6 +154,9 @@ def test_matrices_decay_also_if_fsdp1_has_flattened_them() -> None:
     decayed, others = made["optimizer"].param_groups
     assert {id(p) for p in decayed["params"]} == matrices
     assert others["weight_decay"] == 0.0
+    model.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
+    with pytest.raises(ValueError, match=r"joined matrices.*Set FSDPStrategy\(use_orig_params=True"):
+        module.configure_optimizers()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -374,9 +374,6 @@ def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
     return function(argument)
 
 
-# ---- The model and its head
-
-
 def language_model(model: nn.Module) -> Any:
     """Return the causal model inside DDP, torch.compile and PEFT; refuse a model without a head."""
     inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)

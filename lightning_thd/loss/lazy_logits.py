@@ -182,8 +182,6 @@ _HARMLESS = frozenset(
 )
 
 
-# ---- Values in place of logits
-
 _NOT_OPENED = "the logits' gradient did not come from open_values"
 
 

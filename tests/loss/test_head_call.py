@@ -29,8 +29,6 @@ from tests.loss.families import build
 from tests.loss.support import gradients
 from tests.tiny import tiny_llama
 
-# ---- What a model does to its logits
-
 SHAPE = (1, 4, 10)
 
 
@@ -103,8 +101,6 @@ def test_what_cannot_be_followed_gets_zeros_and_is_noted(name: str) -> None:
     if wanted is not None:
         torch.testing.assert_close(found, wanted, equal_nan=True)
 
-
-# ---- Heads, hooks and models whose logits are computed whole
 
 WHOLE = r"causal_lm_loss computes the logits of \w+ whole.* because "
 
