@@ -182,7 +182,7 @@ def sapo_loss(
     real_number(temperature, "temperature", above=0.0)
     real_number(temperature_negative, "temperature_negative", above=0.0)
     _, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
-    t = torch.full_like(of_slot, temperature).masked_fill(of_slot <= 0, temperature_negative)
+    t = torch.full_like(ratio, temperature).masked_fill(of_slot <= 0, temperature_negative)
     losses = -4.0 / t * torch.sigmoid(t * (ratio - 1.0)) * of_slot
     return _reduced(losses, rollouts, "grpo", None, weights, scale)
 
@@ -320,7 +320,6 @@ def _reduced(
     weights: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Sum losses ``[T]`` with their weights, and divide them as ``kind`` says or multiply by ``scale``."""
     if weights is not None:
         factors = _masked(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors

@@ -236,6 +236,7 @@ def test_advantages_of_as_many_rows_as_slots_are_refused() -> None:
     wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
     for given in (advantages, wider.pack(advantages[:, None].expand(4, 3))):
         assert policy.grpo_loss(logp, logp, given, wider).item() == pytest.approx(-1.0 / 4)
-    # Without a token to predict nothing counts, whichever they are.
+    gates = [policy.sapo_loss(logp, logp, x, wider, temperature=0.5) for x in (advantages, advantages.int())]
+    assert gates[0] == gates[1]
     single = PackedRollouts.from_padded(ids, torch.eye(3).repeat(2, 1)[:4].long())
     assert policy.grpo_loss(logp[:4], logp[:4], torch.ones(4).double(), single).item() == 0.0
