@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = require("transformers", feature="ThroughputCallback").TrainerCallback
 
-
 _KEY = "lightning_thd.throughput"  # A TrainerState holds the totals under this key.
 
 

@@ -169,7 +169,6 @@ class HeadCall:
         return outputs
 
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
-        """Call the model, with its forward and the forward of its head replaced."""
         inner, before = self.inner, getattr(STATE, "scope", None)
         own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
@@ -370,7 +369,6 @@ def _warn_of_labels() -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
-    """Call a function that torch.compile must not trace."""
     return function(argument)
 
 
@@ -416,7 +414,7 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
 
 
 def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:
-    """Return the operands of a head; call this in the head's forward, when FSDP2 has gathered the weight."""
+    """Return the operands of a head; call this in the head's forward, when FSDP has gathered the weight."""
     weight: Tensor = head.weight  # read once: a parametrization may change with every read
     bias: Tensor | None = head.bias
     group, partial = None, False

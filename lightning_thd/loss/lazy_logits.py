@@ -113,7 +113,6 @@ def _zeros(logits: LazyLogits) -> Tensor:
 
 
 def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
-    """Return new logits with another record."""
     made: LazyLogits = _Copy.apply(logits, record.columns)  # type: ignore[no-untyped-call]
     made.record, made.count, made.learns = record, logits.count, logits.learns
     made.made_from, made.aliases = logits.source, aliases

@@ -317,7 +317,6 @@ def _check_smoothing(kind: str, value: float) -> None:
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
-    """Sum weighted losses ``[P]``, and divide by number or total weight, or multiply by ``scale``."""
     if weights is not None:
         _check_rows(losses=losses, weights=weights)
         losses = losses * weights.detach()

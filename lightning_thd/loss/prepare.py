@@ -226,7 +226,6 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
 
 
 def _check_rows(rows: Tensor, hidden: Tensor) -> Tensor:
-    """Check the ``rows`` argument, int64 ``[R]`` or bool ``[T]``, and return it as indices."""
     _check_device("rows", rows, hidden)
     tokens, mask = hidden.shape[0], rows.dtype == torch.bool
     if rows.ndim != 1 or (mask and len(rows) != tokens) or rows.is_floating_point():

@@ -161,7 +161,6 @@ class PackedRollouts:
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``held``, ``predicted`` and ``row`` of ``PackedRollouts`` for a mask ``[B, N]`` and its pack."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)

@@ -339,9 +339,6 @@ def test_bf16_gradients_of_the_weight_are_summed_in_fp32(vocabulary: int, chunk:
     assert relative(found, exact) < 1.2 * relative(naive, exact)
 
 
-# ---- Extremes
-
-
 def test_an_impossible_target_costs_infinity_with_a_finite_gradient() -> None:
     leaves, targets = Case(tokens=5, bias=True).tensors()
     with torch.no_grad():
