@@ -454,9 +454,8 @@ def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
 def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:
     """Wrap an activation checkpoint function so that it recomputes in the scope of its first run.
 
-    The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
-    thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
-    pack's boundaries are inputs of the graph. Around layers that break the graph, the wrapper is not traced.
+    The backward pass recomputes after the model has returned, perhaps in another thread. ``compilable`` means
+    that torch.compile traces the layers without a graph break. Around others, the wrapper is not traced.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

@@ -138,11 +138,6 @@ class Pack:
         return self._longest.shape[0] if self.shard is None else self.shard.longest
 
     @property
-    def longest_slots(self) -> int:
-        """Return the slots of the longest sequence or trailing pad, also if this rank holds only a shard."""
-        return self.max_length_k if self.shard is None else max(self.shard.padded_lengths)
-
-    @property
     def slots(self) -> int:
         """Return the number of slots T."""
         return self._slots.shape[0]

@@ -204,7 +204,8 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             limit = self.original_max_seq_len
         # If no sequence exceeds the limit, one call is right for all. A trailing pad may exceed it.
         if pack.longest <= limit:
-            return run(position_ids if pack.longest_slots <= limit else position_ids.clamp(max=limit - 1))
+            most = pack.max_length_k if pack.shard is None else max(pack.shard.padded_lengths)
+            return run(position_ids if most <= limit else position_ids.clamp(max=limit - 1))
         pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
         if pack.shard is not None or shapes_are_static():
             where = "in a recorded step" if pack.shard is None else "under context parallelism"

@@ -209,7 +209,6 @@ class _Probe:
                 self._compare(index, whole, inputs, scale)
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
-        """Compare the logits and input gradients of one sequence in the pack and in its own pack."""
         slots = slots_of(self.batch, index)
         alone = self.logits(self.alone(index))
         self.keep("error", (alone.detach() - whole.detach()[slots]).abs().max().item() / scale, index)

@@ -23,10 +23,7 @@ _done: set[str] = set()
 
 
 def register_thd() -> None:
-    """Register ``attn_implementation="thd"`` now, or when transformers is imported.
-
-    Safe to call any number of times; ``import lightning_thd`` calls it.
-    """
+    """Register ``attn_implementation="thd"``, now or when transformers is imported; more calls do no harm."""
     for name, callback in (
         ("transformers.modeling_utils", partial(_register, "AttentionInterface", _attention)),
         ("transformers.masking_utils", partial(_register, "AttentionMaskInterface", _mask)),

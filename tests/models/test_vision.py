@@ -22,15 +22,10 @@ from tests.wide import nothing_narrower
 register_thd()
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
 TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
-}
+}  # fmt: skip
 VISION = {
     "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "in_channels": 3,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.1,

@@ -137,8 +137,7 @@ def product_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within every tile by matrix products; return out ``[B, R, H, E]`` and lse ``[B, R, H]``.
 
-    The products run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means
-    no softcap.
+    The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means no softcap.
     """
     with torch.autocast(q_BRHD.device.type, enabled=False):  # autograd runs the backward without it, too
         weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
