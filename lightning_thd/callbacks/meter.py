@@ -222,7 +222,7 @@ class Meter:
                 metrics.pop("device/mfu", None)
         metrics |= loads
         metrics |= self.totals
-        if self._total_flops is not None:
+        if self._total_flops is not None and everything.flops is not None:
             metrics["total_flops"] = sum(self._total_flops.values()) - self._total_flops["recompute"]
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 

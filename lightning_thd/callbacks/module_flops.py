@@ -59,6 +59,9 @@ class ModuleFlops:
         self._counter: StepCounter | None = None
         self._shapes: list[int] = []  # slots of the batches whose operators were counted
         self._slow = False  # operators were counted in the running step
+        configs = (getattr(child, "config", None) for child in module.modules())
+        self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
+        self._shares = set[float]()  # decoder slots per encoder slot, each ratio seen
         self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
@@ -139,7 +142,15 @@ class ModuleFlops:
 
     def _start_counter(self, batch: Any) -> None:
         slots = combine([stats for stats, _ in microbatches(batch)]).slots
-        if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES:
+        if slots and self._decodes and isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
+            self._shares.add(batch["labels"].numel() / slots)
+            if len(self._shares) > 1:
+                self._models, self._decodes = {"": None}, False
+                rank_zero_warn(
+                    "FLOPs are no longer logged: the decoder's share of the tokens varies, so a counted step "
+                    "says nothing about others. Pass flops_model=, or pad to fixed lengths."
+                )
+        if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES and len(self._shares) < 2:
             if not self._shapes:
                 rank_zero_info(
                     f"No transformers config gives the FLOPs: a step of each of up to {_MAX_SHAPES} shapes "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.module_flops import Passes, find_model
+from lightning_thd.callbacks.module_flops import ModuleFlops, Passes, find_model
+from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
 from tests.flops.families import encoder
@@ -104,6 +106,22 @@ def test_distillation(tmp_path: Path, frozen: bool) -> None:
     teacher = transformers.Qwen3ForCausalLM(LARGE).train().requires_grad_(not frozen)
     found = flops_of_step(tmp_path, distil, PACK, teacher=teacher, policy=llama())
     assert found == pytest.approx(by_hand(SMALL, PACK) + by_hand(LARGE, PACK, work="forward"), rel=1e-9)
+
+
+def test_decoders_whose_share_of_the_tokens_varies_have_no_flops() -> None:
+    module: Any = nn.Linear(4, 4)
+    module.config = SimpleNamespace(is_encoder_decoder=True)
+    flops = ModuleFlops(module, sharded=False)
+
+    def known(length: int) -> bool:
+        batch = {name: torch.ones(2, n).long() for name, n in (("input_ids", 8), ("labels", length))}
+        flops.begin("train", batch)
+        module(torch.ones(16, 4)).sum().backward()
+        flops.end("train", microbatches(batch))
+        return flops.model("train") is not None
+
+    with pytest.warns(UserWarning, match="the decoder's share of the tokens varies"):
+        assert [known(length) for length in (8, 8, 2, 8)] == [True, True, False, False]
 
 
 def test_a_policy_run_twice_and_a_copy_that_is_never_run(tmp_path: Path) -> None:
