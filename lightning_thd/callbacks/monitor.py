@@ -36,7 +36,6 @@ _BAR = (
     ("device/tflops_per_gpu", "TFLOP/s"),
     ("device/mfu", "MFU"),
 )
-# The property of a Trainer that gives the loaders of a stage.
 _LOADERS = {"train": "train_dataloader", "validate": "val_dataloaders"}
 _LOADERS |= {stage: f"{stage}_dataloaders" for stage in ("test", "predict")}
 _COUNTABLE = (

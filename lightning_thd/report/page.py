@@ -43,7 +43,6 @@ ROWS = {
     "train/packing/imbalance": Row("slowest rank / mean work", "", 1.0),
     "train/packing/attention_fraction": Row("attention share of FLOPs", "%", 100.0),
 }
-# The metrics of each plot on a page; metrics in one plot have the same unit.
 _CURVES = (
     ("train/loss",),
     ("train/device/real_items_per_sec",),

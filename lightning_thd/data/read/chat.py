@@ -321,7 +321,6 @@ def _encode_marked(
 
 def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, template: str) -> Spans:
     """Return ``(start, stop)``, in characters, of each part of ``text`` that the template marks."""
-    # Render again with private-use characters in place of the markers.
     unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
     begin, end = next(unused), next(unused)
 

@@ -12,7 +12,6 @@ Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Message = dict[str, Any]
 
-# A record is of a kind if it has all keys of one of these sets.
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ids": (("input_ids",),),
     "messages": (("messages",),),

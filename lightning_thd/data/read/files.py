@@ -28,7 +28,6 @@ _SUFFIXES: dict[Kind, str] = {
     "column": ".parquet .arrow .feather",
     "table": ".csv .tsv",
     "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
-    # Read as text, these files would be noise.
     "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
 KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
