@@ -342,6 +342,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     stand_ins = StandIns(module, parameters)
 
     def run(static: StaticBatch) -> Any:
+        torch.clear_autocast_cache()  # a graph would not repeat a cast from before it
         with stand_ins.in_place():
             return _checked(subject(static, *hidden))
 
@@ -350,11 +351,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
             output = run(inputs.batch)
         return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
 
-    kind = example.device.type
-    autocast = torch.autocast(  # without its cache, because a graph would not repeat a cached cast
-        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-    )
-    with restored(module), static_shapes(), autocast:
+    with restored(module), static_shapes():
         runs = _warm_up(backend, run, module, make_inputs, stand_ins.leaves)
         refuse_fp8(module)
         inputs = make_inputs()
