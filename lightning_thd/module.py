@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
 
 import lightning.pytorch as L
 import torch
@@ -21,6 +23,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.fsdp import layers_of
+from lightning_thd.strategies.checkpoints import read_folder
 
 ATTENTION = "thd"
 # What FSDP1 and activation checkpointing add to the names of parameters.
@@ -117,6 +120,8 @@ class CausalLMModule(L.LightningModule):
         compile: Literal["off", "layers"] = "off",
         router_balance: RouterBalance = "microbatch",
     ) -> None:
+        # Modules and functions are not saved.
+        given = {name: value for name, value in locals().items() if value is not None and not callable(value)}
         super().__init__()
         choice(compile, "compile", "off", "layers")
         choice(router_balance, "router_balance", *get_args(RouterBalance))
@@ -144,18 +149,21 @@ class CausalLMModule(L.LightningModule):
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
-        rates = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
-        rates |= {"warmup_fraction": warmup_fraction, "final_lr_fraction": final_lr_fraction}
-        plain = {"model": model, "config": config}  # modules and functions are not saved
-        named = {name: value for name, value in plain.items() if isinstance(value, str | dict)}
-        options = {"compile": compile, "router_balance": router_balance}
-        self.save_hyperparameters({**named, **rates, **options}, logger=False)
+        self.save_hyperparameters(given, logger=False)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Load a file as Lightning does, or a folder of sharded weights, which Lightning cannot open."""
+        if isinstance(checkpoint_path, str | Path) and (folder := Path(checkpoint_path)).is_dir():
+            checkpoint_path = io.BytesIO()
+            torch.save(read_folder(folder, weights_only=kwargs.get("weights_only")), checkpoint_path)
+            checkpoint_path.seek(0)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def configure_model(self) -> None:
         """Build the model; the strategy has set the default device and dtype when it calls this hook."""
         if self.model is None:
-            self.model = self._build()
-            self.model.train()
+            self.model = self._build().train()
         self._matrices |= {name for name, p in self.named_parameters() if p.ndim >= 2}  # FSDP1 flattens them
         if self._compile == "layers":
             for layer in layers_of(self.model):

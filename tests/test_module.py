@@ -16,7 +16,8 @@ from torch import nn
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.module import CausalLMModule, adamw
 from tests.ranks import run_ranks
-from tests.tiny import quiet_trainer, sequences, tiny_llama
+from tests.strategies.jobs import full_parameters
+from tests.tiny import largest_error, quiet_trainer, sequences, tiny_llama
 
 
 def count_graphs() -> int:
@@ -132,8 +133,7 @@ def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> No
         teacher = {**teacher, "model": tiny_llama()}
     loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", **teacher)
     assert loaded.lr == 0.007
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
+    assert largest_error(loaded.state_dict(), module.state_dict()) == 0.0
     if given == "config":
         module = CausalLMModule(config={"model_type": "llama", "num_hiden_layers": 1})
         with pytest.raises(ValueError, match="'num_hiden_layers', which LlamaConfig does not read; did you"):
@@ -157,6 +157,20 @@ def test_matrices_decay_also_if_fsdp1_has_flattened_them() -> None:
     model.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
     with pytest.raises(ValueError, match=r"joined matrices.*Set FSDPStrategy\(use_orig_params=True"):
         module.configure_optimizers()
+
+
+def write_folder(folder: str) -> dict[str, torch.Tensor]:
+    module = CausalLMModule(config=tiny_llama().config.to_dict())
+    trainer = quiet_trainer(max_steps=1, strategy="thd_model_parallel", devices=2, default_root_dir=folder)
+    trainer.fit(module, THDDataModule(sequences(4), capacity=64))
+    trainer.save_checkpoint(f"{folder}/a.ckpt")
+    return full_parameters(module)
+
+
+def test_a_folder_of_sharded_weights_loads_as_a_file_does(tmp_path: Path) -> None:
+    wanted = run_ranks(write_folder, 2, str(tmp_path))[0]
+    loaded = CausalLMModule.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert largest_error(full_parameters(loaded), wanted) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -181,13 +181,16 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         return
     callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
     module = trainer.lightning_module
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks) and (
-        is_overridden("configure_model", module) and not any(True for _ in module.parameters())
-    ):
-        raise MisconfigurationException(
-            "StochasticWeightAveraging copies the module before configure_model() builds the model, and so "
-            "would average nothing. Use WeightAveraging of lightning.pytorch.callbacks."
-        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        why = ""
+        if is_overridden("configure_model", module) and not any(True for _ in module.parameters()):
+            why = "copies the module before configure_model() builds it, and so would average nothing"
+        elif trainer.max_epochs != -1 and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
+            why = "runs one more epoch for BatchNorm, and steps in it with the gradients of the epoch before"
+        if why:
+            raise MisconfigurationException(
+                f"StochasticWeightAveraging {why}. Use WeightAveraging of lightning.pytorch.callbacks."
+            )
     if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(
             f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd', 'thd_ddp' or "

@@ -84,7 +84,8 @@ class StepLoop:
         """Report the step's mean loss to callbacks; for a learning-rate finder, the mean over all ranks."""
         if self._losses:
             result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
-        if result.loss is not None and any(isinstance(c, _LRCallback) for c in self._strategy._callbacks):
+        callbacks = self._strategy._trainer.callbacks
+        if result.loss is not None and any(isinstance(c, _LRCallback) for c in callbacks):
             result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")
 
     def end(self) -> None:

@@ -163,11 +163,6 @@ class THDStrategyMixin(Strategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    @property
-    def _callbacks(self) -> list[Any]:
-        found: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return found
-
     # -- the job
 
     def setup_environment(self) -> None:
@@ -198,7 +193,7 @@ class THDStrategyMixin(Strategy):
         self._checkpoints.refuse_unsupported()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
-        refuse_callbacks(self._callbacks, self)
+        refuse_callbacks(trainer.callbacks, self)  # type: ignore[attr-defined]
         if axes.meshes is not None and axes.sizes.tensor * axes.sizes.pipeline > 1:
             self._synced = SyncedMetrics(module, axes.meshes.data_context.get_group())
         run = self._microbatch

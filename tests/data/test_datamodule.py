@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pandas import DataFrame
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
@@ -195,10 +196,12 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             THDDataModule(sequences(9), capacity=CAPACITY, **options)
-    averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
-    data = THDDataModule(sequences(9), capacity=CAPACITY)
-    with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):
-        make_trainer(callbacks=[averaging]).fit(CausalLMModule(tiny_llama), data)
+    normed = TinyModule()
+    normed.norm = nn.BatchNorm1d(4)
+    for module, message in ((CausalLMModule(tiny_llama), "average nothing"), (normed, "one more epoch for")):
+        data, averaging = THDDataModule(sequences(9), capacity=CAPACITY), StochasticWeightAveraging(1e-3)
+        with pytest.raises(MisconfigurationException, match=f"StochasticWeightAveraging .*{message}"):
+            make_trainer(callbacks=[averaging]).fit(module, data)
 
 
 class Known(list[dict[str, Any]]):
