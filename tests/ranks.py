@@ -32,11 +32,7 @@ class RankError(AssertionError):
 
 @contextmanager
 def pretended_ranks(world_size: int, *, backend: str = "fake") -> Iterator[None]:
-    """Make this process rank 0 of a job whose other ranks do not exist, in torchrun's environment.
-
-    torch's "fake" backend moves nothing, which is enough for what is refused before anything is received.
-    Take "gloo" for one rank whose collectives are real.
-    """
+    """Make this process rank 0 of a job whose other ranks do not exist, in torchrun's environment."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -89,13 +85,6 @@ def run_ranks(
 
     The process group is initialised before ``fn`` runs, and the environment is torchrun's, so a Lightning
     Trainer inside ``fn`` joins it without launching anything.
-
-    Args:
-        fn: a module-level function; it reads its rank from ``torch.distributed.get_rank()``.
-        world_size: number of processes.
-        args: picklable arguments, the same on every rank.
-        timeout_s: seconds until the ranks are killed and the test fails.
-        kind: the backend of the ranks.
     """
     with tempfile.TemporaryDirectory() as folder, started(fn, world_size, args, folder, kind) as job:
         return _collect(*job, time.monotonic() + timeout_s)

@@ -1,8 +1,4 @@
-"""Every flag and number of every public function, given a value of another type, is refused.
-
-Such a value might else be used: "no" is true, for example. A word or an object of another type fails by
-itself, or is refused as an unknown word.
-"""
+"""Every flag and number of every public function, given a value of another type, is refused."""
 
 from __future__ import annotations
 

@@ -35,11 +35,7 @@ def read_wandb(folder: Path) -> list[dict[str, Any]]:
 
 
 def wandb_records(folder: Path, *, within_s: float = 60.0) -> list[Any]:
-    """All records of the finished offline run below ``folder``.
-
-    W&B writes by a process of its own, which may be behind ``finish()`` on a loaded machine; its last record
-    is that of the exit.
-    """
+    """All records of the finished offline run below ``folder``."""
     from wandb.proto import wandb_internal_pb2
 
     [file] = folder.rglob("*.wandb")

@@ -9,7 +9,6 @@ Keys reach other ranks in one of four ways:
 
 ``auto`` is ``ulysses`` if a window looks ahead, else the cheaper of ``needed`` and ``ulysses`` for each batch
 and kind of layer (``parallel.context.costs``).
-
 Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head size, E value head size.
 """
 

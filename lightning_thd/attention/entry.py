@@ -1,7 +1,6 @@
 """varlen_attention: packed q, k, v and offsets -> packed output, by the fastest or a given kernel.
 
 Only the CPU kernel checks the values of cu_seqlens, because reading them from a GPU would wait for the GPU.
-
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
 

@@ -2,7 +2,6 @@
 
 The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all
 keys). Given out and lse of all keys, a kernel's backward is exact for any part of the keys.
-
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
 

@@ -4,7 +4,6 @@ Sorted by their tokens, the sequences of a batch form a tree. The tokens of a se
 it shares with the sequences before it are a leaf, in adjacent slots. A leaf's queries attend, causal from the
 bottom right, to the keys of the whole path from the root; an index gathers these keys. A shared token may
 predict several next tokens. So the batch has rows of (slot, target, weight), not one target per slot.
-
 T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences, K keys of
 all leaves, C values by which tokens are compared (id, type, position, images).
 """

@@ -186,7 +186,6 @@ class ExpertBias(Callback):
 
 
 def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
-    """Return the bias of a router, which is in the router or in its block."""
     block = router.rpartition(".")[0]
     for place in (router, block):
         for name, bias in biases.items():

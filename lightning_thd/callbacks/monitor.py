@@ -363,7 +363,6 @@ class THDThroughputMonitor(Callback):
         meter.resume()
 
     def _add(self, stage: str, batch: Any) -> None:
-        """Count a batch; warn once if its lengths are unknown."""
         meter = self._meters[stage]
         if not meter.add(batch) and not self._warned:
             self._warned = True
@@ -413,7 +412,6 @@ class THDThroughputMonitor(Callback):
         self._exclude, self._graphs = False, graphs
 
     def _report(self, trainer: Trainer, stage: str, *, last: bool = False) -> None:
-        """Log the metrics of an interval; a collective."""
         meter = self._meter(stage)
         if stage != "train":
             meter.pause()

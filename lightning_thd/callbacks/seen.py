@@ -172,7 +172,6 @@ def _rows(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
 
 
 def _images(look: _Lookup) -> dict[str, Tensor]:
-    """Return the grids of patches, and meta tensors with the shapes of pixels."""
     grids = {
         name: x.clone() for name in GRIDS if isinstance(x := look(name), Tensor) and x.shape[-1:] == (3,)
     }

@@ -204,7 +204,6 @@ class GraphedStep:
         return self._modes is not None
 
     def _try_capture(self, example: Example) -> CaptureError | None:
-        """Capture and verify all buckets; return the error, or None."""
         subject = self._subject
         give_back = remembered(map(vars, subject.module.modules()))
         try:
@@ -273,7 +272,6 @@ class GraphedStep:
 
 
 def _unsupported(batch: Any) -> str | None:
-    """Return why no graph can replay a batch, whatever its sizes, or None."""
     if not isinstance(batch, THDBatch):
         return "batch_type"
     if isinstance(batch, SharedBatch):  # the number of gathered keys differs between batches

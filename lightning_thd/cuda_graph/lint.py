@@ -151,7 +151,6 @@ def _copy(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _autocast_knows_meta() -> Iterator[None]:
-    """Give the meta device the CPU's autocast state inside this context."""
     available: Any = torch.amp.autocast_mode
     patched = [(torch, name) for name in _AUTOCAST] + [(available, "is_autocast_available")]
     before = [getattr(owner, name) for owner, name in patched]

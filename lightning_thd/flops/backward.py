@@ -164,7 +164,6 @@ def _is_router(inside: str) -> bool:
 
 
 def _stage(inside: str) -> float:
-    """Return when a weight runs in its layer, as ``Weight.stage`` defines it."""
     parts = [part for part in _OF_ADAPTER.sub("", inside).split(".")[:-1] if part != "base_layer"]
     parts = [part.lower() for part in parts]
     name = ".".join(parts)

@@ -177,7 +177,6 @@ class Rows:
 
 
 def _on_host(values: Any) -> Any:
-    """Return the only row of a tensor, or of each tensor of a tuple, as an array."""
     if isinstance(values, tuple | list):
         return tuple(map(_on_host, values))
     row = values[0].detach().cpu()

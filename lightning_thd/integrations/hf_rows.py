@@ -171,7 +171,6 @@ def _as_rows(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:
-    """Pack padded rows, with one read of the device for ids, mask and labels."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
     balances = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -203,7 +202,6 @@ def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Generator[None]:
-    """Switch a model's layers from "thd" to another attention inside this context."""
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if torch.is_grad_enabled() and recomputes and model.training:
         raise ValueError(

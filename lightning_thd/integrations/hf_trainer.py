@@ -267,7 +267,6 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     @property
     def _ready(self) -> Meter:
-        """Return the throughput meter; set it up for the model on first use."""
         if not self._metered:
             self._meter.hardware = Hardware.of(
                 self.model,

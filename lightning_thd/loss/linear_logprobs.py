@@ -135,7 +135,6 @@ def row_logprobs(
 
 
 def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> RowValues:
-    """Compute ``row_logprobs`` of logits ``[R, V]`` by torch's own functions."""
     wide = logits.to(settings.accumulator)
     if settings.ignore_index is not None:  # a row that does not count may hold NaN
         wide = torch.where((targets != settings.ignore_index)[:, None], wide, 0.0)

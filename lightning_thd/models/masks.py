@@ -122,7 +122,6 @@ def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that ``and_masks`` or ``or_masks`` has combined."""
     if mask_function is None:
         return
     inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")

@@ -127,7 +127,6 @@ def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any
 
 
 def _rows_of(source: Tensor, value: Tensor) -> Tensor:
-    """Gather per-token values into the rows of one group, with zeros as padding."""
     rows = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
     return rows.index_select(0, source.flatten()).view(*source.shape, *value.shape[2:])
 

@@ -131,7 +131,6 @@ def _classify_each_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
-    """Run the base model on the pack, and the head on every sequence."""
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
@@ -183,8 +182,6 @@ def _base_returns(model: Any, output: Any) -> Generator[None]:
 
 
 def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
-    """Arrange the base model's output as padded rows, and run its pooler on them."""
-
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != (1, pack.slots):
             return None

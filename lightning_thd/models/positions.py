@@ -9,7 +9,6 @@ Classes are patched once. Without a pack they work as before.
   each sequence has its own share, and slots count from its start.
 - Gemma3n's padding token has a zero embedding, at which a norm has an infinite gradient. Multiplied by the
   zero gradient of a trailing pad, that gives NaN. So zeros become tiny numbers.
-
 Legend: T slots in a pack.
 """
 
@@ -246,7 +245,6 @@ def _one_by_one(
 
 
 def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
-    """Return ``whole`` with the last slots before ``end`` replaced by ``value``."""
     placed = whole.clone()
     placed[..., end - value.shape[-2] : end, :] = value
     return placed

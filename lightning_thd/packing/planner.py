@@ -339,7 +339,6 @@ class PackPlanner(Resumable):
         return self._make_plan(epoch, k, dp, spans.take(order), offsets)
 
     def _sequences(self, epoch: int, k: int) -> Spans:
-        """Return the sequences of a step, in the order of the epoch's permutation."""
         n, total = self.global_batch.n, self.entries.total
         positions = np.arange(k * n, min((k + 1) * n, total))
         return self.entries.spans(self.entries.drawn(positions, n, derive_key(self.seed, _ENTRIES, epoch)))

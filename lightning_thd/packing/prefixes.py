@@ -71,7 +71,6 @@ def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limi
 
 
 def _common(a: bytes, b: bytes, width: int) -> int:
-    """Count the equal tokens at the beginning of both sequences."""
     most = min(len(a), len(b))
     differ = np.frombuffer(a, np.uint8, most) != np.frombuffer(b, np.uint8, most)
     return (int(differ.argmax()) if differ.any() else most) // width

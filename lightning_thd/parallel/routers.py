@@ -3,7 +3,6 @@
 A balancing loss multiplies each expert's share of the tokens by the expert's mean probability (Switch
 Transformers, arXiv:2101.03961, equations 4 to 6), both over all layers. So each stage of a pipeline adds the
 sums of its layers to the sums that it received, and sends the result to the next stage.
-
 Legend: T slots, N tokens (more than T if sequences share slots), E experts, G groups of tokens.
 """
 

@@ -2,7 +2,6 @@
 
 Norms, residuals and dropout then work on T / tp slots, which saves memory. Every attention or feed-forward
 block of a layer gathers its input, and keeps only this rank's slots of its output.
-
 Legend: T slots of the pack, or of its context-parallel shard; tp tensor-parallel ranks.
 """
 
@@ -94,7 +93,6 @@ def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
 
 
 def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
-    """Keep only this rank's slots of a module's output."""
     forward = module.forward
 
     def keeping_forward(*args: Any, **kwargs: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 Weights become DTensors and activations stay plain tensors, so all other operations of a model run unchanged.
 A plan maps names of modules (``*`` is any number) to styles; the names of styles are those of transformers.
-
 Legend: T slots, K chosen experts per token.
 """
 
@@ -150,7 +149,6 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) 
 
 
 def _colwise(module: Any, shards: _Shards) -> None:
-    """Cut a layer by output features; each rank computes its part of the output."""
     shards.cut(module, "weight", 0)
     shards.cut(module, "bias", 0)
     forward, group = module.forward, shards.group

@@ -158,7 +158,6 @@ def in_low_precision(
 
 
 def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    """Build the engine's layer with the parameters of ``child``."""
     made: nn.Module
     if recipe.engine == "torchao":
         module = require("torchao.float8.float8_linear", feature="engine='torchao'")

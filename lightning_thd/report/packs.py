@@ -29,9 +29,6 @@ def draw_packs(
             Only the tokens after them are drawn, in a lighter tone of the earlier sequence's colour.
         theme: ``light`` or ``dark``.
         width: width of the picture, in inches; the height of the bars is proportional to it.
-
-    Returns:
-        A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
     """
     held = [[0] * len(pack) for pack in packs] if held is None else held
     stored = [[n - m for n, m in zip(*pack, strict=True)] for pack in zip(packs, held, strict=True)]

@@ -199,10 +199,7 @@ def draw_page(series: Series, theme: Theme) -> Any:
 
 
 def step_times(series: Series) -> dict[str, float]:
-    """Return the mean of each part of a step over a run, in milliseconds by title.
-
-    Every logged value weighs the same: ``[(10, 0.2), (20, 0.4)]`` gives 300. Only logged parts are returned.
-    """
+    """Return the mean of each logged part of a step over a run, in milliseconds by title."""
     found = {}
     for part, title in PARTS.items():
         if values := [s for _, s in series.get(f"train/step_time/{part}", []) if math.isfinite(s)]:

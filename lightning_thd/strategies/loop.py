@@ -129,7 +129,6 @@ def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
 
 @contextmanager
 def _without(setting: str, model: nn.Module) -> Generator[None]:
-    """Switch a setting of FSDP2's modules off inside this context."""
     sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
     for module in sharded:
         getattr(module, setting)(False, recurse=False)

@@ -252,7 +252,6 @@ class THDStrategyMixin(Strategy):
         return self._microbatch(*args, **kwargs)
 
     def _microbatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's ``training_step`` on one batch."""
         batch, results = args[0], self._trainer._results
         if isinstance(batch, THDBatch) and results is not None:
             weigh(results, epoch_weight(batch))

@@ -371,6 +371,5 @@ def _differing(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
 
 
 def _definition(module: Any) -> str:
-    """Return the file and line at which ``training_step`` is defined."""
     code = getattr(type(module).training_step, "__code__", None)
     return "training_step" if code is None else described(code.co_filename, code.co_firstlineno)

@@ -30,12 +30,7 @@ from lightning_thd.strategies.shards import whole_state_dict
 
 
 class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
-    """``Trainer(strategy="thd")``: one device, steps with varying numbers of microbatches.
-
-    Args:
-        device: the device; by default the one that the Trainer's ``accelerator`` and ``devices`` choose.
-        kwargs: the arguments of Lightning's ``SingleDeviceStrategy``.
-    """
+    """``Trainer(strategy="thd")``: one device, steps with varying numbers of microbatches."""
 
     strategy_name = "thd"
 

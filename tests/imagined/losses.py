@@ -1,8 +1,4 @@
-"""Losses, or families, on an imagined GPU against the CPU; a script.
-
-Arguments: the compute capability, then nothing for every loss, which gives the CPU's values and whose second
-call reads nothing, or names of families, which equal stock eager attention in fp32.
-"""
+"""Losses, or families, on an imagined GPU against the CPU; a script."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Real Triton kernels on the CPU, by ``make test-kernels``; without TRITON_INTERPRET=1 nothing runs here.
-
-The interpreter runs a kernel's Python on numpy arrays, one program after the other. What it lacks is made up
-for here: there is no driver that could measure configurations, and no device to switch to.
-"""
+"""Real Triton kernels on the CPU, by ``make test-kernels``; without TRITON_INTERPRET=1 nothing runs here."""
 
 from __future__ import annotations
 

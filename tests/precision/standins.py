@@ -32,14 +32,7 @@ ROWS = {
 
 @dataclass
 class State:
-    """What the double saw.
-
-    Attributes:
-        regions: entered, each as (recipe class, group, gradients were taken).
-        calls: of layers outside and inside of regions, True for inside.
-        rows: of every fp8 forward product.
-        outside: for every region whether bf16 autocast was on around it.
-    """
+    """What the double saw."""
 
     regions: list[tuple[str, Any, bool]] = field(default_factory=list)
     calls: list[bool] = field(default_factory=list)

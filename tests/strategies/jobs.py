@@ -86,12 +86,7 @@ Run: TypeAlias = tuple[str, Layout, Packs | Sequences, torch.dtype]
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Build a family with the same weights in every process.
-
-    Args:
-        family: two layers of it; ``"qwen3@4"`` has four, ``"qwen3@4t"`` ties its embedding to its head.
-        dtype: of the weights.
-    """
+    """Build a family with the same weights in every process."""
     family, _, depth = family.partition("@")
     chosen = FAMILIES[family]
     arguments = {**chosen.arguments, **({} if chosen.kind == "ssm" else _WIDE)}

@@ -124,12 +124,7 @@ class CombinedModule(L.LightningModule):
 
 
 def run_cases(cases: list[Case], folder: str = "") -> list[Outcome]:
-    """Run combinations one after the other on this rank.
-
-    With a folder for what each rank finds of each case, as soon as it does, nothing can hang: a rank that
-    takes too long ends, and one that refuses waits a while for the others to do so too, then ends all by its
-    death, as the end of a process does in a job of the user's.
-    """
+    """Run combinations one after the other on this rank."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     for name in ("lightning.pytorch", "lightning.fabric", "torch.distributed"):

@@ -1,8 +1,4 @@
-"""A running job of ``tests.chaos_job`` -> what is left of it after a disaster of one kind.
-
-Every kind starts the job, lets it get some steps further, and strikes. What must hold after each: the job has
-ended in time, no process of it is left, and what it saved before can be resumed.
-"""
+"""A running job of ``tests.chaos_job`` -> what is left of it after a disaster of one kind."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Attention runs on torch's flash kernel for CPUs. Its causal mask is top-left, it needs E == D, and an empty
 sequence crashes the process. With a softcap, matrix products are used instead. Plain eager code calls Python
 functions here; torch.compile and dispatch modes see one torch operator.
-
 Legend: T slots, H query heads, D head size, E value head size.
 """
 
@@ -207,7 +206,6 @@ def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ou
 
 
 def _few_backward(few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float) -> Gradients:
-    """Return the gradients of ``_few_forward`` from (grad, q, out, lse) and (k, v)."""
     grads, queries, outs, sums = (_heads_first(x, few.rows) for x in by_q)
     keys, values = (_heads_first(x, few.keys) for x in by_k)
     each = zip(grads, queries, keys, values, outs, sums, few.causal, strict=True)

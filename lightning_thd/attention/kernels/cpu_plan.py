@@ -4,7 +4,6 @@ The flash kernel's causal flag skips keys only 512 at a time, so sequences are c
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
 a tile has all queries that see its keys, so only dq is summed (above COLUMN_ROWS queries, dk and dv too).
 Long runs of adjacent short sequences of equal length are read in place; other short ones are copied, padded.
-
 Legend: T slots, N rows of a piece, B tiles of a call.
 """
 

@@ -104,7 +104,6 @@ class Flash3:
 
 
 def _offsets(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
-    """Return the keywords that have the same names in flash-attn 3 and 4."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
     return dict(zip(names, (*at, spec.scale), strict=True))
 

@@ -2,7 +2,6 @@
 
 A row of padding is a copy of its sequence's first row. Offsets that the host does
 not know are read from the device once, but at every call if they are inference tensors.
-
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
 

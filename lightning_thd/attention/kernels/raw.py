@@ -4,7 +4,6 @@ A raw kernel has a forward that returns out and lse (log-sum-exp), and a backwar
 from lse. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
 those of the complete attention. A sink is an extra key of every query, with a learned logit and a value of
 zero (gpt_oss). It rescales out: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
-
 Legend: T slots, Tq slots of queries, H query heads, E value head size.
 """
 

@@ -4,7 +4,6 @@ The flash kernel is called through aten operators, because the function in ``tor
 120 us of Python. The memory-efficient kernel also supports fp32 and older devices. It needs as many key-value
 heads as query heads, and has neither softcap nor windows that look ahead. Its results for queries without
 keys and keys without queries are undefined, so this module overwrites them.
-
 Legend: T slots, S sequences, H query heads, D head size, E value head size.
 """
 

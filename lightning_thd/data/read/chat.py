@@ -223,7 +223,6 @@ def _check_content(message: Message, images: bool) -> None:
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
-    """Return the indices of the assistant's messages that are learned."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -115,7 +115,6 @@ class Engine:
         return self.ledger
 
     def _whole_passes(self) -> int:
-        """Return how many passes of every source have been used completely."""
         whole = self.ledger.rounds.copy()
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])

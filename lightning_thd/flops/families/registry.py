@@ -49,9 +49,7 @@ def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
 def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:
     """Register a function with which ``FlopsModel.from_config`` reads another model family.
 
-    Args:
-        model_type: ``config.model_type``.
-        builder: a function from a config to its layers; use ``flops.terms`` and ``flops.families.parts``.
+    ``builder`` returns the layers of a config; use ``flops.terms`` and ``flops.families.parts``.
     """
     if not model_type or not callable(builder):
         raise ValueError(
@@ -64,7 +62,6 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 
 
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
-    """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
     dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
     # A norm or dropout after a layer's last matmul makes checkpointing run that matmul again.
@@ -84,7 +81,6 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
 
 
 def _mixers_only(sizes: Sizes) -> list[Layer]:
-    """Return Mamba's layers, each a mixer and nothing else."""
     return [
         Layer(path=f"layers.{index}", terms=_mark_end(mixer(sizes, index)))
         for index in range(sizes.num_layers)

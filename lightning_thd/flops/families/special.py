@@ -158,12 +158,10 @@ def _gemma_attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> 
 
 
 def _shares_kv(sizes: Sizes, index: int) -> bool:
-    """Return whether a layer uses the keys and values of an earlier one."""
     return index >= sizes.num_layers - sizes.optional("num_kv_shared_layers")
 
 
 def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
-    """Return a layer's key heads and head size, which differ for global layers."""
     kinds = sizes.get("layer_types")
     kind = kinds[index] if kinds else None
     table: Any = sizes.get("per_layer_config")

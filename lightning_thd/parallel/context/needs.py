@@ -4,7 +4,6 @@
 one call per source rank, and the results are merged. A ring uses it to hold few keys at a time. A striped
 layout always needs it: the queries, and the keys of one source, are ``cp`` slots apart. A kernel's causal
 mask moves by one key per query, so a call cannot mix sources.
-
 Legend: T slots of a pack, P sequences of a kernel call.
 """
 
@@ -301,7 +300,6 @@ def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> R
 
 
 def _block_call(block: Block, where: Ints) -> BlockCall:
-    """Return the call with its indices on the host, for ``layout.put``."""
     rows: tuple[Any, Any] = block.q_rows, where[block.kv_rows]
     offsets: tuple[Any, Any] = offsets_of(block.q_lengths), offsets_of(block.kv_lengths)
     longest = int(block.q_lengths.max()), int(block.kv_lengths.max())

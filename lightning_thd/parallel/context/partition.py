@@ -7,7 +7,6 @@
   sequence goes whole to the rank with the least attention work that has enough free slots. The few that fit
   on no rank are cut to fill the free slots. So ranks exchange few keys and have about the same work.
 - ``striped`` gives slot i of the row to rank i modulo cp.
-
 Legend: T slots in a pack, P pieces, which are the stretches of a rank.
 """
 
@@ -222,7 +221,6 @@ def firsts_of(padded_lengths: Sequence[int] | Ints) -> Ints:
 
 
 def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
-    """Return the lengths as an array; raise if the layout cannot cut them evenly."""
     if cp < 1 or not 0 <= rank < cp:
         raise ValueError(f"rank={rank} of cp={cp}; wanted cp of 1 or more, and rank from 0 to cp - 1.")
     if layout not in get_args(Layout):

@@ -135,7 +135,6 @@ def _needed(every: Stretches, rank: int) -> Mask:
 
 
 def _number(index_of: Ints, stretches: Ints) -> None:
-    """Give stretches the numbers after those that ``index_of`` holds already."""
     first = int(index_of.max(initial=-1)) + 1
     index_of[stretches] = np.arange(first, first + len(stretches))
 

@@ -142,7 +142,6 @@ class Channel:
         return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
-        """Return the global rank ``step`` places further in a direction."""
         along = step if direction == "down" else -step
         return dist.get_global_rank(self.down, (self.rank + along) % self.ranks)
 

@@ -122,7 +122,6 @@ def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
 
 
 def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
-    """Return the passes that must end before a pass can start."""
     if op.forward:
         return [(True, stage - 1, op.microbatch)] if stage else []
     own = (True, stage, op.microbatch)

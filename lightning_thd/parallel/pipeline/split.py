@@ -64,10 +64,7 @@ def split_layers(
     head: LayerCost | None = None,
     split: Literal["auto"] | Sequence[int] = "auto",
 ) -> Split:
-    """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work.
-
-    "auto" minimises the work of the slowest stage. If cuts tie, it prefers a largest stage of few parameters.
-    """
+    """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work."""
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
     flops, sizes = [x.flops for x in layers], [x.parameters for x in layers]

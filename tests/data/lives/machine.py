@@ -1,9 +1,4 @@
-"""Jobs on one data set that start, stop, die and change -> the line of steps that survives, held to account.
-
-The rules may come in any order. Along the line that survives, every sequence counts exactly once an epoch (or
-exactly as the mixture says), packs keep their capacity, ranks run equally many microbatches, all ranks save
-the same state, and what is run again from a state is run alike.
-"""
+"""Jobs on one data set that start, stop, die and change -> every sequence counts once an epoch."""
 
 from __future__ import annotations
 
