@@ -16,6 +16,8 @@ from lightning_thd.parallel.mesh import AxisSizes
 # torch 2.13 renamed the function and warns about the old name; torch 2.11 lacks the new name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+ALONE: Any = object()  # the group of a Trainer that runs on this rank only, in a job of several ranks
+
 
 def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> list[list[int]]:
     """Gather equally many integers from every rank of ``group``, in rank order; group None is the world."""
@@ -30,11 +32,14 @@ def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> l
 
 def group_size(group: Any) -> int:
     """Return the number of ranks in ``group``, None being the world; 1 if nothing is distributed."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    distributed = group is not ALONE and dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if distributed else 1
 
 
 def data_parallel_group(strategy: Any) -> Any:
     """Return the group over which a Trainer's ranks read different sequences; None is the world."""
+    if getattr(strategy, "world_size", 1) == 1:
+        return ALONE
     group = getattr(strategy, "data_parallel_group", None)
     if group is not None:
         return group
@@ -45,6 +50,8 @@ def data_parallel_group(strategy: Any) -> Any:
 
 def stage_group(strategy: Any) -> Any:
     """Return the group of a Trainer's ranks that hold the same layers; None is the world."""
+    if getattr(strategy, "world_size", 1) == 1:
+        return ALONE
     axes: Any = getattr(strategy, "_axes", None)
     meshes = getattr(axes, "meshes", None)
     return None if meshes is None or axes.sizes.pipeline == 1 else meshes.stage.get_group()
@@ -52,9 +59,8 @@ def stage_group(strategy: Any) -> Any:
 
 def communication_device(group: Any, device: torch.device) -> torch.device:
     """Return the device of tensors for a collective over ``group``: the CPU under gloo or without groups."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return torch.device("cpu")
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    alone = group is ALONE or not (dist.is_available() and dist.is_initialized())
+    return torch.device("cpu") if alone or dist.get_backend(group) == "gloo" else device
 
 
 def host_group(ranks: list[int], timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -93,13 +99,16 @@ def require_same(
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Return int63 hashes: of a batch's sequences and scales, and of what must be equal on all ranks."""
+    """Return int63 hashes: of all that a batch holds, and of what must be equal on all ranks."""
     microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
     for each in microbatches:
         everything.update(repr((each.sequence_ids, each.lengths)).encode())
-        for row in (each.input_ids, each.token_targets, each.token_offsets):
-            everything.update(row.cpu().numpy().tobytes())
+        optional = {**each.extras, **({} if each.weights is None else {"weights": each.weights})}
+        everything.update(repr([*optional]).encode())
+        rows = (each.input_ids, each.token_targets, each.token_offsets, each.position_ids, *optional.values())
+        for row in rows:
+            everything.update(row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     scales = [each.loss_scale for each in microbatches]
     everything.update(repr(scales).encode())
     # All ranks have one loss scale in a step; without steps, as in evaluation, each batch has its own.
@@ -107,9 +116,11 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
     return int63(everything.digest()), int63(hashlib.sha256(repr(shared).encode()).digest())
 
 
-def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
-    """Raise, on every rank, unless peers read the same pack and all steps have one size and loss scale."""
-    found = gather_ints(digests(batch), group=None, device=device)
+def check_agreement(batches: Sequence[THDBatch | THDStep], sizes: AxisSizes, device: torch.device) -> None:
+    """Raise, on every rank, unless peers read the same packs and all steps have one size and loss scale."""
+    parts = zip(*map(digests, batches), strict=True)
+    own = [int63(hashlib.sha256(repr(part).encode()).digest()) for part in parts]
+    found = gather_ints(own, group=None, device=device)
     for data in range(sizes.data):
         ranks = sizes.readers(data)
         if len({found[rank][0] for rank in ranks}) > 1:

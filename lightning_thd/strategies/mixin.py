@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -317,8 +317,8 @@ class THDStrategyMixin(Strategy):
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
-        several = isinstance(tensor, torch.Tensor) and dist.is_initialized()
-        if several and isinstance(reduce_op, str):
+        parallel = isinstance(self, ParallelStrategy) and dist.is_initialized()
+        if parallel and isinstance(tensor, torch.Tensor) and isinstance(reduce_op, str):
             return _all_reduced(tensor, dist.group.WORLD if group is None else group, reduce_op)
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
 

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_thd._checks import choice, whole_number
@@ -50,15 +51,15 @@ class PackCut:
         """Raise if ranks that share packs read different ones; checked when training or evaluation begins."""
         axes, module = self._axes, self._strategy.lightning_module
         stage = (id(module), None if module is None else module.trainer.state.stage)
-        shared = isinstance(batch, THDBatch | THDStep) and axes.sizes.peers > 1
-        if stage == self._checked_stage or not (shared or isinstance(batch, SharedStep)):
+        if stage == self._checked_stage:
             return
-        self._checked_stage = stage
+        found = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, THDBatch | THDStep)]
         if isinstance(batch, SharedStep):
             assert axes.degree_groups is not None
             check_shared_agreement(batch, axes.degree_groups, axes.collective_device)
-        else:
-            check_agreement(batch, axes.sizes, axes.collective_device)
+        elif found and axes.sizes.peers > 1:
+            check_agreement(found, axes.sizes, axes.collective_device)
+        self._checked_stage = stage if found else self._checked_stage
 
     def cut(self, moved: Any, given: Any) -> Any:
         """Keep this rank's slice of every pack in a moved batch; ``given`` is the dataloader's batch."""

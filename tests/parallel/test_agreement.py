@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd import THDBatch
+from lightning_thd import THDBatch, THDDDPStrategy
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.across_ranks import check_agreement
-from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, make_degree_groups
+from lightning_thd.parallel.context.shared_step import SharedStep, make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes
+from lightning_thd.strategies.axes import Axes
+from lightning_thd.strategies.pack_cut import PackCut
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout
 from tests.tiny import sequences
@@ -22,7 +23,8 @@ def batch(seed: int = 0, **fields: Any) -> THDBatch:
 
 
 STEP = ("microbatches", "scales")
-CASES = ("same", "peers", "data ranks", *STEP, "plans", "shared packs")
+PEERS = ("peers", "in a dict", "images")
+CASES = ("same", *PEERS, "data ranks", *STEP, "plans", "shared packs")
 
 
 def compare(case: str) -> str:
@@ -31,17 +33,20 @@ def compare(case: str) -> str:
     given: Any = {
         "same": batch(),
         "peers": batch(seed=rank),
+        "in a dict": {"text": [batch(seed=other), batch(seed=rank)]},
+        "images": batch(seed=other).replace(extras={"pixel_values": torch.full((2, 3), rank).bfloat16()}),
         "data ranks": batch(seed=other),
         "microbatches": THDStep([batch(seed=other)] * (1 + other)),
         "scales": THDStep([batch(seed=other, loss_scale=1.0 + other)]),
         "plans": SharedStep([batch(seed=other)], [2], rank),
         "shared packs": SharedStep([batch(seed=rank)], [2], 0),
     }[case]
+    axes = Axes(
+        sizes=AxisSizes(data=2, context=2), collective_device=device, meshes=None, degree_groups=groups
+    )
+    strategy = THDDDPStrategy(context_parallel_size=2)
     try:
-        if isinstance(given, SharedStep):
-            check_shared_agreement(given, groups, device)
-        else:
-            check_agreement(given, AxisSizes(data=2, context=2), device)
+        PackCut(strategy, axes).compare(given)
     except ValueError as err:
         return str(err)
     return ""
@@ -54,7 +59,7 @@ def compare_all() -> dict[str, str]:
 def test_messages_on_every_rank() -> None:
     for found in run_ranks(compare_all, 4):
         assert found["same"] == found["data ranks"] == ""
-        assert "share one pack (2 context-parallel x 1 tensor-parallel" in found["peers"]
+        assert all("share one pack (2 context-parallel x 1 tensor-parallel" in found[case] for case in PEERS)
         for case in STEP:
             assert "steps with different numbers of microbatches or loss scales" in found[case]
         assert "different plans of a step, which hangs or changes the loss. Plan" in found["plans"]

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel import THDShard, shard_batch, shard_step
+from lightning_thd.batch import THDBatch
+from lightning_thd.parallel import shard_batch
 from lightning_thd.parallel.context.layout import ShardLayout, layout_of
 from lightning_thd.parallel.context.partition import rank_indices
 from lightning_thd.parallel.context.shared_step import SharedStep, cut_step
@@ -72,14 +72,6 @@ def test_a_shard_of_one_slot_takes_the_logits_a_model_gives_of_it(monkeypatch: p
         shards[0].unpack([1.0])  # type: ignore[arg-type]
 
 
-def test_targets_of_all_ranks_are_those_of_the_pack() -> None:
-    batch = pack(cp=4)
-    shards = [shard_batch(batch, group=None, cp=4, rank=rank) for rank in range(4)]
-    found = sorted(int(t) for shard in shards for t in shard.targets[shard.targets != -100])
-    assert found == sorted(batch.targets[batch.targets != -100].tolist())
-    assert len(found) == batch.loss_tokens
-
-
 def test_m_rope_positions_and_extras_of_one_value_a_slot() -> None:
     batch = pack()
     slots = len(batch.input_ids)
@@ -105,13 +97,6 @@ def test_layout_lives_as_long_as_its_offsets_and_no_longer() -> None:
         assert layout() is None
     finally:
         gc.enable()
-
-
-def test_a_step_is_cut_batch_by_batch() -> None:
-    step = shard_step(THDStep([pack(), pack()]), group=None, cp=2, rank=0)
-    assert len(step) == 2
-    assert all(isinstance(batch, THDShard) for batch in step.microbatches)
-    assert isinstance(step.to("cpu").microbatches[0], THDShard)
 
 
 def test_messages() -> None:

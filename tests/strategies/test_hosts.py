@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, THDStrategyMixin
+from lightning_thd.callbacks import THDThroughputMonitor
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
-from tests.tiny import largest_error, sequences
+from tests.tiny import largest_error, quiet_trainer, sequences
 
 STEP = Sequences(12)
 # What FSDP calls: since torch 2.13 under a new name.
@@ -155,6 +156,22 @@ def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step() -> None:
         assert once == 2 * 3
         assert often > microbatches * 3
         assert largest_error(kept, wanted) == 0.0
+
+
+def alone() -> list[Any]:
+    module, pack = Job(), THDBatch.collate(sequences(3, labels=True))
+    make_trainer(Layout(strategy="thd_ddp", dp=2), max_steps=1).fit(module, data(STEP))
+    if dist.get_rank():
+        return []
+    loader = DataLoader([pack], batch_size=None)  # type: ignore[arg-type, list-item]
+    how = {"devices": 1, "callbacks": [THDThroughputMonitor()]}
+    return [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
+
+
+def test_one_rank_evaluates_after_a_job_of_two() -> None:
+    plain, ours = run_ranks(alone, 2, timeout_s=60.0)[0]
+    assert plain == ours
+    assert plain[0]["val/loss"] > 0.0
 
 
 class Parts(IterableDataset[dict[str, Any]]):
