@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,6 +49,7 @@ class Checkpoints:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._background: BackgroundSaves | None = None
+        self._savers: list[ModelCheckpoint] = []
 
     def refuse_unsupported(self) -> None:
         """Refuse background saves of whole weights, and sharded weights saved as one file."""
@@ -69,6 +71,14 @@ class Checkpoints:
         wanted = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
         if wanted and self._background is None:
             self._background = BackgroundSaves(is_first=strategy.is_global_zero)
+            self._savers = [x for x in strategy._trainer.callbacks if isinstance(x, ModelCheckpoint)]
+            for saver in self._savers:
+                saver.file_exists = partial(self._exists, saver)  # type: ignore[method-assign]
+
+    def _exists(self, saver: ModelCheckpoint, *args: Any) -> bool:
+        """Let a ``ModelCheckpoint`` choose a free name only when the checkpoint before has its own."""
+        self.wait()
+        return type(saver).file_exists(saver, *args)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete; a collective."""
@@ -78,6 +88,8 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until this rank's part of the last checkpoint is written; no collective."""
         background, self._background = self._background, None
+        while self._savers:
+            vars(self._savers.pop()).pop("file_exists", None)
         if background is not None:
             background.close()
 
@@ -130,7 +142,9 @@ class Checkpoints:
         is_folder = _is_sharded_checkpoint(path)
         if not cuts_weights(strategy):
             if is_folder and not isinstance(strategy, FSDPStrategy):
-                return read_folder(path, weights_only=weights_only)
+                found = read_folder(path, weights_only=weights_only)
+                found["state_dict"] = as_named_in(strategy.lightning_module, found["state_dict"])
+                return found
             return base(given, weights_only=weights_only)
         if is_folder:
             names = {} if pipeline is None else pipeline.head_name
@@ -154,7 +168,8 @@ class Checkpoints:
         model, optimizers = self._strategy.model, self._strategy.optimizers
         weights = {"state_dict": get_model_state_dict(model)}
         load(weights, checkpoint_id=path)
-        model.load_state_dict(weights["state_dict"], strict=self._strategy.lightning_module.strict_loading)
+        named = as_named_in(model, weights["state_dict"])
+        model.load_state_dict(named, strict=self._strategy.lightning_module.strict_loading)
         keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
         if not any(key.startswith("optimizer_") for key in keys):
             return _rest_of(path, weights_only)  # no optimizer states: Lightning refuses to resume
@@ -168,7 +183,8 @@ class Checkpoints:
     ) -> None:
         """Load states into unsharded optimizers, by number; ``load`` has loaded those of sharded ones."""
         strategy = self._strategy
-        if not cuts_weights(strategy) and "optimizer_states" in checkpoint:
+        shards = cuts_weights(strategy) or isinstance(strategy, FSDPStrategy)
+        if not shards and "optimizer_states" in checkpoint:
             pairs = zip(checkpoint["optimizer_states"], strategy.optimizers, strict=False)
             numbered = [by_index(state, optimizer, strategy.lightning_module) for state, optimizer in pairs]
             checkpoint = {**checkpoint, "optimizer_states": numbered}
@@ -271,7 +287,7 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
         return state
     state = by_name(state, optimizer, module)
     refuse_others(state["state"], state["param_groups"], optimizer, module)
-    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     settings = {name: group for group in state["param_groups"] for name in group["params"]}
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
@@ -300,7 +316,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
             )
         names = names_in(optimizer, module)
     else:  # Lightning's numbers follow the order of the module
-        names = [_plain(name) for name, _ in module.named_parameters()]
+        names = [plain_name(name) for name, _ in module.named_parameters()]
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
     kept = {names[number]: value for number, value in state["state"].items()}
     return {**state, "state": kept, "param_groups": groups}
@@ -314,11 +330,18 @@ def _is_numbered(state: Mapping[str, Any]) -> bool:
 
 def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Return the names of an optimizer's parameters in checkpoints, group after group."""
-    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _plain(name: str) -> str:
+def as_named_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the weights of a checkpoint to a module's own names, which ``torch.compile`` changes."""
+    names = {plain_name(name): name for name in module.state_dict()}
+    return {names.get(name, name): value for name, value in state.items()}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that ``torch.compile`` and activation checkpoints add."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
@@ -329,7 +352,7 @@ def refuse_others(
 ) -> None:
     """Refuse ``saved`` states that the optimizer would lose, and parameters that no saved group has."""
     held = set(names_in(optimizer, module))
-    lost = sorted(set(saved) & {_plain(name) for name, _ in module.named_parameters()} - held)
+    lost = sorted(set(saved) & {plain_name(name) for name, _ in module.named_parameters()} - held)
     if lost:
         raise ValueError(
             f"The checkpoint has states of {len(lost)} parameters that the optimizer does not hold, "

@@ -27,6 +27,7 @@ from lightning_thd.parallel.mesh import TENSOR, Meshes
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from lightning_thd.strategies.axes import Axes
+from lightning_thd.strategies.checkpoints import plain_name
 from lightning_thd.strategies.guards import refuse_lbfgs, refuse_partial_sharding
 from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 
@@ -175,5 +176,5 @@ def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            state[name] = whole.detach().cpu()
+            state[plain_name(name)] = whole.detach().cpu()
     return state

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import distribute_tensor
@@ -69,8 +70,10 @@ def fit(layout: Layout, saves: str = "", goes_on: str | None = None, **options: 
     how: Any = {"every_n_train_steps": SAVED, "save_top_k": -1, "save_last": last}
     savers = [ModelCheckpoint(saves, filename="{step}", **how)] if saves else []
     defaults = {"callbacks": savers, "enable_checkpointing": bool(saves), "max_steps": STEPS}
+    module, compiles = Grouped(), options.pop("compiles", False)
+    module.model = torch.compile(module.model, backend="eager") if compiles else module.model
     trainer = make_trainer(layout, **{**defaults, **options})
-    trainer.fit(Grouped(), data(Sequences(12)), ckpt_path=goes_on)
+    trainer.fit(module, data(Sequences(12)), ckpt_path=goes_on)
     return trainer
 
 
@@ -116,15 +119,19 @@ def test_every_layout_into_every_other(tmp_path: Path) -> None:
     check_ways([(a, b) for a in PLACES for b in PLACES], tmp_path)
 
 
-def exported(folder: str) -> dict[str, Any]:
-    trainer: Any = fit(PLACES["dp2 cp2"], folder, max_steps=SAVED)
+def compiled(folder: str) -> list[dict[str, Any]]:
+    trainer: Any = fit(PLACES["dp2"], folder, max_steps=SAVED, compiles=True)
     trainer.strategy.save_pretrained(f"{folder}/exported")
-    return full_parameters(trainer.lightning_module.model)
+    ways = [("dp2", False), ("dp2", True), ("ddp", True)]
+    goes_on = f"{folder}/step={SAVED}.ckpt"
+    trainers: list[Any] = [trainer, *(fit(PLACES[a], goes_on=goes_on, compiles=b) for a, b in ways)]
+    models = (x.lightning_module.model for x in trainers)
+    return [full_parameters(getattr(model, "_orig_mod", model)) for model in models]
 
 
-@pytest.mark.slow
-def test_weights_leave_as_a_plain_file_and_as_a_hugging_face_folder(tmp_path: Path) -> None:
-    whole = run_ranks(exported, 4, str(tmp_path))[0]
+def test_compiled_models_resume_and_leave_as_a_plain_file_and_a_hugging_face_folder(tmp_path: Path) -> None:
+    whole, wanted, *resumed = run_ranks(compiled, 2, str(tmp_path))[0]
+    assert max(largest_error(found, wanted) for found in resumed) < 1e-10
     dcp_to_torch_save(tmp_path / f"step={SAVED}.ckpt", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")["state_dict"]
     assert largest_error({name.removeprefix("model."): v for name, v in plain.items()}, whole) == 0.0
@@ -184,6 +191,11 @@ def test_states_of_other_parameters_are_refused() -> None:
         shard = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (2,)), src_data_rank=None)
         with pytest.raises(ValueError, match=r"holds a DTensor, of which only the first"):
             Checkpoints(THDModelParallelStrategy()).save(print, {"callbacks": [shard]}, "", None)
+    fsdp, seen = FSDPStrategy(), list[Any]()  # whose numbers are not those of its flat parameters
+    fsdp._optimizers, fsdp._lightning_module = [part], module  # type: ignore[assignment]
+    given = {"optimizer_states": [{"state": {}, "param_groups": [{"params": [9, 0]}, {"params": [1]}]}]}
+    Checkpoints(fsdp).load_optimizers(seen.append, given)
+    assert seen == [given]
     with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):
         by_index(by_name(part.state_dict(), part, module), whole, module)
 
@@ -223,6 +235,24 @@ def test_a_checkpoint_holds_what_it_was_begun_with(kind: str, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == (names if kind == "slow" else names[1:])
     for found in run_ranks(go_on, 2, str(tmp_path)):
         assert largest_error(found, first) < 1e-12
+
+
+def best(folder: str) -> list[dict[str, Any]]:
+    break_a_write("slow")
+    savers = []
+    for layout in (Layout(dp=2), BEHIND):
+        how: Any = {"monitor": "train/loss", "save_top_k": 2, "every_n_train_steps": 1}
+        savers.append(ModelCheckpoint(f"{folder}/{len(savers)}", "best", **how))
+        fit(layout, callbacks=savers[-1:], enable_checkpointing=True)
+    return [saver.best_k_models for saver in savers]
+
+
+def test_a_checkpoint_being_written_keeps_its_name(tmp_path: Path) -> None:
+    wanted, found = (
+        {torch.load(f"{path}/meta.pt", weights_only=False)["global_step"]: v for path, v in kept.items()}
+        for kept in run_ranks(best, 2, str(tmp_path))[0]
+    )
+    assert found == wanted
 
 
 def go_on(folder: str) -> dict[str, Any]:
