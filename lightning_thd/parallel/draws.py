@@ -20,23 +20,24 @@ class SharedDraws:
     """Gives every microbatch a random stream, the same on all ranks that see the same tokens."""
 
     def __init__(self, seed: int, place: int) -> None:
-        self._seed, self._count = seed, 0
+        self._seed, self._step, self._count = seed, -1, 0
         self._place = place  # this rank's index among the ranks that see different tokens
 
     @contextmanager
-    def microbatch(self) -> Generator[None]:
-        """Draw from the next microbatch's stream inside this context, and restore the global stream after."""
+    def microbatch(self, step: int) -> Generator[None]:
+        """Draw from the stream of a step's next microbatch here, and restore the global stream after."""
         saved = states()
-        self.begin()
+        self.begin(step)
         try:
             yield
         finally:
             restore(saved)
 
-    def begin(self) -> None:
-        """Seed the global stream for the next microbatch, or the next step of a pipeline."""
-        self._count += 1
-        named = f"{self._seed} {self._place} {self._count}".encode()
+    def begin(self, step: int) -> None:
+        """Seed the global stream for the next microbatch of a step, or for a step of a pipeline."""
+        self._count = self._count + 1 if step == self._step else 0
+        self._step = step
+        named = f"{self._seed} {self._place} {step} {self._count}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big") >> 1)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_thd._find import has_parameters, models_in
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path
+from lightning_thd.parallel.mesh import TENSOR
 
 _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPaths``
 
@@ -140,11 +141,11 @@ class TowerPaths:
         return keep_path(out, *weights)
 
 
-def tower_paths(module: nn.Module, *, make: bool) -> Iterator[TowerPaths]:
-    """Yield the ``TowerPaths`` of models that train towers; ``make`` creates those that are missing."""
+def tower_paths(module: nn.Module) -> Iterator[TowerPaths]:
+    """Yield the ``TowerPaths`` of models that train towers; those that are missing are created."""
     for model in models_of(module):
         paths = model.__dict__.get(_PATHS)
-        if paths is None and make and trains_towers(model):
+        if paths is None and trains_towers(model) and _is_gathered_with_model(model):
             paths = model.__dict__[_PATHS] = TowerPaths(model)
         if paths is not None:
             yield paths
@@ -153,6 +154,14 @@ def tower_paths(module: nn.Module, *, make: bool) -> Iterator[TowerPaths]:
 def trains_towers(model: nn.Module) -> bool:
     """Return whether a model has a tower with parameters to train."""
     return any(p.requires_grad for tower in towers_of(model) for p in tower.parameters())
+
+
+def _is_gathered_with_model(model: nn.Module) -> bool:
+    """Return whether FSDP2 gathers, or will gather, the weights of towers whole and with the model."""
+    parts = [part for tower in towers_of(model) for part in tower.modules()]
+    meshes = [p.device_mesh for part in parts for p in part.parameters(False) if isinstance(p, DTensor)]
+    cut = any(TENSOR in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    return not cut and not any(isinstance(part, FSDPModule) for part in parts)
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:

@@ -191,7 +191,7 @@ class PipelineLoop(StepLoop):
             )
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
         if strategy._shards.draws is not None:
-            strategy._shards.draws.begin()
+            strategy._shards.draws.begin(strategy._trainer.global_step)
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, args)
         output = self._running.forward(self._running.program[0])
         warn_of_extras(output, len(step))

@@ -57,7 +57,7 @@ class WeightShards:
         if fsdp.is_sharded(strategy.model):
             fsdp.reshard(strategy.model)
             refuse_partial_sharding(strategy.model, self._axes.sizes)
-            self._towers = tuple(fsdp.tower_paths(self._put(strategy.model), make=False))
+            self._towers = tuple(fsdp.tower_paths(self._put(strategy.model)))
         else:
             self._shard(strategy.model)
         strategy._checkpoints.open()
@@ -106,7 +106,7 @@ class WeightShards:
                 apply_tensor_parallel(model, plan, self._meshes.tensor)
                 if strategy.sequence_parallel:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
-        self._towers = tuple(fsdp.tower_paths(module, make=True))
+        self._towers = tuple(fsdp.tower_paths(module))
         frees = strategy.reshard_after_forward
         frees = pipeline is None if frees == "auto" else bool(frees)
         fsdp.shard_parameters(module, self._meshes.shards, policy=policy, reshard_after_forward=frees)
@@ -136,7 +136,7 @@ class WeightShards:
         if self.draws is None or self._strategy._pipeline is not None:  # a pipeline seeds once per step
             yield
             return
-        with self.draws.microbatch():
+        with self.draws.microbatch(self._strategy._trainer.global_step):
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:

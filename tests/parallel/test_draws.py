@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_thd import Sequences
@@ -27,16 +29,21 @@ class Drops(Job):
         return output * self.masks[-1]
 
 
-def train_dropping(layout: Layout) -> tuple[dict[str, Tensor], list[Tensor]]:
+def train_dropping(layout: Layout, folder: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     torch.manual_seed(dist.get_rank())  # as seed + rank would
-    module = Drops()
-    make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
+    module, resumed = Drops(), Drops()
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(layout, max_steps=2, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(module, data(Sequences(12)))
+    make_trainer(layout, max_steps=2).fit(resumed, data(Sequences(12)), ckpt_path=f"{folder}/step=1.ckpt")
+    assert all(map(torch.equal, resumed.masks, module.masks[-len(resumed.masks) :]))
+    assert len(resumed.masks) < len(module.masks)
     return full_parameters(module.model), module.masks
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow)])
-def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout) -> None:
-    ranks = run_ranks(train_dropping, layout.world, layout)
+def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout, tmp_path: Path) -> None:
+    ranks = run_ranks(train_dropping, layout.world, layout, str(tmp_path))
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert all(map(torch.equal, first[1], second[1]))
     masks = [mask for _, found in ranks[::2] for mask in found]
