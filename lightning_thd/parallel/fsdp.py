@@ -159,9 +159,9 @@ def trains_towers(model: nn.Module) -> bool:
 def _is_gathered_with_model(model: nn.Module) -> bool:
     """Return whether FSDP2 gathers, or will gather, the weights of towers whole and with the model."""
     parts = [part for tower in towers_of(model) for part in tower.modules()]
-    meshes = [p.device_mesh for part in parts for p in part.parameters(False) if isinstance(p, DTensor)]
-    cut = any(TENSOR in (mesh.mesh_dim_names or ()) for mesh in meshes)
-    return not cut and not any(isinstance(part, FSDPModule) for part in parts)
+    cut = [p.device_mesh for part in parts for p in part.parameters(False) if isinstance(p, DTensor)]
+    apart = any(isinstance(part, FSDPModule) for part in parts)
+    return not apart and not any(TENSOR in (mesh.mesh_dim_names or ()) for mesh in cut)
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:

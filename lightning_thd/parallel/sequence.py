@@ -144,7 +144,6 @@ def _gather_and_keep(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def _slots_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many slots this rank has, from the hidden states that a block is called with."""
     named = (kwargs.get(name) for name in ("hidden_states", "x", "input"))
     for value in (*args, *named):
         if _is_hidden(value):
@@ -160,7 +159,6 @@ def _is_hidden(value: Any) -> bool:
 
 
 def _own_slots(out: Any, slots: int, group: dist.ProcessGroup) -> Any:
-    """Keep this rank's slots of every tensor of a block's output that has all slots."""
     if isinstance(out, Tensor) and out.ndim == 3 and out.shape[1] == slots:
         return keep_own(out, group, dim=1)
     if isinstance(out, tuple):

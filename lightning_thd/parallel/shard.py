@@ -160,7 +160,6 @@ def shard_step(step: THDStep, **options: Any) -> THDStep:
 
 
 def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
-    """Cut extras that have a value per slot, ``[1, T, ...]``, and refuse all other extras."""
     slots = batch.input_ids.shape[-1]
     extras = {}
     for name, value in batch.extras.items():

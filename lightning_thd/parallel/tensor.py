@@ -79,7 +79,6 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
-    """Return a pattern for the module names that a plan's entry means; ``*`` is any number."""
     return re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
 
 
@@ -186,7 +185,6 @@ def _rowwise(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise_split_input(module: Any, shards: _Shards) -> None:
-    """Cut a layer by input features; each rank has the whole input and takes its part."""
     _rowwise(module, shards)
     forward, group = module.forward, shards.group
 

@@ -79,7 +79,6 @@ def fixed_context(strategy: Any) -> int:
 
 
 def _refuse_axes(strategy: Any) -> None:
-    """Refuse sizes given as Lightning's arguments, and sharding by a strategy that keeps weights whole."""
     if cuts_weights(strategy):
         given = {name: getattr(strategy, f"_{name}_parallel_size") for name in ("data", "tensor")}
         if set(given.values()) != {"auto"}:

@@ -123,7 +123,6 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
 
 def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
-    """Combine the norms of a pipeline's stages; a collective of the pipeline's ranks."""
     found: list[float] = [0.0] * stage.channel.ranks
     dist.all_gather_object(found, float(own), group=stage.channel.down)
     total: Tensor = torch.linalg.vector_norm(torch.tensor(found, dtype=torch.float64), p)

@@ -149,7 +149,6 @@ def earlier_stage(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage 
 
 
 def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
-    """Refuse trained weights outside the model that is cut, because no stage is known for them."""
     cut = {id(parameter) for parameter in inner.parameters()}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
     if left:
@@ -362,7 +361,6 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
 
 
 def _differing(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
-    """Return the error for a ``training_step`` that computes the loss differently on the last stage."""
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(own)} on another ({_definition(module)}): it branches on the loss, and only the last "

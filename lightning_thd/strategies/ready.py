@@ -213,7 +213,6 @@ def register_strategies() -> None:
 def _configure(
     strategy: Any, size: int | str, largest: int | None, ways: tuple[Layout, Communication], broadcast: bool
 ) -> None:
-    """Check the options for sharing packs among ranks, and set them as the strategy's attributes."""
     check_degrees(size, largest)
     flags(broadcast_data=broadcast)
     check_ways(*ways)

@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
@@ -47,16 +46,6 @@ def test_fields(layout: str) -> None:
         )
         assert shard.loss_scale == 2 * batch.loss_scale
         assert [len(rows) for rows in shard] == [len(rows) for rows in batch]
-
-
-@pytest.mark.parametrize("loss_scale", [2 / 25, 8.0, 0.25, 0.0])
-def test_lightning_weighs_logs_of_a_shard_by_the_weight_of_its_pack(loss_scale: float) -> None:
-    batch = pack().replace(loss_scale=loss_scale)
-    weight = extract_batch_size(batch)
-    assert weight == (1 / loss_scale if loss_scale else 0)
-    assert [extract_batch_size(shard_batch(batch, group=None, cp=2, rank=rank)) for rank in range(2)] == [
-        weight
-    ] * 2
 
 
 def test_a_shard_of_one_slot_takes_the_logits_a_model_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,6 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
 
 
 def _in_use_over(slots: int, device: torch.device) -> ShardLayout | None:
-    """Return a layout of a running job whose shards have this number of slots on the device, or None."""
     for layout in list(_BY_OFFSETS.values()):
         if layout.local_slots == slots and layout.device == device and not layout.job_ended:
             return layout

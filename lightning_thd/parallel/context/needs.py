@@ -175,7 +175,6 @@ def _visible(
 def _striped_block(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, *, causal: bool, left: int
 ) -> Block | None:
-    """Return the kernel call of a striped shard's queries on a source's keys; None if none is seen."""
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
     own_left, own_right = -1, -1

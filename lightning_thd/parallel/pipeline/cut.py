@@ -139,7 +139,6 @@ def _around(
 
 
 def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
-    """Refuse layers that share parameters or states, and balancing losses whose formula is unknown."""
     seen: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -217,7 +216,6 @@ def _on_meta(inner: nn.Module) -> nn.Module:
 
 
 def _run_only_if(held: Callable[[], bool], module: Any, instead: nn.Module) -> None:
-    """Make a module call ``instead`` while ``held()`` is false, that is, while another stage runs."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if held() else instead(*args, **kwargs)
 

@@ -96,7 +96,6 @@ def split_layers(
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    """Minimise the work of the slowest stage; if cuts tie, prefer a largest stage of few parameters."""
     n = len(flops)
     work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
     # best[b]: (FLOPs of the slowest stage, parameters of the largest, bounds) if they hold the first b layers
