@@ -282,7 +282,7 @@ class PackWeights(NamedTuple):
     total: float  # the sum of ``slots``; the number of targets if no sample has weights
     # ``[S]``, each sequence's weight / the summed weight of its loss tokens in all packs; 0 if that is 0
     shares: list[float]
-    sequences: float  # summed weights of sequences with loss tokens; a piece adds its part of the weight
+    sequences: float  # summed weights of sequences with loss tokens; a cut one counts by its tokens here
 
 
 def pack_weights(

@@ -247,7 +247,7 @@ def kept_slots(mask: Tensor) -> Tensor:
 def _mask_lengths(mask: Tensor) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; equal numbers in a row's mask are one sequence."""
     rows, length = mask.shape
-    numbers = torch.where(kept_slots(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
+    numbers = torch.where(kept_slots(mask), mask.long().abs().clamp(1, length), 0)  # bools have no abs()
     slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
     slots = slots.scatter_add(1, numbers, torch.ones_like(numbers))[:, 1:]
     return _histogram(slots, length)

@@ -54,7 +54,7 @@ def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of leaves; None for leaves that no output depends on."""
-    # Autocast is off, as in ``loss.backward()`` outside of it: it would cast the backward of fp32 operators.
+    # Autocast would cast the backward of fp32 operators. It is off, as around a usual loss.backward().
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)

@@ -122,7 +122,8 @@ def is_mixture(source: object) -> bool:
     """Return whether a source is a dict of named sources, not of columns or splits of one dataset."""
     if not isinstance(source, Mapping) or not source or hasattr(source, "column_names"):
         return False
-    pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in source.values())
+    pairs = all(isinstance(x, tuple | list) and len(x) == 2 for x in source.values())
+    pairs = pairs and all(isinstance(weight, int | float | np.number) for _, weight in source.values())
     return pairs or not any(name in source for name in ("input_ids", "labels"))
 
 

@@ -67,7 +67,7 @@ class Weight:
     path: str
     macs: int  # multiply-adds per token; 0 for routers, and if the weight is not in a matmul
     trained: bool
-    stage: float  # 0, 1: into and out of the mixer; 2, 3: of the MLP; norms: -1, 0.5, 1.5 or 4
+    stage: float  # order: 0, 1: into, out of the mixer; 2, 3: into, out of the MLP; norms: -1, 0.5, 1.5, 4
     adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
     follows: bool = False  # outside the layers, and listed after the first layer
@@ -283,10 +283,10 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
         if term.kind == "router":
             inputs = inputs if upstream or first < 2 else 0
             learned = learned if any(weight.router and weight.trained for weight in weights) else 0
-        elif _has_weight(term) and exact:  # one term below counts all weights
+        elif _has_weight(term) and exact:  # the term "backward" below counts them
             inputs = learned = 0
         elif _has_weight(term):  # the sizes disagree: use the trained share of the module's sizes
-            share = [(max(weight.macs, 1), weight.trained) for weight in weights]
+            share = [(max(weight.macs, 1), weight.trained) for weight in own or weights]
             inputs = inputs if runs else 0
             learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)
         elif term.kind != "embedding":
@@ -313,7 +313,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         return
     like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B needs an input gradient, because A is taken to be trained. A's input is that of the adapted layer.
+        # B needs an input gradient: A counts as trained. A needs one if something before it is trained.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         name = ("mlp_" if weight.stage > 1 else "") + f"lora_{weight.adapter}"

@@ -71,6 +71,7 @@ def prepare_thd(
 
     Raises:
         ValueError: for engines, parallelism and schedulers unfit for packs, or ``data`` of another type.
+        TypeError: for a scheduler without ``step()``.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)

@@ -138,7 +138,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class that has its own form of a method above; methods of ``known`` classes are allowed."""
+    """Refuse a class, unless it is ``known``, with its own form of a method above, or TRL's training_step."""
     for name in (*REPLACED, "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
@@ -153,6 +153,6 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
         else:
             remedy = "Define it in a subclass of packed_trainer(...) instead."
         raise ValueError(
-            f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own, which "
-            f"packed_trainer replaces or gives packs, so this trainer would learn otherwise. {remedy}"
+            f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own. "
+            f"packed_trainer replaces it or calls it with packs, so it would learn something else. {remedy}"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import instance, shaped
-from lightning_thd._static import shapes_are_static
+from lightning_thd._static import STATIC, shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 
 
@@ -50,7 +50,8 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
     """Return the watcher of a training batch, and the list of ``recorded_losses``; each may be None."""
     recorded = RECORDED.get()
     watcher = WATCHER[0]() if WATCHER else None
-    if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
+    quiet = shapes_are_static() or getattr(STATIC, "trial", False) or not torch.is_grad_enabled()
+    if watcher is None or quiet or not watcher.wants(batch):
         return None, recorded
     return watcher, recorded
 

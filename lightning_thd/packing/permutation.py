@@ -58,7 +58,7 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
-    """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced entries.
+    """Return what a spread-out order has at positions ``[K]``; a group is ``size`` neighbours.
 
     Of any ``c`` neighbouring entries, each whole group has about ``c * size / total``. A smaller last group
     has its proportional share. The key decides the order of the whole groups.

@@ -1,8 +1,8 @@
 """Token ids of sequences -> groups with a common prefix, each planned like one sequence.
 
-A pack holds the tokens of a shared prefix once. A group is a part of the prefix tree over all sequences. It
-fits a pack, unless it is one sequence above the capacity (``own_pack``). Inside a group, each sequence
-after the first shares its longest prefix with the sequence just before it.
+A pack holds the tokens of a shared prefix once. A group is one or more branches of the prefix tree over all
+sequences. It fits a pack, unless it is one sequence above the capacity (``own_pack``). Inside a group, each
+sequence after the first shares its longest prefix with the sequence just before it.
 """
 
 from __future__ import annotations

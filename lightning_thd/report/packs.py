@@ -69,7 +69,7 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         )
     figure = new_figure(8, 3.0, theme)
     axes = figure.add_subplot()
-    ranks, mean = np.arange(len(after)), sum(after) / len(after)
+    ranks, mean = np.arange(len(after)), sum(after) / len(after) or 1.0
     for offset, values, colour, name in (
         (-0.2, before, CYCLE[1], "as it comes"),
         (0.2, after, CYCLE[0], "planned"),

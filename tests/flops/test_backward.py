@@ -76,7 +76,7 @@ CHANGES: dict[str, Change] = {
     ),
 }
 _SLOW = ("mixtral", "gpt2", "olmo2", "qwen3", "gemma", "phi3", "qwen2_moe", "glm4_moe")
-_CHECKPOINTED = ("glm4", "seed_oss", "gpt_neox", "falcon")
+_CHECKPOINTED = ("ernie4_5_moe", "glm4", "seed_oss", "gpt_neox", "falcon")
 FAMILIES = ("llama", "deepseek_v3", *(pytest.param(family, marks=pytest.mark.slow) for family in _SLOW))
 
 
@@ -225,7 +225,7 @@ def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_k
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, "opt", "ernie4_5_moe", *(pytest.param(x, marks=pytest.mark.slow) for x in _CHECKPOINTED)],
+    [*FAMILIES, "opt", "hyperclovax", *(pytest.param(x, marks=pytest.mark.slow) for x in _CHECKPOINTED)],
 )
 def test_activation_checkpointing(family: str, reentrant: bool) -> None:
     model = meta_model(small_config(family)).train()

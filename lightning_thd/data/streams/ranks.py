@@ -84,10 +84,8 @@ class Peers:
         dist.all_gather_object(gathered, (data_rank, value))
         found = [number for number, _ in gathered]
         groups = [[rank for rank, number in enumerate(found) if number == i] for i in range(data_ranks)]
-        if not all(groups):
-            raise ValueError(
-                f"The ranks of the job have the data ranks {found}; wanted 0 to {data_ranks - 1}."
-            )
+        if set(found) != set(range(data_ranks)):
+            raise ValueError(f"The ranks have the data ranks {found}; wanted 0 to {data_ranks - 1}.")
         readers = [group[0] for group in groups]
         peers = cls(readers, groups[data_rank], dist.get_rank(), timeout_s=timeout_s)
         return peers, [gathered[reader][1] for reader in readers]

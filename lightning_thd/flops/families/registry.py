@@ -66,6 +66,8 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
     # A norm or dropout after a layer's last matmul makes checkpointing run that matmul again.
     followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
+    followed |= bool(sizes.get("use_post_norm", default=False))
+    hybrid = sizes.get("layer_types", default=()) if sizes.model_type == "olmo_hybrid" else ()
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):
         feed_forward = (
@@ -74,7 +76,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
             else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
         )
         terms = (*mixer(sizes, index), *feed_forward)
-        if followed:
+        if followed or hybrid[index : index + 1] == ["full_attention"]:
             terms = tuple(replace(term, last=False) for term in terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [*layers, *_between_widths(sizes, "project_out")]
