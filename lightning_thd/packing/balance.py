@@ -112,6 +112,7 @@ def balanced_bins(
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
     if patches is None:
         slots, patches = replace(slots, patches=UNBOUNDED), np.zeros_like(lengths)
+    # A sequence that is too large takes a whole bin, so that no other sequence joins it.
     over = (lengths > slots.usable) | (patches > slots.patches)
     step = Problem(np.where(over, slots.usable, lengths), np.where(over, 0, patches), work, slots, dp)
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
@@ -205,6 +206,7 @@ class Problem:
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
     """Return how much less work each bin should get than the heaviest bin, float64 ``[bins]``."""
+    # The largest sequences set the work of the first microsteps. The rest of the work is shared equally.
     below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
     for step in range(num_microbatches):
         mean = left / (dp * (num_microbatches - step))

@@ -63,8 +63,7 @@ class Flash2:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
-        if at.max_q > at.max_kv or at.max_q == 1:
-            at, spec = raw.for_flash2(q, at, spec)
+        at, spec = raw.for_flash2(q, at, spec)
         sides = spec.left, spec.right
         out, lse, *_ = run(q, k, v, *at, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
         return out, lse.t()
@@ -72,8 +71,7 @@ class Flash2:
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
-        if at.max_q > at.max_kv or at.max_q == 1:
-            at, spec = raw.for_flash2(saved.q, at, spec)
+        at, spec = raw.for_flash2(saved.q, at, spec)
         dq, dk, dv = empty_gradients(saved)
         given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
         options = 0.0, spec.scale, spec.causal, spec.left, spec.right, spec.softcap

@@ -63,6 +63,8 @@ def for_flash2(q: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Offsets, At
     They treat a right side from max_kv on as unlimited, and an unlimited one beside a left side as max_kv.
     Their backward fails if max_kv is 0. If max_q is 1, their forward needs a query in every sequence.
     """
+    if at.max_q != 1 and at.max_q <= at.max_kv:
+        return at, spec
     max_q, max_kv, right = at.max_q, max(at.max_kv, 1), spec.right
     if right > 0 or right < 0 <= spec.left:
         reach = max_q - 1 if right < 0 else min(right, max_q - 1)  # max_q - 1 reaches the last key

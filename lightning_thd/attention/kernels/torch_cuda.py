@@ -72,8 +72,7 @@ class _Flash(torch.autograd.Function):
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, the random state and two tensors for debugging."""
-    if at.max_q > at.max_kv or at.max_q == 1:
-        at, spec = raw.for_flash2(q, at, spec)
+    at, spec = raw.for_flash2(q, at, spec)
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
     given = (q, k, v, *at, 0.0, is_plain_causal(spec), False)
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
@@ -84,8 +83,7 @@ def _flash_backward(
     tensors: Sequence[Tensor], at: Offsets, spec: AttentionSpec, state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
-    if at.max_q > at.max_kv or at.max_q == 1:
-        at, spec = raw.for_flash2(tensors[1], at, spec)
+    at, spec = raw.for_flash2(tensors[1], at, spec)
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
     given = (*tensors, *at, 0.0, is_plain_causal(spec), *state)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, scale=spec.scale, **sides)
