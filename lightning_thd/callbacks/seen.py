@@ -68,7 +68,7 @@ class Shared(tuple[int, ...]):
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
 _Lookup: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
-# The record of a microbatch: its stats, and lengths, from which windows missing in the stats are counted.
+# The record of a microbatch: its stats, and its lengths, by which windows that the stats lack are counted.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 

@@ -211,7 +211,7 @@ def _speed(
     *,
     vision: float,
 ) -> float:
-    """Return tokens per second, with every copy of a shared prefix; ``vision`` is the FLOPs of images."""
+    """Return tokens per second, counting all copies of a shared prefix; ``vision``: the FLOPs of images."""
     lengths, before = ([n for pack in each for n in pack] for each in (packs, held))
     stats = SeqStats.from_lengths(lengths, prefix_lengths=before, windows=model.windows)
     return flops_per_s * sum(lengths) / (model.training_flops(stats).model + vision)

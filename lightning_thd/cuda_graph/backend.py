@@ -39,7 +39,7 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """Captures CUDA graphs on a side stream; only one runs at a time, so all share a memory pool."""
+    """Captures CUDA graphs on a side stream; graphs run one at a time, so they share a memory pool."""
 
     name = "cuda"
     # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.

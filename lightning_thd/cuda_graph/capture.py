@@ -370,7 +370,7 @@ def _warm_up(
     make_inputs: Callable[[], StaticInputs],
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times, each with new buffers; return the values that each run logged."""
+    """Run forward and backward a few times, each with new inputs; return the values that each run logged."""
     runs = []
     before = host_state(module)
     for i in range(backend.warm_ups):

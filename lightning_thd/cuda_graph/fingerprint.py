@@ -115,7 +115,7 @@ class _Space(NamedTuple):
 
     held: dict[Any, Any]
     what: str  # its name in messages
-    whole: bool  # True for a registry, all of whose members are compared
+    whole: bool  # True for a registry: all its members are compared, except hooks of ``only_looking``
     known: frozenset[Any] = frozenset()  # names at the capture, compared for any type of value
     left_out: frozenset[str] = frozenset()  # names that are never compared
     read: set[str] | None = None  # if given, only these names are compared

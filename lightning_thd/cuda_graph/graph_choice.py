@@ -152,7 +152,7 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Return, for each of the N batches that fit, its sequences plus the tail's dummies, int64 ``[N]``."""
+    """Return the sequences that each batch with few enough slots needs, dummies included, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 

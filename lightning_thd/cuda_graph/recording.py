@@ -54,7 +54,7 @@ def _wait_for_replayed(function: Any, results: list[Any]) -> None:
 
 
 def _wait_for_recorded(result: Any) -> Any:
-    """Wait for a recorded collective, because some copy results only in ``wait``; return finished handles."""
+    """Wait for a recorded collective, as some copy results only in ``wait``; return finished handles."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
@@ -187,7 +187,7 @@ def _storages(tensor: Tensor) -> set[int]:
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
-# Functions such as ``tolist`` never reach the dispatcher, which sees ``if x > 0`` as ``_local_scalar_dense``.
+# Calls are checked, too: the dispatcher sees no ``tolist``, and sees ``if x > 0`` only as a scalar read.
 _READ = "reads a value back to the host, which waits for the device and fixes the value it had at capture"
 _SHAPE = "makes a shape that depends on values"
 _CONSTANT = (
