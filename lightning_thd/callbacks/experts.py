@@ -173,10 +173,9 @@ class ExpertBias(Callback):
         steps = self._biases and not trainer.fit_loop._should_accumulate()
         if every and steps and trainer.global_step % every == 0:
             parts = [b.full_tensor() if isinstance(b, DTensor) else b for b in self._biases]
-            largest = torch.stack([part.abs().max().float() for part in parts]).max()
-            name, value = "train/experts/bias", float(largest)
-            trainer._logger_connector._callback_metrics[name] = torch.tensor(value)
-            trainer._logger_connector.log_metrics({name: value})  # type: ignore[dict-item]  # floats work
+            value = float(torch.stack([part.abs().max().float() for part in parts]).max())
+            trainer._logger_connector._callback_metrics["train/experts/bias"] = torch.tensor(value)
+            trainer._logger_connector.log_metrics({"train/experts/bias": value})  # type: ignore[dict-item]  # floats work
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
@@ -186,11 +185,9 @@ class ExpertBias(Callback):
 
 
 def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
-    block = router.rpartition(".")[0]
-    for place in (router, block):
-        for name, bias in biases.items():
-            if name.startswith(f"{place}."):
-                return bias
+    for place in (router, router.rpartition(".")[0]):
+        if found := [bias for name, bias in biases.items() if name.startswith(f"{place}.")]:
+            return found[0]
     raise MisconfigurationException(
         f"ExpertBias moves each router's {_BIAS}, and {router} has none. Use router_balance='sequence'."
     )

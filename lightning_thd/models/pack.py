@@ -223,8 +223,9 @@ def real_slots(pack: Pack) -> Tensor | None:
     if "real_slots" not in pack.cache and pack.prefixes is not None:
         blank = torch.zeros(pack.slots, dtype=torch.bool, device=pack.cu_seqlens_q.device)
         pack.cache["real_slots"] = blank.index_fill(0, pack.prefixes.token_slots, True)
-    if "real_slots" not in pack.cache and pack._sequences is not None:
-        count = len(pack._sequences)
+    known, shard = pack._sequences, pack.shard
+    count = len(known) if known is not None else None if shard is None else shard.sequences
+    if "real_slots" not in pack.cache and count is not None:
         found = sequence_of_slots(count, pack.slots, pack.cu_seqlens_q, pack.cu_seqlens_real)
         pack.cache["real_slots"] = found < count
     return pack.cache.get("real_slots")

@@ -126,6 +126,7 @@ def shard_batch(
         device=batch.input_ids.device,
     )
     shard_layout.longest = max(batch.padded_lengths[: len(batch.lengths)], default=1)
+    shard_layout.sequences = len(batch.lengths)
     own = shard_layout.own
     traffic.count("slots", shard_layout.local_slots)
     real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as L
 import numpy as np
@@ -12,9 +12,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.callbacks import ExpertBias
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.models.pack import find_pack, real_slots
+from lightning_thd.parallel.shard import shard_batch
 from tests.strategies.jobs import family_model
 from tests.tiny import checkpoint_activations, quiet_trainer, sequences
 
@@ -29,7 +32,6 @@ class Module(L.LightningModule):
         self.model: Any = family_model(family, torch.float32)
         self.balance = balance
         self.chosen: list[Tensor] = []
-        self.biases: list[Tensor] = []
 
     @property
     def bias(self) -> Tensor:
@@ -44,10 +46,6 @@ class Module(L.LightningModule):
                 logits = logits.sigmoid() + self.bias
             self.chosen.append(torch.bincount(logits.topk(2).indices.flatten(), minlength=4))
         return causal_lm_loss(self.model, batch, router_balance=self.balance)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.model.config.model_type == "deepseek_v3":
-            self.biases.append(self.bias.clone())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-2)
@@ -74,9 +72,8 @@ def test_biases_move_by_the_choices_of_a_step() -> None:
 def test_a_monitor_that_watches_again_has_no_old_hooks() -> None:
     monitor, model = THDThroughputMonitor(peak=1e9), family_model("qwen3_moe", torch.float32)
     monitor.watch(model)
-    old = monitor._meters["train"].experts
+    old: Any = monitor._meters["train"].experts
     monitor.watch(model)
-    assert old is not None
     assert old._handles == []
 
 
@@ -99,8 +96,7 @@ def test_evaluations_and_recomputed_layers_count_nothing() -> None:
     choices = ExpertChoices(model)
     batch = THDBatch.collate(SAMPLES[:4], pad_to=128)
     causal_lm_loss(model, batch).backward()
-    tokens = batch.stats.real_tokens
-    assert choices.take().sum(1).tolist() == [2 * tokens] * 2  # two experts a token, no padding
+    assert choices.take().sum(1).tolist() == [2 * batch.stats.real_tokens] * 2
     model.eval()
     causal_lm_loss(model, batch)
     assert not choices.take().any()
@@ -115,6 +111,16 @@ def test_evaluations_and_recomputed_layers_count_nothing() -> None:
     choices.stop()
     model(**rows)
     assert not choices.take().any()
+
+
+def test_a_shard_of_a_pack_has_no_choices_of_padding() -> None:
+    batch = THDBatch.collate(SAMPLES[:4], align=Alignment.for_(cp=2), pad_to=128)
+    for kind in get_args(Layout):
+        kept: list[Any] = []
+        for rank in range(2):
+            shard = shard_batch(batch, group=None, cp=2, rank=rank, layout=kind)
+            kept += shard.input_ids[real_slots(find_pack(None, (), shard.hf_kwargs()))].tolist()
+        assert sorted(kept) == sorted(i for sample in SAMPLES[:4] for i in sample["input_ids"])
 
 
 def test_what_has_no_bias_is_refused() -> None:

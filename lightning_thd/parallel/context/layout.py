@@ -60,6 +60,7 @@ class ShardLayout:
         self.communication: Communication = communication
         self.device = torch.device(device)
         self.longest = max(self.padded_lengths, default=1)  # a caller that knows sets it without the pad
+        self.sequences: int | None = None  # their number without the pad, if the caller knows it
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
         own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
