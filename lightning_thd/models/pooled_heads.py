@@ -157,7 +157,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
             part = forward(model, input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
     loss = None if labels is None else _loss(model, rows, labels)
-    output = type(output)(**{**output, "loss": loss, "logits": rows})  # an assigned loss would come last
+    output = type(output)(**{**output, "loss": loss, "logits": rows})  # output.loss = ... would put it last
     return output.to_tuple() if as_tuple else output
 
 

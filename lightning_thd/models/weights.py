@@ -2,7 +2,7 @@
 
 A drawn weight has the same values however the model is split, because its generator is seeded with ``seed``
 and the name of the weight or module. In ``postponed_reading``, ``from_pretrained`` returns a model on the
-meta device. ``read_weights`` lets transformers read a rank's tensors into a copy, and moves them from there.
+meta device. ``read_weights`` lets transformers read a rank's tensors into a copy, then puts them in place.
 """
 
 from __future__ import annotations

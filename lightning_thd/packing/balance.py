@@ -337,7 +337,7 @@ def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> I
         waits = step.waits(owner, step.dp * num_microbatches)
         if waits < least:
             best, least = owner, waits
-        if least <= enough or start.filled == num_microbatches - 1:  # or levels make no difference
+        if least <= enough or start.filled == num_microbatches - 1:  # these levels are not for the last
             break
     if best is not None and least > enough:
         exchange(step, best, num_microbatches)

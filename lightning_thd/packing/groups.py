@@ -110,8 +110,8 @@ class _Left:
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
         """Put sequences, longest first, in the queue with room and least work; False if one fits nowhere."""
-        # A queue is the work so far, and the groups of one degree that add to it: all those of a rank; in
-        # ``_finish`` one group, with its load minus its level. A full queue waits for a shorter sequence.
+        # A queue is a rank's work so far and all its groups of degree 1. In ``_finish`` it is the load of one
+        # group, minus its level, and this group. A full queue waits for a shorter sequence.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)

@@ -185,8 +185,8 @@ class PackPlanner(Resumable):
             last has one. Or a function ``Spans -> float64 [2, S]`` that returns the weights of their loss
             tokens and of their sequences. Each plan then holds the loss scale of its step.
         scheduler: a function that replaces :func:`balance`, for ``Sequences(n)``.
-        schedule: the number of the pack of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch then
-            runs these packs in the order of their numbers.
+        schedule: the pack number of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch runs the packs
+            in this order. A last step with fewer than n packs distributes their sequences over n.
         counts: packs of every window, from :attr:`counts` of a planner with the same fingerprint.
         num_workers: processes that count the packs of the windows; 0 counts them in this process.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a

@@ -59,7 +59,7 @@ class ShardLayout:
         self.layout: Layout = layout
         self.communication: Communication = communication
         self.device = torch.device(device)
-        self.longest = max(self.padded_lengths, default=1)  # a caller that knows sets it without the pad
+        self.longest = max(self.padded_lengths, default=1)  # shard_batch() leaves the end's padding out
         self.sequences: int | None = None  # their number without the pad, if the caller knows it
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp

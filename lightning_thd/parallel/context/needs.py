@@ -2,8 +2,8 @@
 
 ``plan_exchange`` brings a rank all keys that its queries see, before any kernel call. ``plan_block`` plans
 one call per source rank, and the results are merged. A ring uses it to hold few keys at a time. A striped
-layout always needs it: the queries, and the keys of one source, are ``cp`` slots apart. A kernel's causal
-mask moves by one key per query, so a call cannot mix sources.
+layout always needs it: a kernel's causal mask moves by one key per query, and a rank's neighbouring queries
+are ``cp`` slots apart. So the keys of a call must be ``cp`` slots apart too, all from one source.
 Legend: T slots of a pack, P sequences of a kernel call.
 """
 
