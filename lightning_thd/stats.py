@@ -36,7 +36,7 @@ __all__ = [
     "window_pairs",
 ]
 
-_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # the ``_vision`` of no images
+_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # the counts of no images
 _LARGEST = 2**62  # tokens of a window; more would overflow int64 in the sums below
 
 

@@ -95,7 +95,7 @@ class Meshes:
     data_context: DeviceMesh  # data and context as one axis: ranks of a stage that see different tokens
     peers: DeviceMesh  # all axes but data as one axis: ranks that read the same data
     stage: DeviceMesh  # all axes but pipeline as one axis: ranks that hold the same layers
-    shards: DeviceMesh  # FSDP2's: the ranks of ``data_context``, or the same ranks as replicas x shards
+    shards: DeviceMesh  # FSDP2's mesh: the ranks of ``data_context``, on one axis or as replicas x shards
     tensor: DeviceMesh  # the tensor-parallel ranks, an axis of the mesh that ``shards`` comes from
 
     def group(self, axis: str) -> dist.ProcessGroup:

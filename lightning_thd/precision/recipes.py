@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def has_history(self) -> bool:
-        """Return whether scales depend on earlier steps, so that graphs and recomputation change them."""
+        """Return whether scales depend on earlier steps; graphs and recomputation would change them."""
         return self.name == "delayed"
 
 

@@ -247,7 +247,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int, float]]:
-    """Return a metric's finite values in its unit; if it has none, its last value with ``last``, else []."""
+    """Return a metric's finite values in its unit; if it has none, [], or with ``last`` its last value."""
     found, factor = series.get(name, []), ROWS[name].factor
     # HFU equal to MFU, and an imbalance of 1, say nothing new.
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")

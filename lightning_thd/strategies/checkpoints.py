@@ -76,7 +76,7 @@ class Checkpoints:
                 saver.file_exists = partial(self._exists, saver)  # type: ignore[method-assign]
 
     def _exists(self, saver: ModelCheckpoint, *args: Any) -> bool:
-        """Let a ``ModelCheckpoint`` choose a free name only when the checkpoint before has its own."""
+        """Return whether a file exists, once the checkpoint before is complete under its final name."""
         self.wait()
         return type(saver).file_exists(saver, *args)
 
@@ -420,7 +420,7 @@ def set_state(
         for i, group in empty.items():
             optimizer.param_groups.insert(i, group)
     kept = set(parameters_in(optimizer, model, state["state"]))
-    for parameter in optimizer.state.keys() - kept:  # without a step so far, as a tower without images
+    for parameter in optimizer.state.keys() - kept:  # had no step yet, such as a tower without images
         del optimizer.state[parameter]
 
 

@@ -131,7 +131,7 @@ class BroadcastLoader:
 
 
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes, *, one_reads: bool) -> None:
-    """Set which part of the data an iterable dataset reads here; if all peers read, it must be known."""
+    """Set which part of the data an iterable dataset reads; if all peers read, refuse an unknown part."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
         return

@@ -39,7 +39,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # Shares of the last step's time: the measured wait of this rank's CPU (0 on a GPU), and ``bubble``.
+        # Shares of the last step's time: this rank's measured wait (0 on a GPU), the schedule's ``bubble``.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 

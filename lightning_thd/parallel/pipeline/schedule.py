@@ -131,7 +131,7 @@ def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
     """Compute the share of a step's time that ranks wait if all passes of a kind take equally long.
 
-    It is ``(p - 1) / (v n + p - 1)``; Megatron-LM, section 2.2, divides by the ideal time, ``v n``, instead.
-    With several chunks ranks wait longer if n is not a multiple of p.
+    For p ranks, n microbatches and v chunks it is ``(p - 1) / (v n + p - 1)``; Megatron-LM, section 2.2,
+    divides by ``v n``. If v > 1 and n is not a multiple of p, ranks wait longer.
     """
     return make_schedule(ranks, microbatches, chunks=chunks).bubble

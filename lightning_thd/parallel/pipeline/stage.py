@@ -233,7 +233,7 @@ class StageLayers(nn.ModuleList):
 
 
 class Boundary(nn.Module):
-    """Replaces a layer while a pass runs in which this rank does not run the layer."""
+    """Replaces a layer in passes in which this rank does not run it."""
 
     def __init__(self, layer: nn.Module, index: int, stage: Stage) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Boundary(nn.Module):
         return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
 
     def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Refuse a layer that returns more than hidden states, or not as a boundary does; a forward hook."""
+        """Refuse an output of a layer unless it is hidden states in a boundary's form; a forward hook."""
         self._stage.in_layers = True
         first, *rest = output if isinstance(output, tuple) else (output,)
         length = len(rest) + 1 if isinstance(output, tuple) else None
@@ -307,7 +307,7 @@ class NoEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return an empty tensor on the device of this stage's layers, to which Llama 4 moves ids."""
+        """Return an empty tensor on the device of this stage's layers; Llama 4 moves ids to that device."""
         held = next(p for layer in self._stage.held.values() for p in layer.parameters())
         return torch.empty(0, self.embedding_dim, device=held.device, dtype=held.dtype)
 
