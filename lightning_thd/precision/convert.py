@@ -109,7 +109,7 @@ def replace_layers(
         if reason is None and isinstance(child, nn.Linear):
             replacement = done[id(child)] = _make_linear(child, recipe)
             replacement.training = child.training
-            hooks = {name: child.__dict__[name] for name in _HOOKS if child.__dict__.get(name)}
+            hooks = {name: vars(child)[name] for name in _HOOKS if vars(child).get(name) not in (None, {})}
             replacement.__dict__.update(hooks, **{_MARK: recipe})
             setattr(model.get_submodule(path), child_name, replacement)
             names.append(name)
@@ -229,7 +229,7 @@ def _reason(
     for pattern in keep:
         if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"):
             return f"keep={pattern!r}"
-    if hasattr(child, "parametrizations"):
+    if hasattr(child, "parametrizations") or "weight" not in child._parameters:  # as pruning leaves a layer
         return "has a parametrization, which the replacement would not apply"
     if type(child) is not nn.Linear:
         return f"is a {type(child).__name__}, not a plain nn.Linear"

@@ -33,7 +33,8 @@ class FP8Report:
         lines = [f"{'layer':<{width}}  {'inputs':>7} {'outputs':>7}  runs in"]
         for name in sorted(names):
             inputs, outputs = self.converted.get(name) or self.kept.get(name) or ("", "")
-            runs = f"{self.engine} {self.recipe}" if name in self.converted else f"bf16: {self.reasons[name]}"
+            low = f"{self.engine} {self.recipe}" if self.recipe else "FP8"
+            runs = low if name in self.converted else f"bf16: {self.reasons[name]}"
             lines.append(f"{name:<{width}}  {inputs:>7} {outputs:>7}  {runs}")
         lines.append(
             f"{len(self.converted)} layers in FP8, {len(self.reasons)} not; {self.share:.1%} of the FLOPs of "

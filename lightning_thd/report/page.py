@@ -149,10 +149,7 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
 
 
 def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
-    """Write the picture and table of a run as one self-contained HTML file; this needs matplotlib.
-
-    The theme ``auto`` follows the reader's setting.
-    """
+    """Write a run's picture and table as one HTML file; ``auto`` is the reader's theme. Needs matplotlib."""
     found, first = table(series), "light" if theme == "auto" else theme
     colours, image = _colours(first), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
     images = f'{image}src="{_data_of(series, first)}">'
