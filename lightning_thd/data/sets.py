@@ -39,7 +39,6 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     pairs = list(zip(indices, starts, strict=True))
 
     def joined(name: str, default: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
-        """Join a column, empty if no index has it; for an index without it, ``default(index)`` is used."""
         columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
         if not any(map(len, columns)):
             return columns[0]

@@ -313,7 +313,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         return
     like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B needs an input gradient: A counts as trained. A needs one if something before it is trained.
+        # B needs an input gradient, because A counts as trained. A needs one if an earlier weight is trained.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         name = ("mlp_" if weight.stage > 1 else "") + f"lora_{weight.adapter}"

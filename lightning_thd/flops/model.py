@@ -37,7 +37,6 @@ _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
     "selective": lambda term: term.kind == "attention",
 }
 
-# Kinds without their own column in ``FlopsBreakdown``, and the column in which they are counted.
 _COLUMN: dict[Kind, Kind] = {"router": "linear", "embedding": "linear"}
 
 
@@ -167,7 +166,6 @@ class FlopsModel:
         return replace(self, layers=layers, recompute=policy)
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
-        """Return the FLOPs of each column: its entries in the table, times their counts in the stats."""
         columns: dict[str, int] = {}
         for (column, basis, window), flops in table.items():
             count, parts = units(
@@ -274,7 +272,6 @@ def join(members: Sequence[Member]) -> FlopsModel:
 
 
 def _scaled_term(term: Term, member: Member) -> Term:
-    """Multiply the costs of a term by how often a token passes through the member's model."""
     if term.basis == "merged_patch":  # models may merge different numbers of patches
         names = ("forward", "input_grad", "weight_grad")
         merged: Any = {name: getattr(term, name) // member.model.merge for name in names}

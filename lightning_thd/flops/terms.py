@@ -1,7 +1,6 @@
 """Terms and layers of a FLOP count, and the FLOPs of a batch by part.
 
 A term is FLOPs per unit of a count in ``SeqStats``; a layer is a list of terms. A multiply-add is two FLOPs.
-Every term has the cost of its forward pass and the costs of its backward pass.
 """
 
 from __future__ import annotations

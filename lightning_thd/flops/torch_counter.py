@@ -138,8 +138,8 @@ def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str)
         whole = "varlen" not in operator and rows * length >= min(each)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
-        # In a call over all slots, each slot has ``length`` keys, padding included. A decoder's rows, which
-        # may be longer, count as rows of the batch. In other calls, a slot has the keys of its sequence.
+        # In a call over all slots, a slot has ``length`` keys, padding included, but at most a batch row's
+        # length, which a decoder's rows may exceed. In other calls, a slot has the keys of its sequence.
         pairs = min(length, max(each) / rows) * stats.slots if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (

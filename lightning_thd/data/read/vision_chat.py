@@ -1,8 +1,8 @@
 """A conversation with images and a processor -> ids, labels, positions and pixels of one sample.
 
 The processor's chat template writes the conversation, with a placeholder for each image. The placeholder is
-repeated once for each token of the image, and the size of the image gives the number of these tokens. So rows
-are counted from file headers, and images are decoded only when a row is read.
+repeated once for each token of the image, and the size of the image gives the number of these tokens. So the
+tokens of a row are counted without decoding its images.
 """
 
 from __future__ import annotations

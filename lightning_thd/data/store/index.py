@@ -108,7 +108,7 @@ class SequenceIndex:
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     # The largest token id, and the row it is in; [-1, 0] if unknown.
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
-    # Indices of rows that were skipped; sorted. Their length is 0.
+    # Sorted indices of the rows that were skipped, whose entry in ``lengths`` is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # Patches and pixels of images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text, or if unknown.
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
@@ -285,7 +285,7 @@ def build_index(
         rows = without_pixels(dataset) if extras_cost is None else dataset
         read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
         counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
-    # Counting checks every row, except if the dataset gave lengths, or Arrow has columns other than these.
+    # Counting checks every row, unless the dataset gave lengths, or Arrow has columns beside ``plain``.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
         plain = {"input_ids", "labels", "attention_mask"}

@@ -59,7 +59,7 @@ class Engine:
         self.open_pass()
 
     def open_pass(self) -> None:
-        """Begin the next pass over sources that ended; workers that read start in the calling thread."""
+        """Begin the next pass over sources that ended; the calling thread starts their workers."""
         for number in self._to_open:
             self._open(number)
         self._to_open, self._closed = [], False

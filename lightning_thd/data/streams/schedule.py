@@ -27,7 +27,7 @@ Pending = dict[int, dict[int, list[int]]]  # shard -> row -> the passes from whi
 # Plans of at least this many sequences fill packs first, and then deal them to ranks. For 65,536 sequences of
 # 4,096 ranks, this takes 20 ms, while a search for packs of equal work takes 12 s.
 _MANY = 8192
-# Such plans round lengths up to this many distinct lengths, each of which costs best fit one iteration.
+# Such plans round lengths up until fewer than twice this many differ; best fit iterates over those lengths.
 _CLASSES = 1024
 IntArray = npt.NDArray[np.int64]
 

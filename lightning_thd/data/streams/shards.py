@@ -137,7 +137,8 @@ class Beginning:
         self._unfinished = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
-        for _ in range(1 if state is None or first else 2):  # after a finished pass, the first may be empty
+        # From a state saved at the end of a pass, the first iteration may give nothing.
+        for _ in range(1 if state is None or first else 2):
             row = first
             for row, record in enumerate(source, first + 1):
                 yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
