@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd._find import has_parameters, models_in
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.exchange import keep_path
-from lightning_thd.parallel.mesh import TENSOR
+from lightning_thd.parallel.exchange import keep_path, local
 
 _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPaths``
 
@@ -137,7 +136,7 @@ class TowerPaths:
         if not (self.active and torch.is_grad_enabled()):
             return out
         # Look the weights up only now, inside the model's forward call, in which FSDP2 has gathered them.
-        weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
+        weights = [local(p) for tower in self._towers for p in tower.parameters() if p.requires_grad]
         return keep_path(out, *weights)
 
 
@@ -157,11 +156,8 @@ def trains_towers(model: nn.Module) -> bool:
 
 
 def _is_gathered_with_model(model: nn.Module) -> bool:
-    """Return whether FSDP2 gathers, or will gather, the weights of towers whole and with the model."""
-    parts = [part for tower in towers_of(model) for part in tower.modules()]
-    cut = [p.device_mesh for part in parts for p in part.parameters(False) if isinstance(p, DTensor)]
-    apart = any(isinstance(part, FSDPModule) for part in parts)
-    return not apart and not any(TENSOR in (mesh.mesh_dim_names or ()) for mesh in cut)
+    """Return whether FSDP2 gathers, or will gather, the weights of towers together with the model's."""
+    return not any(isinstance(x, FSDPModule) for tower in towers_of(model) for x in tower.modules())
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:

@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout, family_model, full_parameters, make_optimizer, make_trainer
 from tests.tiny import largest_error
 
+MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}  # the tower is cut as well
 ONE, TWO, NONE = [(1, 4, 4)], [(1, 4, 8), (1, 4, 4)], []
 # By step, rank and microbatch. The third step has no image at all: AdamW leaves the tower alone.
 GRIDS: list[list[list[list[tuple[int, int, int]]]]] = [
@@ -34,6 +35,7 @@ class Sees(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = build("qwen2_5_vl", "thd").double()
+        self.model._tp_plan |= {f"model.visual.blocks.*.mlp.{name}": style for name, style in MLP.items()}
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         return causal_lm_loss(self.model, batch)
@@ -116,9 +118,7 @@ def test_ranks_without_images(layouts: list[Layout]) -> None:
 def test_towers() -> None:
     vision, text = build("qwen2_5_vl", "thd"), family_model("qwen3")
     assert towers_of(vision) == [vision.model.visual]
-    assert towers_of(text) == []
-    assert towers_of(text.model) == []
-    assert towers_of(nn.Linear(2, 2)) == []
+    assert towers_of(text) == towers_of(text.model) == towers_of(nn.Linear(2, 2)) == []
     assert layers_of(vision) == list(vision.model.language_model.layers)
     around = nn.Sequential(vision)  # a wrapper of the user's
     assert (towers_of(around), layers_of(around)) == (towers_of(vision), layers_of(vision))
