@@ -1,4 +1,4 @@
-"""A Lightning module at the start of fit -> a leak check of its model, unless an earlier fit passed it."""
+"""A Lightning module at the start of fit -> a leak check of its model."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ class PackingCheck(L.Callback):
         self.report: PackingReport | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Run the check, unless an earlier fit passed it."""
-        if self.report is not None:
-            return
+        """Run the check."""
         model = find_model(pl_module, self.model)
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         with trainer.precision_plugin.forward_context():
