@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -151,6 +152,13 @@ def test_files_of_packs_are_read_back(tmp_path: Path, form: str) -> None:
     back = open_source(tmp_path / "packs.parquet")
     found = [(s["input_ids"].tolist(), s["labels"].tolist()) for s in (back[i] for i in range(len(back)))]
     assert found == [(s["input_ids"].tolist(), s["labels"].tolist()) for s in samples]
+
+
+def test_two_threads_may_read_at_once() -> None:
+    found = open_packed([{"input_ids": ids, "lengths": [2]} for ids in ([1, 2], [3, 4])])
+    found.lengths = lengths = MagicMock()
+    lengths.__getitem__.side_effect = lambda i: 2 if i else (found[1], 2)[1]  # a thread reads row 1 meanwhile
+    assert found[0]["input_ids"].tolist() == [1, 2]
 
 
 def test_padding_that_positions_make_sequences_is_left_out() -> None:

@@ -60,13 +60,14 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         number, start = int(self.row[i]), int(self._start[i])
-        if self._last[0] != number:  # sequences of one row are often read together
+        last = self._last  # read once, because a thread that plans ahead may replace it
+        if last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if row.get(name) is not None]
             # Copy, because the dataset may overwrite this row's memory when it reads another.
-            self._last = number, {name: np.array(row[name]) for name in names}
+            self._last = last = number, {name: np.array(row[name]) for name in names}
         part = slice(start, start + int(self.lengths[i]))
-        return {name: values[part] for name, values in self._last[1].items()}
+        return {name: values[part] for name, values in last[1].items()}
 
 
 def open_packed(
