@@ -156,6 +156,7 @@ def adopt(model: Any) -> None:
     _HOOKED.add(type(model).__name__)
     model._thd_pools = class_pools(type(model))
     model._thd_own_class = not type(model).__module__.startswith("transformers.")
+    model.warn_if_padding_and_no_attention_mask = _warn_of_no_padding
     adopt_tower(type(model))
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
@@ -164,6 +165,10 @@ def adopt(model: Any) -> None:
     adopt_zero_embeddings(type(model))
     adopt_classifier(type(model))
     learn_window(model.config)
+
+
+def _warn_of_no_padding(input_ids: Any, attention_mask: Any) -> None:
+    """Replace transformers' warning of padding ids without a mask, which would read the device."""
 
 
 def _spread_thd(model: nn.Module, *, follow: bool) -> None:
