@@ -395,7 +395,6 @@ def _forward_backward(
 
 
 def _checked(output: Any) -> Any:
-    """Return the step's output unchanged; raise if it is None or holds more than tensors and None."""
     if output is None:
         raise CaptureError(
             "the step returned None to skip a batch, which a replay cannot decide again. Return the loss."

@@ -369,7 +369,6 @@ def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
 
 
 def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None:
-    """Raise if tensors of a replay differ in shape, or by more than a relative bound, from eager ones."""
     pairs = zip(tree_flatten_with_path(found)[0], tree_flatten_with_path(wanted)[0], strict=True)
     for (path, replayed), (_, eager) in pairs:
         name = f"{what} {keystr(path).strip('[]')}".rstrip()

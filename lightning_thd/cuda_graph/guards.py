@@ -1,9 +1,4 @@
-"""A module under capture -> its logged values, and errors for work that a replay would not repeat.
-
-``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. For steps without
-random operators, a capture skips this. Checkpointed steps with random operators, such as dropout, are
-refused if checkpointing saves that state, because the second forward pass would draw other numbers.
-"""
+"""A module under capture -> its logged values, and errors for work that a replay would not repeat."""
 
 from __future__ import annotations
 
@@ -53,7 +48,9 @@ class HostValue:
 def _used(operator: str) -> Callable[..., Any]:
     def use(self: HostValue, *args: Any) -> Any:
         _refuse_value(self._name)
-        return getattr(self._value, operator)(*args)
+        found = getattr(self._value, operator)(*args)
+        # For lint_capture, which goes on, any tensor will do as the result of an operator on a tensor.
+        return args[0] if found is NotImplemented and isinstance(args[0], Tensor) else found
 
     return use
 
@@ -276,7 +273,6 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator drops nothing, because its dropout is 0 or switched off."""
     if func is torch.ops.aten.native_dropout.default:
         return not (args[1] and args[2])
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -286,6 +282,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @contextlib.contextmanager
 def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
     """Stop checkpointing from saving and setting random states; ``use`` records that it tried to save."""
+    # It does both on the host, which a graph cannot hold. Only steps that draw random numbers need it.
     checkpoint: Any = torch.utils.checkpoint
     namespace: Any = torch
     get, set_, devices = torch.get_rng_state, torch.set_rng_state, checkpoint.get_device_states

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_thd._static import static_shapes
@@ -28,7 +28,7 @@ from lightning_thd.cuda_graph.guards import (
     restored,
     without_saved_states,
 )
-from lightning_thd.cuda_graph.recording import record
+from lightning_thd.cuda_graph.recording import RefuseReads, record
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.shard import THDShard
 
@@ -97,7 +97,10 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     with static_shapes(), reporting_to(report):
         _record(_copy(module), batch.to("cpu"), run, report)
         with _errors_to(report), without_saved_states(), _autocast_knows_meta():
-            _forward_backward(_copy(module).to("meta"), batch.to("meta"), run)
+            moved = _copy(module).to("meta"), batch.to("meta")
+            _forward_backward(*moved, run)  # as the first run below
+            with RefuseReads():  # type: ignore[no-untyped-call]
+                _forward_backward(*moved, run)
     return LintReport(tuple(found.values()))
 
 
@@ -136,9 +139,8 @@ def _default_step(module: nn.Module) -> StepFunction:
         return causal_lm_loss
 
     def training_step(module: Any, batch: THDBatch) -> Any:
-        given = inspect.signature(module.training_step).parameters.values()
-        _, *names = [x.name for x in given if x.kind <= x.POSITIONAL_OR_KEYWORD]  # the batch is first
-        rest = [HostValue(f"argument {i} of training_step ({x})") for i, x in enumerate(names, 2)]
+        takes = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning
+        rest = [HostValue("argument 2 of training_step (batch_idx)")] if takes else []
         return module.training_step(batch, *rest)
 
     return training_step

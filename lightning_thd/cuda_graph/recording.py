@@ -207,6 +207,7 @@ _FUNCTIONS: Final[dict[Any, str]] = {
     Tensor.__repr__: f"printing a tensor {_READ}",
     torch.tensor: f"torch.tensor(...) {_CONSTANT}",
     torch.from_numpy: f"torch.from_numpy(...) {_CONSTANT}",
+    Tensor.new_tensor: f".new_tensor(...) {_CONSTANT}",
 }
 _aten = torch.ops.aten
 _OPERATORS: Final[dict[Any, str]] = {
@@ -224,8 +225,11 @@ _BOOLEAN = f"indexing with a boolean mask {_SHAPE}. Multiply by the mask, or use
 
 def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return why a Python call such as ``Tensor.tolist`` cannot be captured, or None."""
-    if func is torch.as_tensor and args and not isinstance(args[0], Tensor):
-        return f"torch.as_tensor(...) {_CONSTANT}"
+    if func in (torch.as_tensor, torch.asarray) and args and not isinstance(args[0], Tensor):
+        return f"torch.{func.__name__}(...) {_CONSTANT}"
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return f"indexing with a list {_CONSTANT}" if any(isinstance(x, list) for x in indices) else None
     return _FUNCTIONS.get(func) if func.__hash__ else None  # an unhashable callable is not in the table
 
 
@@ -246,8 +250,7 @@ def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         target = kwargs.get("device")
         source = args[0].device.type
         if target is not None and torch.device(target).type != source:
-            why = _CONSTANT if source == "cpu" else _READ
-            return f"a copy from {source} to {torch.device(target).type} {why}"
+            return f"a copy to another device {_CONSTANT if source == 'cpu' else _READ}"
     return None
 
 

@@ -103,9 +103,7 @@ def test_several_axes_of_positions_are_filled() -> None:
 
 
 def test_the_cheapest_bucket_is_chosen_and_the_nearest_reason_given() -> None:
-    buckets = sorted(
-        [*make_buckets((4, 8), slots=32, max_seqlen=16), Bucket(slots=16, sequences=4, max_seqlen=8)]
-    )
+    buckets = [Bucket(slots=16, sequences=4, max_seqlen=8), *make_buckets((4, 8), slots=32, max_seqlen=16)]
     assert choose(buckets, collate([3, 4]))[0] == buckets[0]
     assert choose(buckets, collate([9, 4]))[0] == Bucket(slots=32, sequences=4, max_seqlen=16)
     assert choose(buckets, collate([3] * 7))[0] == Bucket(slots=32, sequences=8, max_seqlen=16)
@@ -145,9 +143,7 @@ def test_shapes_that_cannot_be_are_refused(call: Any, message: str) -> None:
     graph=st.floats(0.1, 1.2),
     per_sequence=st.floats(0.0, 0.1),
 )
-def test_the_choice_is_the_best_of_all(
-    needs: list[int], count: int, graph: float, per_sequence: float
-) -> None:
+def test_the_choice_is_the_best(needs: list[int], count: int, graph: float, per_sequence: float) -> None:
     costs, sample = GraphCosts(graph=graph, per_sequence=per_sequence), np.array(needs)
 
     def by_hand(sequences: tuple[int, ...]) -> float:
@@ -164,13 +160,9 @@ def test_the_choice_is_the_best_of_all(
     assert by_hand(found) <= best + 0.005 * count + 1e-12
 
 
-def test_needs_count_the_dummies_of_the_tail() -> None:
+def test_needs_count_dummies_and_batches_that_fit_no_bucket_count_as_eager() -> None:
     layouts = [Layout(90, 5, 30), Layout(100, 5, 30), Layout(10, 1, 10), Layout(101, 1, 30)]
     assert graph_choice.needed_sequences(layouts, 100, 30).tolist() == [6, 5, 4]
-
-
-def test_batches_that_fit_no_bucket_count_as_eager() -> None:
-    layouts = [Layout(90, 5, 30)] * 3 + [Layout(101, 5, 30)]
     (*_, found) = graph_choice.plan_graphs(layouts, slots=100, max_seqlen=30, given=[8]).choices
     assert found.coverage == 0.75
     assert found.speedup == pytest.approx(1 / (0.75 * GraphCosts().replay(8) + 0.25))

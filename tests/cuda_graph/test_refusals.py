@@ -213,7 +213,7 @@ def test_every_line_is_named_once() -> None:
     assert not report.ok
 
 
-@pytest.mark.parametrize("name", ["mistral", "bamba"])
+@pytest.mark.parametrize("name", ["mistral", "bamba", "gpt2"])
 def test_families_are_clean(name: str) -> None:
     report = lint_capture(build(name, "thd").train(), random_batch(1, count=6, longest=8))
     assert report.ok, str(report)
@@ -236,14 +236,22 @@ def test_lightning_modules_are_judged_by_their_training_step_and_left_as_they_we
 
 class Index(GraphModule):
     @torch.autocast("cpu", enabled=False)  # a wrapper of (*args, **kwargs)
-    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx)["loss"] * (batch_idx + 1)
+    def training_step(self, batch: THDBatch, batch_idx: int, weight: float = 1.0) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * batch_idx * weight
 
 
-def test_the_batch_index_is_found() -> None:
-    report = lint_capture(Index(), random_batch(1, count=4))
-    assert [x.message.split(",")[0] for x in report.findings] == [
-        "the step uses argument 2 of training_step (batch_idx)"
+class Fixed(GraphModule):
+    scale = torch.ones(2)  # no buffer, so it stays on the CPU
+
+    def training_step(self, *args: Any) -> Any:
+        return super().training_step(*args)["loss"] * self.scale.to(args[0].input_ids.device).sum()
+
+
+def test_the_batch_index_and_copies_to_the_device_are_found() -> None:
+    found = [lint_capture(module(), random_batch(1, count=4)) for module in (Index, Fixed)]
+    assert [x.message.split(",")[0] for report in found for x in report.findings] == [
+        "the step uses argument 2 of training_step (batch_idx)",
+        "a copy to another device copies host values to the device",
     ]
 
 
