@@ -1,7 +1,6 @@
 """A file or a distribution of lengths -> a map-style data set of random tokens with these lengths.
 
-Use it to measure and test without data. The settings are those of the Megatron-LM mock fine-tuning data set,
-as a mapping, as JSON text or as a JSON file::
+The settings are those of the Megatron-LM mock fine-tuning data set::
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,

@@ -184,7 +184,6 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
 
 
 def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
-    """Return the options of a planner for images: ``max_patches``, and all sequences' patch counts."""
     sizes, patch = data.index.sizes, model_patch(job.model)
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
     if settings.max_patches is not None and not data.index.sizes_measured and settings.extras_cost is None:

@@ -33,8 +33,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     monkeypatch.setattr(doctor, "available", lambda name: True)
     monkeypatch.setattr(doctor, "missing", lambda kernel: None)
     monkeypatch.setattr(doctor, "installed_version", versions.get)
-    reading = functools.partial(known_problems, version_of=versions.get)
-    monkeypatch.setattr(doctor, "known_problems", reading)
+    monkeypatch.setattr(doctor, "known_problems", functools.partial(known_problems, version_of=versions.get))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
@@ -43,8 +42,7 @@ def test_without_a_gpu_only_the_cpu_kernel_runs_and_every_other_says_why() -> No
     assert found.packages["torch"] == metadata.version("torch")  # its __version__ adds the build, +cu130
     assert found.packages["tilelang"] is None
     assert [x.name for x in found.kernels if x.usable] == ["cpu", "portable"]
-    for x in found.kernels:
-        assert x.usable == (x.why_not == "")
+    assert all(x.usable == (x.why_not == "") for x in found.kernels)
     assert {x.name for x in found.kernels} >= set(SUPPORT)
     assert kernel(found, "torch").why_not == "there is no CUDA device"
     assert "pip install" in kernel(found, "te").why_not

@@ -27,12 +27,8 @@ GUIDE = ROOT / "docs" / "guides" / "yaml.md"
 def test_quickstart_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "examples" / "quickstart.yaml").read_text()
     config = tmp_path / "q.yaml"
-    changes = {
-        "runs/": f"{tmp_path}/",
-        "max_steps: 100": "max_steps: 2",
-        "capacity: 8192": "capacity: 2500",
-        "hidden_size: 256": "hidden_size: 32",
-    }
+    changes = {"runs/": f"{tmp_path}/", "max_steps: 100": "max_steps: 2"}
+    changes |= {"capacity: 8192": "capacity: 2500", "hidden_size: 256": "hidden_size: 32"}
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)
@@ -129,10 +125,7 @@ FIT = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--trainer.max_stpes 3",
-            "there is no option --trainer.max_stpes; did you mean --trainer.max_steps?",
-        ),
+        ("--trainer.max_stpes 3", "no option --trainer.max_stpes; did you mean --trainer.max_steps?"),
         ("--config typo.yaml", "there is no option --data.capcity; did you mean --data.capacity?"),
         ("--config none.yaml", "File does not exist: '.*none.yaml'"),
         ("--data.capacity much", 'Parser key "data.capacity": Expected a'),
@@ -149,11 +142,8 @@ def test_a_mistake_in_the_words_of_a_fit_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.argv", ["lightning-thd"])
-    for name, text in {
-        "fit.yaml": yaml.safe_dump(FIT),
-        "typo.yaml": "data:\n  capcity: 8\n",
-        "bad.jsonl": "{",
-    }.items():
+    files = {"fit.yaml": yaml.safe_dump(FIT), "typo.yaml": "data:\n  capcity: 8\n", "bad.jsonl": "{"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match="2"):
         main(["fit", "--config", "fit.yaml", "--seed_everything", "1", *options.split()])

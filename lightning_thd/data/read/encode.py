@@ -1,7 +1,4 @@
-"""Records of text, ids, prompts or chats, and a tokenizer -> rows of ids, with labels if some are masked.
-
-EOS keeps its target even if the pad token has the same id, because no code here looks for padding.
-"""
+"""Records of text, ids, prompts or chats, and a tokenizer -> rows of ids, with labels if some are masked."""
 
 from __future__ import annotations
 
