@@ -410,7 +410,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # A mean over the batch, as the model's balancing loss is one; ``rows`` weighs their sum.
+            # The batch's mean, because a balancing loss is a mean too; ``rows`` weighs the sum of both.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             losses.append(loss_fn(model, cut(scaled)).detach())
             counts.append((weight, batch.loss_tokens))

@@ -316,7 +316,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return operands and targets of slots, or of rows of ``Prefixes``, and a bound of the loss tokens."""
+    """Return operands and targets of slots, or of rows of ``Prefixes``; and the most loss tokens, or None."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:

@@ -17,7 +17,7 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, all shown) of no mask or of one to refuse
+_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) without a mask, or if one encodes none
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.

@@ -68,7 +68,7 @@ class Pack:
         # compiles again for every new value of an int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
-        self._longest = self._extent_k  # the longest sequence, or trailing pad if unknown
+        self._longest = self._extent_k  # the longest sequence; without a batch, also the trailing pad
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
