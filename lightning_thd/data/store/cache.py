@@ -25,6 +25,7 @@ _WHOLE_BYTES = 1 << 26  # larger source files are identified by samples of their
 _BLOCK_BYTES = 1 << 20
 _SAMPLES = 64  # blocks that are hashed of a source file above _WHOLE_BYTES
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a full quota, a file above the size limit
+_NUMPY_FULL = ("requested and", "Not enough free space")  # numpy's errors of these, which have no errno
 
 
 class CacheError(OSError):
@@ -97,10 +98,11 @@ def cache_errors(folder: Path) -> Iterator[None]:
     except OSError as err:
         place = str(err.filename or "")
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
-        if err.errno not in _FULL and not at_cache:
+        full = err.errno in _FULL or any(text in str(err) for text in _NUMPY_FULL)
+        if not full and not at_cache:
             raise  # the error is not about the cache
         raise CacheError(
-            err.errno,
+            err.errno or errno.ENOSPC,
             f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a writable folder with space.",
         ) from err
 
