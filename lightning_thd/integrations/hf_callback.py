@@ -58,6 +58,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         model: nn.Module = kwargs["model"]
         self.monitor.load_state_dict(state.stateful_callbacks.get(_KEY, {}))
         self.monitor.watch(model, precision=precision_of(args))
+        if self._handle is not None:  # an error ended the training before
+            self._handle.remove()
         self._handle = model.register_forward_pre_hook(
             only_looking(lambda *given: self._look(*given)), with_kwargs=True
         )

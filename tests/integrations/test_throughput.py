@@ -95,10 +95,12 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
     tmp_path: Path, strategy: str, in_front: bool
 ) -> None:
     """A step takes 1 s, a save and an evaluation 100 s; the checkpoint of step 2 lies between two logs."""
-    now = [0.0]
+    now, errors = [0.0], list[Exception]()
 
     class Slow(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if errors:
+                raise errors.pop()
             now[0] += 1
             return super().training_step(*args, **kwargs)
 
@@ -122,6 +124,9 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
         trainer = Slow(model := llama(), arguments, train_dataset=rows, eval_dataset=rows[:2])
         if in_front:
             callback.add_to(trainer)
+            errors.append(ValueError("stop"))
+            with pytest.raises(ValueError, match="stop"):
+                trainer.train()
         else:
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
