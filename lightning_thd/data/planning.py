@@ -132,11 +132,13 @@ def make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: b
     largest = capacity if sharing is None else capacity * sharing.max_degree
     if oversize in ("truncate", "split"):
         refuse_cuts(data.index, data.dataset, largest)
+    # A resume may change the largest degree, but not the cost.
+    longest = largest if sharing is None else min(largest, int(data.index.lengths.max(initial=1)))
     plan: dict[str, Any] = {
         "global_batch": settings.step(job) if training else Packs(job.ranks),
         "loss_tokens": partial(data.index.loss_weights, data.dataset),
         "align": job.alignment,
-        "cost": settings.cost or model_cost(job.model, largest),
+        "cost": settings.cost or model_cost(job.model, longest),
         "window": settings.window,
         "oversize": oversize,
         "tail": settings.tail if training else "pad",

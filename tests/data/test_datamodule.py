@@ -155,15 +155,23 @@ def test_the_scale_counts_just_the_targets_that_are_there(oversize: Any, labels:
         assert step.microbatches[0].loss_scale == (len(step) / targets if targets else 0.0)
 
 
-def test_batches_count_the_pairs_of_the_models_window() -> None:
+def test_the_models_window_counts_in_batches_and_in_a_cost_that_a_resume_finds_again() -> None:
     sizes = {**TinyModule().model.config.to_dict(), "model_type": "mistral", "sliding_window": 6}
     data = THDDataModule(sequences(60), capacity=CAPACITY)
-    data.attach(model=AutoModelForCausalLM.from_config(MistralConfig(**sizes)))
+    data.attach(model=(model := AutoModelForCausalLM.from_config(MistralConfig(**sizes))))
     batches = batches_of(data)
     assert len(batches) > 2
     for batch in batches:
         expected = sum(min(i + 1, 6) for length in batch.lengths for i in range(length))
         assert batch.stats.window_pairs == ((6, expected),)
+    one, settings = (
+        open_set("train", sequences(8), Opener(), empty="error"),
+        planning.DataSettings(capacity=32),
+    )
+    jobs = [Job(ranks=4, sharing=Sharing(max_degree=degree), model=model) for degree in (2, 4)]
+    settings = replace(settings, global_batch=Sequences(4))
+    two, four = (planning.make_planner(one, settings, job, training=True) for job in jobs)
+    assert four.resume(two.state(0, 1)) == (0, 1)
 
 
 def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
