@@ -42,7 +42,7 @@ def outermost_models(module: nn.Module | None) -> dict[str, Any]:
     """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
     found: dict[str, Any] = {}
     for name, child in module.named_modules() if module is not None else ():
-        # Any config with a model_type counts, because FLOPs are counted without transformers, too.
+        # Accept configs of other packages, because FLOPs are also counted without transformers.
         model_type = getattr(getattr(child, "config", None), "model_type", None)
         if model_type and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
             found[name] = child

@@ -1,10 +1,10 @@
 """A parallel layout and an FP8 recipe -> the multiples to which sequences and packs are padded.
 
-Kernels check the number of slots on one rank. Of a pack's T slots, a rank has T / (cp x tp) before sequence
-parallelism gathers them, and T / cp afterwards. Padding every sequence for all these checks wastes up to 10 %
-of a pack of chats. So sequences are padded only for context parallelism, and the whole pack is padded once
-for everything else. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The padding at the end
-of a pack is a separate sequence, so no real token attends to it.
+FP8 kernels require a multiple of slots on each rank. Of a pack's T slots, a rank has T / (cp x tp) before
+sequence parallelism gathers them, and T / cp afterwards. Padding every sequence to all these multiples wastes
+up to 10 % of a pack of chats. So sequences are padded only for context parallelism, and the pack for the
+rest. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The padding at the end of a pack is a
+separate sequence, so no real token attends to it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheaper_way(layout, sizes, spec)
-    # A ring supports windows only of striped shards; for others, one exchange replaces it.
+    # With a window, a ring supports only striped shards; ``needed`` replaces it for others.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 

@@ -29,7 +29,7 @@ from lightning_thd.stats import combine
 Policy: TypeAlias = Recompute | Literal["auto"]
 
 _MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
-_MAX_WATCHED = 3  # Calls of models are watched in up to this many steps of a stage, until a step has some.
+_MAX_WATCHED = 3  # The most steps of a stage in which calls are watched, if the steps before had none.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
 _POOLED_HEADS = re.compile(_HEADS.pattern.replace("score|", "score|pooler|pre_classifier|head|"))

@@ -25,9 +25,9 @@ from torch import Tensor
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
-# Most elements (rows x heads x head size) of a sequence in a padded call; copying more would be slower.
+# The maximum of rows x heads x head size of a sequence in a padded call; copying more would be slower.
 GROUPED_ELEMENTS = 72 * 8 * 64
-# Most rows in a call of short sequences: 1 MiB per tensor with 8 heads of 64 in fp32; copies stay in cache.
+# The maximum of rows in a call of short sequences: 1 MiB a tensor (8 heads of 64, fp32), to stay in cache.
 CALL_ROWS = 512
 # A forward call's overhead equals this much arithmetic (rows x keys x heads x head size): 25 us, if one score
 # for a head of 64 takes 4.5 ns (one core of a Zen 4 server).
@@ -39,9 +39,9 @@ WHOLE_FORWARD = 1280
 # Rows of (limit of visible keys or queries, tile height in the forward, tile width in the backward), measured
 # on two cores of a Zen 4 server.
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
-# Most queries of a backward's tile: 1 MiB of dq per head of 64 in fp32. Also most keys if no mask is needed.
+# The maximum of queries, or of keys without a mask, in a backward's tile: 1 MiB of dq per head of 64 in fp32.
 COLUMN_ROWS = 4096
-MASK_CELLS = 1 << 20  # Most entries of a tile's mask: 4 MiB in fp32. Tiles of 8 rows or keys may have more.
+MASK_CELLS = 1 << 20  # The maximum of entries of a mask, 4 MiB in fp32; tiles of 8 rows or keys may exceed it
 
 
 @dataclass(frozen=True)

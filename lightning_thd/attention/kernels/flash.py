@@ -123,7 +123,7 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List a function's parameters, and the required ones that are not tensors which every call gives."""
+    """List a function's parameters, and the required ones without the tensors that every call gives."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     given = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to

@@ -1,7 +1,7 @@
 """THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-A row of padding is a copy of its sequence's first row. Offsets that the host does
-not know are read from the device once, but at every call if they are inference tensors.
+A row of padding is a copy of its sequence's first row. Offsets that the host does not know are read from the
+device once, or, if they are inference tensors, at every call.
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
 

@@ -60,7 +60,7 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
 def for_flash2(q: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Offsets, AttentionSpec]:
     """Return an equal call that flash-attn 2.8 and torch 2.13 compute as ``AttentionSpec`` defines it.
 
-    They treat a right side from max_kv on as unlimited, and an unlimited one beside a left side as max_kv.
+    They treat ``right >= max_kv`` as unlimited and, if left is limited, an unlimited right as max_kv.
     Their backward fails if max_kv is 0. If max_q is 1, their forward needs a query in every sequence.
     """
     if at.max_q != 1 and at.max_q <= at.max_kv:
