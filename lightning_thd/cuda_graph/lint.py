@@ -30,6 +30,7 @@ from lightning_thd.cuda_graph.guards import (
 )
 from lightning_thd.cuda_graph.recording import RefuseReads, record
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.models.positions import keep_frequencies
 from lightning_thd.parallel.shard import THDShard
 
 _AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
@@ -97,10 +98,11 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     with static_shapes(), reporting_to(report):
         _record(_copy(module), batch.to("cpu"), run, report)
         with _errors_to(report), without_saved_states(), _autocast_knows_meta():
-            moved = _copy(module).to("meta"), batch.to("meta")
-            _forward_backward(*moved, run)  # as the first run below
+            keep_frequencies(moved := _copy(module))  # this compares values, which "meta" does not have
+            meta = moved.to("meta"), batch.to("meta")
+            _forward_backward(*meta, run)  # builds tables and fills caches
             with RefuseReads():  # type: ignore[no-untyped-call]
-                _forward_backward(*moved, run)
+                _forward_backward(*meta, run)
     return LintReport(tuple(found.values()))
 
 
