@@ -236,8 +236,7 @@ class _Probe:
         try:
             with torch.no_grad():
                 wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
-        except Exception as error:
-            # The family may need more arguments (images, labels); that is not an error of packing.
+        except Exception as error:  # the family may need more arguments, such as images or labels
             self.skipped.append(f"stock eager attention: {type(error).__name__} in a plain call")
             return
         with torch.no_grad():

@@ -126,3 +126,6 @@ class PackingLeakError(RuntimeError):
             f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
             f"{remedy}. See docs/reference/messages.md#leaks."
         )
+
+    def __reduce__(self) -> tuple[type[PackingLeakError], tuple[PackingReport]]:
+        return type(self), (self.report,)  # pickle would pass the message in place of the report

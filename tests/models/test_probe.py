@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -158,8 +159,11 @@ def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
     with pytest.raises(PackingLeakError, match=r"Own lets sequences .* is after \(Shift\)") as caught:
         check_packing(Own("shift"), vocab_size=32)
     assert "call varlen_attention" in str(caught.value)  # not transformers' options
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as from a process pool
     with pytest.raises(PackingLeakError, match=r"the model itself \(Own\)|the first module"):
         check_packing(Own("attention"), vocab_size=32)
+    # The next run does not overwrite the NaN of one run.
+    assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok
 
 
 class Gated(Own):
@@ -172,10 +176,6 @@ class Gated(Own):
     def forward(self, batch: THDBatch) -> Tensor:
         x: Tensor = self.embed(batch.input_ids)
         return x + self.out(self.after(x))
-
-
-def test_nan_in_one_run_is_not_overwritten_by_the_next() -> None:
-    assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok
 
 
 def test_the_probe_seeds_no_gpu_that_the_model_is_not_on(monkeypatch: Patch) -> None:
