@@ -111,15 +111,15 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Beginning:
-    """The first state of a source with ``state_dict``, and whether its last iteration was left unfinished.
+    """The first state of a source with ``state_dict``, and whether the source was read in this process.
 
-    A new iteration may continue an unfinished one. So the source is reset to its first state before it.
+    A source that was read may go on where it stopped. So it is reset to its first state for a new run.
     """
 
     def __init__(self, source: Any) -> None:
         self._state: Any = None
         self.ended: Any = None  # the state after the last complete pass, with which the next begins
-        self._unfinished = False
+        self._was_read = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
 
@@ -133,8 +133,8 @@ class Beginning:
 
     def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
         """Yield (record, mark) from the start or a saved state on; every 64th record has a new mark."""
-        first, state = (0, self._state if self._unfinished else None) if mark is None else mark
-        self._unfinished = True
+        first, state = (0, self._state if self._was_read else None) if mark is None else mark
+        self._was_read = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
         # From a state saved at the end of a pass, the first iteration may give nothing.
@@ -144,7 +144,6 @@ class Beginning:
                 yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
             if row > first:
                 break
-        self._unfinished = False
         with contextlib.suppress(Exception):
             self.ended = copy.deepcopy(source.state_dict())
 
