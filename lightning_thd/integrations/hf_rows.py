@@ -25,6 +25,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import NAME, run_as_pack
+from lightning_thd.models.pack import current_pack
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
@@ -67,6 +68,9 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         for name, why in _NOT_FOR_ROWS.items():
             if name in kwargs:
                 raise TypeError(f"{type(self).__name__} got {name}, but {why}. Leave it out.")
+        for given in (*args, *kwargs.values()):
+            for model in given.modules() if isinstance(given, nn.Module) else ():
+                _unpack_rows(model)  # TRL wraps the forward of each model, also of one from another trainer
         super().__init__(*args, **kwargs)
         refuse_engines(self)
         self._refuse_what_rows_cannot()
@@ -124,8 +128,16 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     model.forward = MethodType(forward, model)  # a bound method, so that a copy of the model runs the copy
 
 
+def _unpack_rows(model: Any) -> None:
+    if model.__dict__.get("_thd_packs_rows"):
+        model.forward, model._thd_packs_rows, model._thd_throughput = model._thd_padded_forward, False, None
+        model.set_attn_implementation(model._thd_padded_attention)
+
+
 def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model's call for log-probabilities or classes as a pack, and any other on padded rows."""
+    if current_pack() is not None:  # the call has a THDBatch's arguments, as that of causal_lm_loss
+        return model._thd_padded_forward(*args, **kwargs)
     classifies = "ForSequenceClassification" in type(model).__name__
     if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
         return _run_pack(model, model._thd_padded_forward, kwargs)
@@ -187,8 +199,6 @@ def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, optio
 
 @contextmanager
 def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
-    """Make the backbone return only the hidden states of ``slots`` inside this context."""
-
     def select(_: nn.Module, __: Any, output: Any) -> Any:
         output["last_hidden_state"] = output["last_hidden_state"].index_select(1, slots)
         return output

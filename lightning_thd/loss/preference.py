@@ -307,7 +307,6 @@ def reward_pair_loss(
 
 
 def _check_smoothing(kind: str, value: float) -> None:
-    """Refuse label smoothing of 0.5 or more, smoothing that a kind lacks, and 0 if the kind needs some."""
     real_number(value, "label_smoothing", least=0.0)
     needed = kind == "exo_pair"
     if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):

@@ -181,7 +181,6 @@ def routers_for(
 
 
 def _experts_of(inner: Any, config: Any, what: str) -> Experts:
-    """Look up a model's experts, or refuse a family whose routers or balancing formula are not known."""
     name = type(inner).__name__
     if not routers_of(inner):
         raise ValueError(

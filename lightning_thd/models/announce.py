@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME: Final = "thd"
+_OF_PACKS: Final = ("cu_seq_lens_q", SHARED)
 # Hooked models by ``id``, for ``_reason_of``; a copy of a model is missing until ``adopt`` adds it.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # Class names of all models ever hooked. While the set is empty, the guard need not watch other models.
@@ -217,7 +218,7 @@ def enter(
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
     outer: Scope | None = getattr(STATE, "scope", None)
-    if outer is None and getattr(model, "_thd_packs_rows", False):
+    if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
     # Name positional arguments. If the first is a batch, the call runs a whole training step: keep them.
     if args and isinstance(args[0], torch.Tensor | None):
@@ -302,7 +303,6 @@ def _call_announced(
 
 
 def _report_pack(model: Any, pack: Pack, caller: Caller) -> None:
-    """Report the pack to the outer model, which has no "thd"; refuse the pack if that model has labels."""
     if caller.labelled is not None:
         raise ValueError(
             f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, got a pack: a "
@@ -397,7 +397,6 @@ def guard(model_class: Any) -> None:
 
 
 def _refuse_unannounced(model: Any) -> None:
-    """Refuse a model that never got "thd", if its config or its language model's config asks for it."""
     if NAME in (model.config._attn_implementation, _language_config(model.config)._attn_implementation):
         raise ValueError(
             f"{type(model).__name__} has a config that says 'thd', but was built with another attention and "

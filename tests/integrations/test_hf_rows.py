@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
+from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows
 from tests.data.chats import PLAIN, make_tokenizer
@@ -99,8 +101,6 @@ def use_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train with TRL's own trainer, or with the same one on packs."""
-    from datasets import Dataset
-
     warnings.simplefilter("ignore")
     tokenizer = make_tokenizer(PLAIN)
     options = dict(options)
@@ -209,12 +209,16 @@ def test_options_of_dpo_mean_what_they_mean(options: dict[str, Any], tmp_path: P
     check("dpo", tmp_path, **options)
 
 
-def test_what_would_change_the_numbers_is_refused() -> None:
+def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
     for option, why in REFUSED_FOR_ROWS.items():
         trainer.args = SimpleNamespace(**{option: True})
         with pytest.raises(ValueError, match=re.escape(f"({option}=True) {why}. Leave it at its default.")):
             trainer._refuse_what_rows_cannot()
+    with caplog.at_level("INFO"):
+        trainer.args = SimpleNamespace(pad_to_multiple_of=8)
+        trainer._refuse_what_rows_cannot()
+    assert "pad_to_multiple_of=8 has no effect on packs, which hold no padding" in caplog.text
     for kind, given, message in (
         (trl.DPOTrainer, {"capacity": 64}, "PackedDPOTrainer got capacity, but a batch of"),
         (trl.GRPOTrainer, {"router_balance": "step"}, "got router_balance, but TRL averages over"),
@@ -228,15 +232,19 @@ def test_what_would_change_the_numbers_is_refused() -> None:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=ids)
 
 
-def test_a_multiple_for_padding_is_named_as_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
-    trainer.args = SimpleNamespace(pad_to_multiple_of=None)
-    with caplog.at_level("INFO"):
-        trainer._refuse_what_rows_cannot()
-        assert caplog.text == ""
-        trainer.args.pad_to_multiple_of = 8
-        trainer._refuse_what_rows_cannot()
-    assert "pad_to_multiple_of=8 has no effect on packs, which hold no padding" in caplog.text
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
+    tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, save_strategy="no")
+    models = [model_of("dpo", tokenizer, "sdpa") for _ in range(2)]
+    for share in (False, True):
+        given = {"processing_class": tokenizer, "train_dataset": data, "share_prefixes": share}
+        packed_trainer(trl.DPOTrainer)(*models, args, **given).train()
+    assert [model._thd_shares_prefixes for model in models] == [True, True]
+    fresh, batch = model_of("dpo", tokenizer, "thd"), THDBatch.collate([{"input_ids": [5, 6, 7]}] * 2)
+    fresh.load_state_dict(models[0].state_dict())
+    found = [(causal_lm_loss(x.eval(), batch), x(**batch.hf_kwargs()).logits) for x in (models[0], fresh)]
+    assert all(map(torch.equal, *found))
 
 
 def test_a_call_with_shared_prefixes_keeps_its_divisor_and_balances_no_experts() -> None:
@@ -269,11 +277,8 @@ def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
             found = packing(**given).logits[kept]
             assert torch.equal(found, plain(**given).logits[kept])
             assert found.isfinite().all()
-        made = [
-            model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-            for model in (packing, plain)
-        ]
-    assert torch.equal(*made)
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(packing.generate(ids, **how), plain.generate(ids, **how))
     # A copy, as callbacks that average weights make, is a model of its own.
     copied, batch = copy.deepcopy(packing), {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():

@@ -33,10 +33,8 @@ _STATE.running = None
 
 
 class _Running(NamedTuple):
-    """The layout of the shard that a layer runs on, and the names of the functions it has called."""
-
-    layout: ShardLayout
-    called: list[str]
+    layout: ShardLayout  # the layout of the shard that a layer runs on
+    called: list[str]  # names of the functions that the layer has called
 
 
 def scan_state_space(
@@ -195,8 +193,6 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
 
 
 class _Reach(NamedTuple):
-    """Indices for a convolution over the stretches of a shard."""
-
     rows: Tensor  # indices into own and received slots: per stretch, up to W - 1 earlier slots, then its own
     sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
     own: Tensor  # ``[N]``, where the outputs of this rank's slots are in the groups laid end to end

@@ -223,7 +223,6 @@ def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
 def _exchange(
     recurrence: Recurrence, plan: _Plan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
 ) -> tuple[Tensor, Tensor]:
-    """Send each rank its states and changes in one message, and return those received; a collective."""
     assert layout.group is not None
     parts = [
         torch.cat([states.index_select(0, s).flatten(), changes.index_select(0, c).flatten()])
@@ -244,7 +243,6 @@ def _exchange(
 
 
 def _plan(layout: ShardLayout) -> _Plan:
-    """Group a shard's stretches into rows and move all indices to the device in one upload."""
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
