@@ -49,7 +49,7 @@ def test_every_format_gives_the_sequences_back(lengths: list[int], form: str, pa
     rows = [pack_by_hand(part, form, pad=pad) for part in (samples[:3], samples[3:]) if part]
     if not labels:
         for row in rows:
-            row["labels"] = None
+            row |= {"labels": None, "label": None}
     assert holds_packs(rows)
     found = open_packed(rows)
     assert len(found) == len(samples)

@@ -88,7 +88,7 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
     parts = [np.empty((4, 0), np.int64)]
     for i in range(len(rows)):
         row = rows[i]
-        if other := sorted(set(row) - _READ):
+        if other := sorted(name for name in set(row) - _READ if row[name] is not None):
             raise ValueError(
                 f"Row {i} carries {', '.join(other)}, which cannot be divided among its sequences. Drop it."
             )
