@@ -105,7 +105,6 @@ def check_packing(
     flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
     if thorough and tuple(lengths) == LENGTHS:
         lengths = (*lengths, *lengths_to_reach(model, max(LENGTHS)))
-    batch = random_pack(model, vocab_size, lengths, seed)
     run = forward or default_forward(model)
     norms = averaging_norms(model)
 
@@ -119,7 +118,8 @@ def check_packing(
         return probe
 
     limits = lowered_limits(model) if thorough else nullcontext()
-    with undisturbed(model), no_zero_weights(model), limits:
+    with undisturbed(model, grad=grad), no_zero_weights(model), limits:
+        batch = random_pack(model, vocab_size, lengths, seed)
         report = _judged(measure(), tolerance)
         if not report.ok and not report.leaks and tolerance is None:
             report = _without_rounding(model, measure) or report
@@ -193,7 +193,7 @@ class _Probe:
         return logits
 
     def _measure(self) -> None:
-        with torch.set_grad_enabled(self.grad), self._inputs_watched():
+        with self._inputs_watched():
             whole = self.logits(self.batch)
             inputs = self.inputs
             self.dtype = working_dtype(self.model, whole)

@@ -18,8 +18,8 @@ from lightning_thd.models.pack import NOTES
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Generator[None]:
-    """Run the model in eval mode, uncompiled, inside this context; then restore modes and random state."""
+def undisturbed(model: nn.Module, *, grad: bool) -> Generator[None]:
+    """Run the model in eval mode, uncompiled, with gradients if ``grad``; restore modes and random state."""
     training = {module: module.training for module in model.modules()}
     devices = sorted({x.device.index or 0 for x in model.parameters() if x.is_cuda})
     model.eval()
@@ -28,7 +28,8 @@ def undisturbed(model: nn.Module) -> Generator[None]:
             # torch.manual_seed would seed all GPUs, also those that are initialised later.
             for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)):
                 generator.manual_seed(0)
-            yield
+            with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+                yield
     finally:
         for module, flag in training.items():
             module.training = flag

@@ -84,8 +84,11 @@ def test_the_stock_model_leaks_and_the_probe_names_the_layer(trap: str, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
-def test_the_stock_model_called_right_passes(name: str) -> None:
-    assert check_packing(build(name, "eager"), forward=with_everything).ok
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_the_stock_model_called_right_passes_also_without_gradients(name: str, without: Any) -> None:
+    model = build(name, "eager")
+    with without():
+        assert check_packing(model, forward=with_everything).gradient_error is not None
 
 
 KINDS = {family.kind: name for name, family in FAMILIES.items()}
@@ -162,8 +165,7 @@ def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as from a process pool
     with pytest.raises(PackingLeakError, match=r"the model itself \(Own\)|the first module"):
         check_packing(Own("attention"), vocab_size=32)
-    # The next run does not overwrite the NaN of one run.
-    assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok
+    assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok  # the next run is finite
 
 
 class Gated(Own):
@@ -382,8 +384,7 @@ def test_a_config_changed_after_construction_is_followed_or_refused(name: str) -
         with pytest.raises(ValueError, match=refused):
             models[1](**batch.hf_kwargs())
         return
-    found = batch.unpack(models[1](**batch.hf_kwargs()).logits)
-    for ids, ours in zip(docs, found, strict=True):
+    for ids, ours in zip(docs, batch.unpack(models[1](**batch.hf_kwargs()).logits), strict=True):
         wanted = models[0](input_ids=ids[None], use_cache=False).logits[0]
         torch.testing.assert_close(ours.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
 
