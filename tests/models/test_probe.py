@@ -100,8 +100,7 @@ KINDS = {family.kind: name for name, family in FAMILIES.items()}
 def test_thd_passes(name: str) -> None:
     report = check_packing(build(name, "thd"), lengths=(3, 1, 8), tolerance=1e-5)
     assert report.ok
-    assert report.module is None
-    assert report.attention == "thd"
+    assert (report.module, report.attention) == (None, "thd")
     assert report.layers == FAMILIES[name].arguments.get("num_hidden_layers", 2)
     assert report.leak == 0 or FAMILIES[name].experts
     assert report.gradient_leak is not None
