@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     L.seed_everything(0)
-    signs = Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # its own order differs between processes
+    signs = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
     signs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=signs, eos_token="</s>")
     tokenizer.add_tokens(["<user>", "<assistant>", "<image>"], special_tokens=True)
