@@ -111,7 +111,7 @@ class THDLoader:
         # Steps of a stream that are not trained yet: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
-        # Whether a hand-written loop reports each batch that it ran, and the batches that it has not yet run.
+        # Whether a hand-written loop reports each batch that it ran; how many batches it has not run yet.
         self._reports, self._not_run = False, 0
         self._predicts = predicts
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
