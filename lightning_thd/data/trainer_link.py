@@ -38,6 +38,7 @@ class Job:
     sharing: Sharing | None = None  # set with context_parallel_size="dynamic"
     model: nn.Module | None = None  # the module that is trained
     loggers: tuple[Logger, ...] = ()
+    alone: bool = False  # whether a Trainer runs on this rank only, even if the process has a group of ranks
     whole_steps: bool = False  # whether a batch holds all packs of this rank in a step, also with Packs(n)
 
 
@@ -56,6 +57,7 @@ def job_of(trainer: L.Trainer) -> Job:
         sharing=sharing,
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
+        alone=getattr(trainer.strategy, "world_size", 1) == 1,
         whole_steps=sharing is not None or getattr(trainer.strategy, "packs_as_steps", False),
     )
 

@@ -33,8 +33,7 @@ def row(length: int) -> dict[str, torch.Tensor]:
 
 
 def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
-    rows = [row(length) for length in lengths]
-    return {key: torch.stack([one[key] for one in rows]) for key in rows[0]}
+    return {key: torch.stack([row(length)[key] for length in lengths]) for key in row(1)}
 
 
 def by_hand(config: Any) -> int:
@@ -57,8 +56,7 @@ def test_a_padded_loop_of_fabric() -> None:
             optimizer.step()
             optimizer.zero_grad()
     latest = monitor.finish()
-    assert [step for step, _ in logged] == [3, 4]
-    assert latest["train/total_flops"] == by_hand(bare.config)
+    assert ([at for at, _ in logged], latest["train/total_flops"]) == ([3, 4], by_hand(bare.config))
     assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)
     assert {"train/device/mfu", "train/device/real_items_per_sec"} <= set(latest)
     assert (latest["train/samples"], latest["train/lengths"]) == (8, 64)
@@ -77,8 +75,7 @@ def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
     model, data = tiny_llama(torch.float32), THDDataModule(sequences(30), capacity=64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loop = prepare_fabric(host, model, data, optimizer, loss_fn=loss_fn, peak=PEAK, log_every_n_steps=1)
-    flops: Any = FlopsModel.from_config(model.config)
-    wanted = 0
+    flops, wanted = FlopsModel.from_config(model.config), 0
     for number, step in zip(range(4), loop.loader, strict=False):
         loop.backward(step)
         stats = step.stats

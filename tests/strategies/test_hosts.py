@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, THDStrategyMixin
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDModelParallelStrategy
 from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.strategies.mixin import THDStrategyMixin
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
 from tests.tiny import largest_error, quiet_trainer, sequences
@@ -165,10 +166,14 @@ def alone() -> list[Any]:
         return []
     loader = DataLoader([pack], batch_size=None)  # type: ignore[arg-type, list-item]
     how = {"devices": 1, "callbacks": [THDThroughputMonitor()]}
+    stream = THDDataModule(lambda: iter(sequences(9)), capacity=99)
+    stream.trainer = quiet_trainer(devices=1)
+    stream.setup("fit")
+    assert next(iter(stream.train_dataloader())).lengths
     return [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
 
 
-def test_one_rank_evaluates_after_a_job_of_two() -> None:
+def test_one_rank_reads_a_stream_and_evaluates_after_a_job_of_two() -> None:
     plain, ours = run_ranks(alone, 2, timeout_s=60.0)[0]
     assert plain == ours
     assert plain[0]["val/loss"] > 0.0

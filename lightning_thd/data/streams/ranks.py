@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.data.streams.schedule import PlannedStep
+from lightning_thd.data.trainer_link import Job
 from lightning_thd.parallel.across_ranks import broadcast_object, host_group
 
 Payloads = dict[tuple[int, int, int], bytes]  # (round, shard, row) of a sequence -> its payload
@@ -74,20 +75,18 @@ class Peers:
                 self._group = host_group(peers, timeout_s)
 
     @classmethod
-    def of_job(
-        cls, data_rank: int, data_ranks: int, value: Any, *, timeout_s: float
-    ) -> tuple[Peers, list[Any]]:
-        """Find which ranks share a data rank, and gather the values of readers; a collective of all ranks."""
-        if not (dist.is_available() and dist.is_initialized()):
+    def of_job(cls, job: Job, value: Any, *, timeout_s: float) -> tuple[Peers, list[Any]]:
+        """Find which ranks share a data rank, and gather readers' values; a collective in parallel jobs."""
+        if job.alone or not (dist.is_available() and dist.is_initialized()):
             return cls([0], [0], 0, timeout_s=timeout_s), [value]
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (data_rank, value))
+        dist.all_gather_object(gathered, (job.rank, value))
         found = [number for number, _ in gathered]
-        groups = [[rank for rank, number in enumerate(found) if number == i] for i in range(data_ranks)]
-        if set(found) != set(range(data_ranks)):
-            raise ValueError(f"The ranks have the data ranks {found}; wanted 0 to {data_ranks - 1}.")
+        groups = [[rank for rank, number in enumerate(found) if number == i] for i in range(job.ranks)]
+        if set(found) != set(range(job.ranks)):
+            raise ValueError(f"The ranks have the data ranks {found}; wanted 0 to {job.ranks - 1}.")
         readers = [group[0] for group in groups]
-        peers = cls(readers, groups[data_rank], dist.get_rank(), timeout_s=timeout_s)
+        peers = cls(readers, groups[job.rank], dist.get_rank(), timeout_s=timeout_s)
         return peers, [gathered[reader][1] for reader in readers]
 
     def send(self, value: Any) -> None:

@@ -135,7 +135,7 @@ class StreamedSteps:
         self.per_step = self._settings.scheduling.step.n // job.ranks if kind == "pack" else 1
         shards = self._settings.shards if job.ranks > 1 else ()
         known = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
-        self._peers, lists = Peers.of_job(job.rank, job.ranks, known, timeout_s=self._settings.timeout_s)
+        self._peers, lists = Peers.of_job(job, known, timeout_s=self._settings.timeout_s)
         _refuse_other_shards(lists)
         self._same = False  # whether the planned steps of a loaded state fit this job
         self.engine: Engine | None = None

@@ -143,7 +143,6 @@ def _encoder(sizes: Sizes) -> list[Layer]:
 
 
 def _modernbert(sizes: Sizes) -> list[Layer]:
-    """Return ModernBERT's layers (gated, most with a window) and the dense layer of its head."""
     head = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
     return [*_decoder(sizes), lone("transform", head)]
 
