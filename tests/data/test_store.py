@@ -253,8 +253,7 @@ def test_pieces_are_read_and_counted_with_their_targets(
     targets: dict[int, dict[int, int]] = {}
     for k in range(len(planner)):
         for spans in planner.step(0, k, 1).microbatches(0):
-            total = 0
-            columns = (spans.index, spans.start, spans.stop, spans.continued)
+            total, columns = 0, (spans.index, spans.start, spans.stop, spans.continued)
             for i, start, stop, continued in zip(*columns, strict=True):
                 sample = index.sample(samples, int(i), int(start), int(stop), bool(continued))
                 assert np.array_equal(sample["input_ids"], samples[i]["input_ids"][start:stop])
