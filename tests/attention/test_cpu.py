@@ -76,13 +76,7 @@ def small_limits() -> Iterator[None]:
     ]),
 )  # fmt: skip
 def test_equals_dense_on_every_path(
-    small_limits: None,
-    lengths: list[int],
-    others: list[int],
-    cross: bool,
-    heads: tuple[int, int],
-    sizes: tuple[int, int],
-    options: dict,
+    small_limits: None, lengths: list, others: list, cross: bool, heads: tuple, sizes: tuple, options: dict
 ) -> None:
     lengths_kv = (others * 6)[: len(lengths)] if cross else lengths
     q = torch.randn(sum(lengths), heads[0], sizes[0], dtype=torch.float64)
@@ -153,13 +147,14 @@ def test_a_forward_mode_derivative_is_refused_where_it_would_be_zero() -> None:
     [
         ({"softcap": 3.0}, r"no second derivative.*attn_implementation='eager'"),
         ({}, "derivative for aten::.* is not implemented"),  # torch's own, for a few short sequences
+        ({"sinks": torch.zeros(2, requires_grad=True)}, "no second derivative"),
     ],
 )
 def test_a_second_derivative_is_refused(options: dict, message: str) -> None:
     q = torch.randn(6, 2, 8, requires_grad=True)
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     out = varlen_attention(q, q, q, cu, cu, 4, 4, **options)
-    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(out.sum(), options.get("sinks", q), create_graph=True)
     with pytest.raises((NotImplementedError, RuntimeError), match=message):
         first.sum().backward()
 

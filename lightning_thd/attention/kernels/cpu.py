@@ -235,11 +235,10 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if torch.is_grad_enabled():  # with create_graph=True; this operator refuses a second derivative
             cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
-            dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
-        else:
-            dq, dk, dv = _backward(work, grads[0], q, k, v, out, lse)
+            found = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec), sinks)
+            return None, *found[:3], None if sinks is None else found[3]
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, lse, sinks)
-        return None, dq, dk, dv, dsinks
+        return None, *_backward(work, grads[0], q, k, v, out, lse), dsinks
 
 
 @torch.library.custom_op("lightning_thd::varlen_attention_cpu", mutates_args=(), device_types="cpu")
@@ -284,15 +283,19 @@ def _backward_op(
     right: int,
     scale: float,
     softcap: float,
-) -> Gradients:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and the gradient of the sinks (empty without sinks), as one operator."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
     offsets = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
-    return backward(grad_out, Saved(q, k, v, out, lse), *offsets, spec=spec)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
+    return *backward(grad_out, Saved(q, k, v, out, lse), *offsets, spec=spec), dsinks
 
 
 @_backward_op.register_fake
-def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    dsinks = q.new_empty(0) if given[-1] is None else given[-1].new_empty(given[-1].shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -304,9 +307,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks = ctx.saved_tensors
-    dq, dk, dv = _backward_op(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *ctx.options)
-    dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
-    return dq, dk, dv, None, None, dsinks, *([None] * 6)
+    found = _backward_op(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *ctx.options, sinks)
+    return *found[:3], None, None, None if sinks is None else found[3], *([None] * 6)
 
 
 varlen_attention_cpu.register_autograd(_differentiate, setup_context=_setup_context)
