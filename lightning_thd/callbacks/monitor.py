@@ -135,7 +135,6 @@ class THDThroughputMonitor(Callback):
         self._marks = StepMarks(self._clock)
         self._steps = 0
         self._exclude = False  # whether ``exclude_step`` was called in this step
-        self._failing = False  # whether training raised an error
         self._graphs = 0  # torch.compile's graphs when the last step ended
 
     def exclude_step(self) -> None:
@@ -242,7 +241,7 @@ class THDThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the FLOPs model and the device's peak, and start measuring."""
         self._open("train", trainer, pl_module)
-        self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
+        self._steps, self._graphs = 0, _compiled_graphs()
         self._marks = StepMarks(self._clock)
         self._wrap_saving(trainer)
         lay_out(trainer.loggers)
@@ -294,9 +293,8 @@ class THDThroughputMonitor(Callback):
             _notice_padding(self._meters["train"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Skip all collectives after an error, because other ranks may not join them."""
-        self._failing = True
-        self._remove_hooks()
+        """Remove all hooks without a collective; after an error, Lightning does not call ``teardown``."""
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer's own methods and remove all hooks."""
@@ -437,7 +435,7 @@ class THDThroughputMonitor(Callback):
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> None:
             with self.paused():
-                if "train" in self._meters and not self._failing:
+                if "train" in self._meters:  # not after an error, when other ranks may not join
                     self._meter("train").reduce(whole=True)
                 original(*args, **kwargs)
                 self._marks.mark("checkpoint")

@@ -75,8 +75,7 @@ def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path:
     memory = fit(tmp_path, UNEQUAL, measure={"warmup_steps": 3})
     rated = ["train/device/mfu" in row for _, row in memory.rows]
     assert rated == [False, True, True]
-    second = memory.rows[1][1]
-    assert second["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[3:4]) / 0.5)
+    assert memory.rows[1][1]["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[3:4]) / 0.5)
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
 
 
@@ -87,8 +86,7 @@ def test_a_run_of_warmup_steps_rates_its_last_interval_by_its_own_time(tmp_path:
 
 def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
     steps = [THDStep(UNEQUAL[:3]), THDStep(UNEQUAL[3:4]), THDStep(UNEQUAL[4:])]
-    memory = fit(tmp_path, steps, log_every_n_steps=3)
-    ((_, row),) = memory.rows
+    ((_, row),) = fit(tmp_path, steps, log_every_n_steps=3).rows
     assert row["train/total_flops"] == flops_of(UNEQUAL)
     assert row["train/batches"] == 6
 
@@ -101,8 +99,7 @@ def test_the_last_steps_are_logged_if_only_the_monitor_has_an_interval(tmp_path:
 def test_accumulation_closes_intervals_at_optimizer_steps(tmp_path: Path) -> None:
     memory = fit(tmp_path, UNEQUAL, log_every_n_steps=1, accumulate_grad_batches=3)
     assert [row["train/batches"] for _, row in memory.rows] == [3, 6]
-    first = memory.rows[0][1]
-    assert first["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[:3]) / 1.5)
+    assert memory.rows[0][1]["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[:3]) / 1.5)
 
 
 def test_validation_and_checkpoints_take_no_part_in_the_rates(tmp_path: Path) -> None:
@@ -248,10 +245,17 @@ def test_weights_thawed_inside_an_interval_count_from_there(
     assert row["train/total_flops"] == pytest.approx(2 * before + 4 * 3 * forward)
 
 
+def test_a_fit_after_one_that_failed_counts_its_own_model(tmp_path: Path) -> None:
+    measures, small = monitor(clock := Clock()), Module(clock, config={**CONFIG, "num_hidden_layers": 1})
+    with pytest.raises(AttributeError, match="input_ids"):
+        fit(tmp_path, ["no batch"], measures, clock=clock, module=small)
+    fit(tmp_path, UNEQUAL, measures, clock=clock)
+    assert measures.latest["train/total_flops"] == flops_of(UNEQUAL)
+
+
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
     given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")
-    memory = fit(tmp_path, UNEQUAL, measure={"flops_model": given}, config=None)
-    row = memory.rows[-1][1]
+    row = fit(tmp_path, UNEQUAL, measure={"flops_model": given}, config=None).rows[-1][1]
     assert row["train/total_flops"] == sum(given.training_flops(batch.stats).model for batch in UNEQUAL)
     assert row["train/device/hfu"] > 1.2 * row["train/device/mfu"]
 
