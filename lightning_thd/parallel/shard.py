@@ -68,10 +68,7 @@ class THDShard(THDBatch):
         )
 
     def unpack(self, x: Tensor) -> list[Tensor]:
-        """Gather ``[N, ...]`` or ``[1, N, ...]`` from all ranks and split it by sequence; a collective.
-
-        The result is that of ``THDBatch.unpack``, whole sequences ``[length, ...]`` on every rank.
-        """
+        """Gather ``[N, ...]`` or ``[1, N, ...]`` of all ranks and split it into sequences; a collective."""
         slots = self.layout.local_slots
         x = rows_of_slots(x, slots)
         if x.ndim == 0 or x.shape[0] != slots:

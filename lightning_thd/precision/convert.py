@@ -75,7 +75,6 @@ def convert_linear(
         MisconfigurationException: if the device cannot run the recipe, or the engine would run the model
             wrongly.
         ValueError: if the recipe or engine does not exist, or linear weights have another dtype.
-        ModuleNotFoundError: if the engine is not installed.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     min_features = whole_number(min_features, "min_features")

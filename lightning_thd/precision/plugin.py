@@ -42,10 +42,6 @@ class FP8Precision(Precision):
     ``transformer_engine.common.recipe``. With ``engine="torchao"`` it is "tensorwise" (also "current"),
     "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``. ``weights_dtype`` is torch.bfloat16 or
     torch.float32. The other arguments are those of ``convert_linear``.
-
-    Raises:
-        ValueError: if a recipe, engine or dtype does not exist, or they do not fit together.
-        ModuleNotFoundError: if the engine is not installed.
     """
 
     def __init__(

@@ -175,11 +175,8 @@ def fastest_precision(
 ) -> Literal["bf16-mixed", "16-mixed", "32-true"]:
     """Return the ``precision`` for a Trainer or Fabric in which ``device`` is fastest.
 
-    The default device is the GPU if torch finds one, else the CPU.
-
-    Returns:
-        ``"bf16-mixed"`` if a GPU has bf16 hardware, ``"16-mixed"`` on other GPUs with tensor cores, else
-        ``"32-true"``. An H100 gives ``"bf16-mixed"``, a T4 ``"16-mixed"``.
+    The default device is the GPU if torch finds one, else the CPU. GPUs with bf16 hardware, such as an H100,
+    give ``"bf16-mixed"``, others with tensor cores, such as a T4, ``"16-mixed"``. The rest is ``"32-true"``.
     """
     gpu = torch.cuda.is_available()
     device = checked_device(("cuda" if gpu else "cpu") if device is None else device)

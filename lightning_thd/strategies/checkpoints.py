@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -160,23 +160,43 @@ class Checkpoints:
             loaded = base(path, weights_only=weights_only)
         finally:
             strategy.optimizers = optimizers
-        load_whole_states(loaded.get("optimizer_states", ()), optimizers, strategy.model)
+        load_whole_states(loaded.get("optimizer_states", ()), self._optimizers(), strategy.model)
         return loaded
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of a running fit; after a fit, the strategy keeps them."""
+        fits = self._strategy._trainer.state.fn == "fit"
+        return [*self._strategy.optimizers] if fits else []
 
     def _load_folder(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
         """Load weights and optimizer states; ``names`` maps the model's names to the folder's."""
-        model, optimizers = self._strategy.model, self._strategy.optimizers
+        model, strict = self._strategy.model, self._strategy.lightning_module.strict_loading
         weights = {"state_dict": get_model_state_dict(model)}
-        load(weights, checkpoint_id=path)
-        named = as_named_in(model, weights["state_dict"])
-        model.load_state_dict(named, strict=self._strategy.lightning_module.strict_loading)
         keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        if strict:
+            self._refuse_unknown(path, weights["state_dict"], keys)
+        load(weights, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+        model.load_state_dict(as_named_in(model, weights["state_dict"]), strict=strict)
         if not any(key.startswith("optimizer_") for key in keys):
             return _rest_of(path, weights_only)  # no optimizer states: Lightning refuses to resume
-        for i, optimizer in enumerate(optimizers):
+        for i, optimizer in enumerate(self._optimizers()):
             drop_unknown_options(f"optimizer_{i}", optimizer, keys)
             load_state_of_folder(path, f"optimizer_{i}", optimizer, model, names, keys)
         return _rest_of(path, weights_only)
+
+    def _refuse_unknown(self, path: Path, own: Mapping[str, Any], keys: Iterable[str]) -> None:
+        """Refuse a folder with weights that the model lacks on all stages; a collective."""
+        stages, pipeline = [[*own]], self._strategy._pipeline
+        if pipeline is not None:
+            stages *= pipeline.channel.ranks
+            dist.all_gather_object(stages, [*own], group=pipeline.channel.down)
+        known = {f"state_dict.{name}" for names in stages for name in names}
+        saved = (key for key in keys if key.startswith("state_dict.") and "_extra_state" not in key)
+        if unknown := sorted({*saved} - known):
+            raise ValueError(
+                f"{path} has weights that the model lacks, {unknown[:3]} among them. Build the saved model, "
+                "or set strict_loading=False on the LightningModule."
+            )
 
     def load_optimizers(
         self, base: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]

@@ -21,7 +21,6 @@ from lightning_thd.parallel.shard import THDShard
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 # A part of the name of a Lightning strategy or Accelerate type -> why our steps cannot run in that engine.
-# Names are compared, because an import of the classes would need their packages.
 _REFUSED_ENGINES = {
     "deepspeed": "whose engine accumulates, clips and steps by itself",
     "megatron": "which runs the model and its steps by itself",

@@ -333,11 +333,7 @@ class PipelineStep:
 
 
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
-    """Return the names of a loss's autograd nodes up to ``made``; refuse a loss with other paths to weights.
-
-    ``made`` are the nodes of the model's own loss values. On all stages but the last, these values are NaN,
-    and their graph leads back to the stage's layers.
-    """
+    """Name a loss's autograd nodes up to ``made``, the model's own; refuse other paths to weights."""
     seen, left = {id(node) for node in made}, [loss.grad_fn]
     held, leaves = [], set()  # ``held`` keeps nodes alive, because ids of freed nodes are used again
     while left:

@@ -58,10 +58,9 @@ def test_a_mixture_of_experts_keeps_its_router_and_says_what_stays(tmp_path: Pat
     assert kept["model.lm_head"] == "keep='lm_head'"
     assert any(name.endswith("experts") and "grouped products" in why for name, why in kept.items())
     assert not any("gate" in name or "router" in name for name in plugin.converted.names)
-    table = str(fp8_report(module))
-    assert "grouped products" in table
-    assert "torchao tensorwise" in table
-    assert 0 < fp8_report(module).share < 0.5  # the experts are most of it
+    report = fp8_report(module)
+    assert all(words in str(report) for words in ("grouped products", "torchao tensorwise"))
+    assert 0 < report.share < 0.5  # the experts are most of it
 
 
 def test_the_share_leaves_out_the_head_and_gradients_in_high_precision() -> None:
@@ -149,8 +148,7 @@ def test_layers_are_kept_with_their_reasons() -> None:
         "sub": "is a NonDynamicallyQuantizableLinear",
         "patched": "has a forward of its own",
     }
-    table = str(fp8_report(model))
-    assert "bf16: has 64 inputs and 40 outputs, not multiples of 16" in table
+    assert "bf16: has 64 inputs and 40 outputs, not multiples of 16" in str(fp8_report(model))
     again = convert_linear(model, engine="torchao", emulate=True, keep="lm_head")
     assert again.kept["good"] == "multiplies in FP8 already"
 
@@ -230,8 +228,7 @@ def test_a_command_line_constructs_the_plugin() -> None:
     given = {"class_path": "lightning_thd.precision.FP8Precision", "init_args": settings}
     instantiate = getattr(parser, "instantiate", parser.instantiate_classes)
     plugin = instantiate(parser.parse_object({"plugin": given})).plugin
-    assert plugin.keep == ("lm_head", "*gate")
-    assert plugin.weights_dtype is torch.float32
+    assert (plugin.keep, plugin.weights_dtype) == (("lm_head", "*gate"), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,8 @@ def steps(model: Any) -> list[list[THDStep]]:
 
 def pack_of(model: Any, grids: list[tuple[int, int, int]], generator: torch.Generator) -> THDBatch:
     row: dict[str, Any] = sample(grids, generator)
-    kinds = (row["input_ids"][None] == IMAGE).int()
-    positions, _ = model.model.get_rope_index(
-        row["input_ids"][None], kinds, image_grid_thw=row.get("image_grid_thw")
-    )
+    ids, grid = row["input_ids"][None], row.get("image_grid_thw")
+    positions, _ = model.model.get_rope_index(ids, (ids == IMAGE).int(), image_grid_thw=grid)
     row["position_ids"] = positions[:, 0]
     if grids:
         row["pixel_values"] = row["pixel_values"].double()
@@ -97,14 +95,10 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return before, full_parameters(model)
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [Layout(dp=2), Layout(strategy="thd_ddp", dp=2)],
-        pytest.param([Layout(dp=2, tp=2)], marks=pytest.mark.slow),
-    ],
-    ids=["fsdp and ddp", "fsdp and tensor parallel"],
-)
+FSDP_AND_DDP, TENSOR = [Layout(dp=2), Layout(strategy="thd_ddp", dp=2)], [Layout(dp=2, tp=2)]
+
+
+@pytest.mark.parametrize("layouts", [FSDP_AND_DDP, pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_ranks_without_images(layouts: list[Layout]) -> None:
     before, wanted = by_hand()
     assert any("visual" in name for name in wanted)
@@ -123,8 +117,5 @@ def test_towers() -> None:
     around = nn.Sequential(vision)  # a wrapper of the user's
     assert (towers_of(around), layers_of(around)) == (towers_of(vision), layers_of(vision))
     assert [*tower_paths(around)]
-    group: Any = None  # not reached
-    with pytest.raises(
-        ValueError, match="inserts the outputs of its tower among.*Set sequence_parallel=False"
-    ):
-        apply_sequence_parallel(vision, group)
+    with pytest.raises(ValueError, match="inserts the outputs of its tower among.*sequence_parallel=False"):
+        apply_sequence_parallel(vision, None)  # type: ignore[arg-type]

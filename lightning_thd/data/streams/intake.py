@@ -103,10 +103,7 @@ class Intake:
             marks={i: marks[0] for i in mine.tolist() if (marks := self.marks.get(i))},
         )
         self._readers[number] = Reader(
-            reading,
-            self._tallies[number],
-            source,
-            num_workers=0 if few else settings.num_workers,
+            reading, self._tallies[number], source, num_workers=0 if few else settings.num_workers
         )
         self.exhausted[number] = False
 

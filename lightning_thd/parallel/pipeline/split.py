@@ -1,7 +1,4 @@
-"""Costs of a model's layers -> the layers of each pipeline stage.
-
-The embedding belongs to the first stage, the final norm and the head to the last.
-"""
+"""Costs of a model's layers -> the layers of each pipeline stage."""
 
 from __future__ import annotations
 
