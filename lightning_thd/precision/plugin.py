@@ -177,7 +177,7 @@ class FP8Precision(Precision):
                     "would be wrong. Give both the same recipe, or leave convert_linear out."
                 )
             self.converted = Converted()
-            self._check_converted(module)
+        self._check_converted(module)
         return True
 
     def _check_converted(self, module: nn.Module) -> None:

@@ -124,9 +124,11 @@ def test_a_converted_model_without_the_plugin_is_told_of(tmp_path: Path, te: Sta
 
 def test_checkpointed_layers_run_again_in_the_region(tmp_path: Path, te: State) -> None:
     models: list[Any] = [llama() for _ in range(3)]
+    plugin = FP8Precision("current")
+    fit(tmp_path, Module(models[0]), plugin, steps=1)  # before checkpointing is switched on
     for model in models:
         checkpoint_activations(model)
-    fit(tmp_path, Module(models[0]), FP8Precision("current"), steps=2)
+    fit(tmp_path, Module(models[0]), plugin, steps=2)
     assert len(te.calls) > 2 * 14
     assert all(te.calls)  # in the recomputation too
     with pytest.raises(Exception, match=r"'delayed' with activation checkpointing"):
