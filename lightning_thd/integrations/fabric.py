@@ -21,6 +21,7 @@ from lightning_thd.integrations.packed_loop import (
 )
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.parallel.across_ranks import ALONE
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import refused_engine
 
@@ -100,7 +101,7 @@ def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
     """Return this rank's index among the ranks with different data, their number and their group."""
     mesh = getattr(fabric.strategy, "_device_mesh", None)
     if mesh is None:  # all ranks read different data, also those of FSDP1's mesh
-        return fabric.global_rank, fabric.world_size, None
+        return fabric.global_rank, fabric.world_size, None if fabric.world_size > 1 else ALONE
     axis = mesh["data_parallel"]
     return axis.get_local_rank(), axis.size(), axis.get_group()
 

@@ -35,7 +35,7 @@ from lightning_thd.flops.rates import check_peak
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.packing import PackPlanner
-from lightning_thd.parallel.across_ranks import communication_device
+from lightning_thd.parallel.across_ranks import ALONE, communication_device, group_size
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
 from lightning_thd.parallel.shard import shard_batch
@@ -56,7 +56,7 @@ class Shared:
 
     rank: int  # the rank's place among those that read different packs; ranks that share packs have one place
     ranks: int  # the number of places
-    data_group: dist.ProcessGroup | None = None  # one rank of each place; None is the world
+    data_group: Any = None  # the group of one rank of each place; None is the world
     size: int = 1  # the number of ranks in ``group``, which share a pack; 1 leaves batches whole
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     layout: Layout = "dual_chunk"
@@ -162,17 +162,18 @@ class PackedLoop:
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
-        self._engine, self._loss_fn = engine, in_low_precision(loss_fn, model, group=engine.shared.data_group)
+        shared = engine.shared
+        group = None if shared.data_group is ALONE else shared.data_group
+        self._engine, self._loss_fn = engine, in_low_precision(loss_fn, model, group=group)
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
-        shared = engine.shared
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
         self._flops = ModuleFlops(model, sharded=shared.size > 1)
         self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
-        self._meter.experts = expert_load(model)
+        self._meter.experts = expert_load(model, ALONE if engine.devices == 1 else None)
         self._meter.capacity = loader.capacity
         loader.report_run()  # from now on, a step that was fetched but not run comes first after a resume
 
@@ -417,7 +418,7 @@ def mean_loss(
     values = torch.stack(losses).tolist() if losses else []  # read once, after all batches
     rows = [(loss * weight, weight, tokens) for loss, (weight, tokens) in zip(values, counts, strict=True)]
     total = torch.tensor([(0.0, 0.0, 0), *rows], dtype=torch.float64).sum(0)
-    if dist.is_initialized():
+    if group_size(group) > 1:
         total = total.to(communication_device(group, device))
         dist.all_reduce(total, group=group)
     loss, weight, tokens = total.tolist()

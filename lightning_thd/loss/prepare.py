@@ -134,7 +134,6 @@ def prepare(args: LossArgs) -> Prepared:
 
 
 def _local(args: LossArgs) -> LossArgs:
-    """Replace DTensors: gather the hidden states, and take this rank's part of all other arguments."""
     hidden, group, partial = args.hidden, args.tp_group, args.partial_hidden
     if is_dtensor(args.weight):
         group = group_of_operands(hidden, args.weight, group)

@@ -11,18 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.fabric import Fabric
+from lightning.pytorch import strategies as hosts
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDModelParallelStrategy
 from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.integrations.fabric import prepare_fabric
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
@@ -34,15 +31,15 @@ REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-class OnDDP(THDStrategyMixin, DDPStrategy):
+class OnDDP(THDStrategyMixin, hosts.DDPStrategy):
     context_parallel_size = 2
 
 
-class OnOneDevice(THDStrategyMixin, SingleDeviceStrategy):
+class OnOneDevice(THDStrategyMixin, hosts.SingleDeviceStrategy):
     """Lightning's constructor wants the device."""
 
 
-class OnFSDP(THDStrategyMixin, FSDPStrategy):
+class OnFSDP(THDStrategyMixin, hosts.FSDPStrategy):
     """Shards by FSDP1."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -54,7 +51,7 @@ class OnFSDPWithContext(OnFSDP):
     context_parallel_size = 2
 
 
-class WithContext(THDStrategyMixin, ModelParallelStrategy):
+class WithContext(THDStrategyMixin, hosts.ModelParallelStrategy):
     context_parallel_size = 2
 
 
@@ -92,11 +89,11 @@ def job(name: str) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
     make, module, layout = JOBS[name]
     running, strategy = module(), make()
     trainer = make_trainer(layout, strategy=strategy)
-    if isinstance(strategy, FSDPStrategy):  # only the wrapper knows the norm of all shards
+    if isinstance(strategy, hosts.FSDPStrategy):  # only the wrapper knows the norm of all shards
         running.configure_gradient_clipping = lambda *_, **__: trainer.model.clip_grad_norm_(CLIP)
     trainer.fit(running, data(STEP))
     whole: Any = contextlib.nullcontext()
-    if isinstance(strategy, FSDPStrategy):
+    if isinstance(strategy, hosts.FSDPStrategy):
         whole = FullyShardedDataParallel.summon_full_params(trainer.model)
     with whole:
         params = full_parameters(running.model)
@@ -170,13 +167,16 @@ def alone() -> list[Any]:
     stream.trainer = quiet_trainer(devices=1)
     stream.setup("fit")
     assert next(iter(stream.train_dataloader())).lengths
-    return [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
+    found = [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
+    fabric, optimizer = Fabric(accelerator="cpu", devices=1), torch.optim.SGD(module.parameters())
+    loop = prepare_fabric(fabric, module.model, data(STEP), optimizer)
+    return [*found, [loop.evaluate([pack])]] if loop.state_dict() else []
 
 
 def test_one_rank_reads_a_stream_and_evaluates_after_a_job_of_two() -> None:
-    plain, ours = run_ranks(alone, 2, timeout_s=60.0)[0]
+    plain, ours, loop = run_ranks(alone, 2, timeout_s=60.0)[0]
     assert plain == ours
-    assert plain[0]["val/loss"] > 0.0
+    assert 0.0 < loop[0]["val/loss"] == pytest.approx(plain[0]["val/loss"])
 
 
 class Parts(IterableDataset[dict[str, Any]]):

@@ -87,7 +87,6 @@ def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def _may_round() -> bool:
-    """Return whether oneDNN was allowed to round the inputs of fp32 products."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     return getattr(matmul, "fp32_precision", "none") not in ("none", "ieee")
 
