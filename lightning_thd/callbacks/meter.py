@@ -173,11 +173,10 @@ class Meter:
 
     def reduce(self, *, whole: bool = False) -> None:
         """Add up all ranks' new counts, in a collective; with ``whole``, only those of ended steps."""
-        vector, hardware = self.flush(whole=whole), self.hardware
+        hardware = self.hardware
+        synchronize(hardware.device)  # before ``flush`` reads the clock
         wire = communication_device(hardware.group, hardware.device)
-        rows = gather_ints(vector, group=hardware.group, device=wire)
-        if hardware.ranks == 1 or wire.type == "cpu":
-            synchronize(hardware.device)  # elsewhere, reading the gathered counts waited for the device
+        rows = gather_ints(self.flush(whole=whole), group=hardware.group, device=wire)
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
         everything = found.measured + found.left_out
         self.totals["time"] += found.seconds

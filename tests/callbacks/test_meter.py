@@ -90,12 +90,13 @@ def test_the_dtype_of_matmuls_follows_torchs_new_setting_and_no_packed_weights()
     assert compute_dtype("32-true", model) is torch.bfloat16
 
 
-def test_under_gloo_a_rank_waits_for_its_device_before_it_reads_the_clock(monkeypatch: Any) -> None:
-    waits = list[Any]()
-    monkeypatch.setattr("lightning_thd.callbacks.meter.synchronize", waits.append)
-    monkeypatch.setattr("lightning_thd.callbacks.meter.gather_ints", lambda values, **_: [values] * 2)
-    make_meter().reduce()
-    assert len(waits) == 1
+def test_a_rank_waits_for_its_device_before_it_sends_its_time(monkeypatch: Any) -> None:
+    clock, sent = Clock(), list[list[int]]()
+    (meter := make_meter(clock)).resume()
+    monkeypatch.setattr("lightning_thd.callbacks.meter.synchronize", lambda _: clock.sleep(1.0))
+    monkeypatch.setattr("lightning_thd.callbacks.meter.gather_ints", lambda x, **_: sent.append(x) or [x] * 2)
+    meter.reduce()
+    assert 10**9 in sent[0]
 
 
 def test_what_batches_tell() -> None:
