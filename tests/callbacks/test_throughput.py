@@ -73,8 +73,7 @@ def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
 
 def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path: Path) -> None:
     memory = fit(tmp_path, UNEQUAL, measure={"warmup_steps": 3})
-    rated = ["train/device/mfu" in row for _, row in memory.rows]
-    assert rated == [False, True, True]
+    assert ["train/device/mfu" in row for _, row in memory.rows] == [False, True, True]
     assert memory.rows[1][1]["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[3:4]) / 0.5)
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
 
