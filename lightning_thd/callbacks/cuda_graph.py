@@ -31,7 +31,7 @@ from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, seque
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.packing import PackPlanner
-from lightning_thd.parallel.across_ranks import all_agree
+from lightning_thd.parallel.across_ranks import ALONE, all_agree, group_size
 
 __all__ = [
     "Bucket",
@@ -101,10 +101,10 @@ class CUDAGraphCallback(L.Callback):
         """Replace ``training_step`` by one that replays graphs, or print why graphs are not possible."""
         self._remove()
         self.step, self.plan, self._seen, self._idle = None, None, [], False
-        chosen = self._backend_choice
-        if isinstance(chosen, str):
-            chosen = CudaBackend() if chosen == "cuda" else RecordingBackend()
-        backend: Backend = chosen
+        self._group = ALONE if trainer.world_size == 1 else None
+        named: dict[str, type[Backend]] = {"cuda": CudaBackend, "recording": RecordingBackend}
+        chosen: Any = self._backend_choice
+        backend: Backend = named[chosen]() if isinstance(chosen, str) else chosen
         if (reason := _unsupported(trainer, pl_module, backend)) is not None:
             self._stay_idle(reason)
             return
@@ -116,12 +116,12 @@ class CUDAGraphCallback(L.Callback):
             if self._idle or kwargs:
                 return original(*args, **kwargs)
             if self.step is None and self._choose(trainer, batch):
-                # ``GraphedStep`` passes the module as the first argument, which a bound method has already.
                 function = lambda module, *given: original(*given)  # noqa: E731
                 assert self.plan is not None
                 self.step = GraphedStep(
                     function, pl_module, buckets=self.plan.buckets(), backend=backend, require=self.require
                 )
+                self.step.group = self._group
             if self.step is None:
                 return original(*args)
             capture_s = self.stats.capture_s
@@ -136,8 +136,7 @@ class CUDAGraphCallback(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Log the hit rate and the fallbacks on the steps on which the Trainer logs."""
-        ends = not trainer.fit_loop._should_accumulate()
-        if ends and trainer._logger_connector.should_update_logs:
+        if not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -153,9 +152,9 @@ class CUDAGraphCallback(L.Callback):
 
     def _choose(self, trainer: L.Trainer, batch: Any) -> bool:
         """Choose buckets once enough batches are known; return whether there are graphs to capture."""
-        if not isinstance(batch, THDBatch):
-            if not self._seen:
-                self._stay_idle(f"the batches are {type(batch).__name__}, and graphs need THDBatch")
+        packs = isinstance(batch, THDBatch)
+        if not packs and not self._seen and group_size(self._group) == 1:
+            self._stay_idle(f"the batches are {type(batch).__name__}, and graphs need THDBatch")
             return False
         planner = getattr(trainer.train_dataloader, "planner", None)
         if isinstance(planner, PackPlanner):
@@ -163,15 +162,15 @@ class CUDAGraphCallback(L.Callback):
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
-            eager = isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else Layout.of_batch(batch))
+            eager = not packs or isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
+            self._seen.append(None if eager else Layout.of_batch(batch))  # so that all ranks vote in one call
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches. They capture only if all ranks expect a gain.
-        if not all_agree(problem is None, batch.input_ids.device):
+        if not all_agree(problem is None, trainer.strategy.root_device, self._group):
             self._stay_idle(problem or "graphs gain nothing on another rank")
             return False
         return True
@@ -183,9 +182,7 @@ class CUDAGraphCallback(L.Callback):
         rank_zero_info(f"CUDAGraphCallback is idle: {reason}. See docs/reference/messages.md#graphs.")
 
     def _log(self, trainer: L.Trainer) -> None:
-        if self.step is None:
-            return
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if self.step is not None else ():
             logger.log_metrics(self.stats.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _remove(self) -> None:
@@ -205,8 +202,6 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend
     size = getattr(trainer.strategy, "context_parallel_size", 1)
     if size != 1:
         return f"context_parallel_size={size!r} exchanges keys whose number depends on the lengths"
-    wrapped = trainer.strategy.model
-    found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
-    if found is not None:
+    if (found := sharded_by(module) or sharded_by(trainer.strategy.model or module)) is not None:
         return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
     return None

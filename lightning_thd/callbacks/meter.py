@@ -372,7 +372,7 @@ def _pairs_of(all_lengths: list[tuple[int, ...]], windows: tuple[Window, ...]) -
     return np.stack([window_pairs(flat, window, ends=ends) for window in windows], axis=1)
 
 
-_BY_PRECISION = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+_BY_PRECISION = {"bf16": torch.bfloat16, "16": torch.float16, "fp16": torch.float16, "64": torch.float64}
 
 
 def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
@@ -385,9 +385,7 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
         for parameter in filter(torch.is_floating_point, module.parameters()):  # 4-bit weights are uint8
             sizes[parameter.dtype] += parameter.numel()
         dtype = max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
-    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return dtype
+    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
 
 
 def low_precision(module: nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:

@@ -107,6 +107,7 @@ class GraphedStep:
         self.wrapped, self.require = module, require
         self.stats = GraphStats()
         self.off: CaptureError | None = None
+        self.group: Any = None  # the ranks that capture together; None is the world
         self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
         self._shared = Shared()
         self._graphs: dict[Bucket, CapturedStep] = {}
@@ -171,14 +172,14 @@ class GraphedStep:
 
     def _all_capture(self, reason: str | None) -> bool:
         """Return whether all ranks capture in this call: each can, and at least one has a batch to replay."""
-        if group_size(None) == 1:
+        if group_size(self.group) == 1:
             return reason is None
         self._calls += 1
         if self._calls & (self._calls - 1):
             return False  # ranks vote only in calls 1, 2, 4, 8, ..., because a vote waits for the device
         device = next(self._subject.module.parameters()).device
         vote = 2 if reason is None else int(reason in ("weights", "shared_prefixes"))
-        votes = [found for (found,) in gather_ints([vote], group=None, device=device)]
+        votes = [found for (found,) in gather_ints([vote], group=self.group, device=device)]
         return min(votes) > 0 and max(votes) == 2
 
     @trial_runs()
@@ -189,7 +190,7 @@ class GraphedStep:
         # capture may run on this rank only, so it must not communicate.
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
-        if all_agree(error is None, example.device) if together else error is None:
+        if all_agree(error is None, example.device, self.group) if together else error is None:
             self._modes = _modes(example)
             uses = Uses(*(step.uses for step in self._graphs.values()))
             self._fingerprint = Fingerprint(self._subject.module, uses)
@@ -231,7 +232,7 @@ class GraphedStep:
                 return
             eager_s, replay_s = times
             faster = replay_s <= (1 - _MARGIN) * eager_s
-            if all_agree(faster, example.device) if together else faster:
+            if all_agree(faster, example.device, self.group) if together else faster:
                 continue
             self._slower.add(bucket)
             rank_zero_info(

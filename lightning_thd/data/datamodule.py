@@ -76,7 +76,7 @@ class THDDataModule(LogsSources):
         on_error: what to do with a record that cannot be read or tokenised, and with a row that has nulls,
             negative ids or labels that do not fit: ``raise`` or ``skip``. Skipped records are counted, and
             listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream(on_error=)`` overrides it.
-        max_errors: most records of a source that may be skipped; None sets no bound.
+        max_errors: most skipped records of a source; None sets no bound. A resumed stream counts from 0.
         tail: what to do with the last, incomplete step of an epoch: ``pad`` runs it with emptier packs,
             ``drop`` leaves it out.
         window: how many sequences ``Packs(n)`` packs together; more sequences fill packs better.

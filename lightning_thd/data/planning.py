@@ -131,7 +131,7 @@ def make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: b
         oversize = "own_pack"  # evaluation uses every token
     largest = capacity if sharing is None else capacity * sharing.max_degree
     if oversize in ("truncate", "split"):
-        refuse_cuts(data.index, data.dataset, largest)
+        refuse_cuts(data.index, data.dataset, make_slots(largest, None if sharing else job.alignment).longest)
     # A resume may change the largest degree, but not the cost.
     longest = largest if sharing is None else min(largest, int(data.index.lengths.max(initial=1)))
     plan: dict[str, Any] = {

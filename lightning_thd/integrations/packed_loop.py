@@ -339,7 +339,7 @@ def as_loader(
         return data.train_steps()
     if not isinstance(data, THDLoader):
         raise ValueError(
-            f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or the loader that "
+            f"The data have the type {type(data).__name__}; wanted a THDDataModule, or the loader that "
             "its train_steps() returns. Write THDDataModule(dataset, capacity=...) instead."
         )
     if shared.size > 1:

@@ -37,8 +37,7 @@ class Cost:
     def __post_init__(self) -> None:
         for name in ("linear", "quadratic", "patch", "patch_pair"):
             real_number(given := getattr(self, name), f"Cost.{name}", least=0)
-            if isinstance(given, np.generic):  # JSON cannot write numpy's numbers
-                object.__setattr__(self, name, given.item())
+            object.__setattr__(self, name, float(given))  # so that 1 and 1.0 have one fingerprint
         if not self.linear + self.quadratic:
             raise ValueError(f"{self!r} costs nothing. Cost(linear=1, quadratic=0) balances tokens.")
 

@@ -85,9 +85,9 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -
     return found[0]
 
 
-def all_agree(agrees: bool, device: torch.device) -> bool:
-    """Return whether ``agrees`` is True on every rank of the job."""
-    return all(vote for (vote,) in gather_ints([int(agrees)], group=None, device=device))
+def all_agree(agrees: bool, device: torch.device, group: Any = None) -> bool:
+    """Return whether ``agrees`` is True on every rank of ``group``; None is the world."""
+    return all(vote for (vote,) in gather_ints([int(agrees)], group=group, device=device))
 
 
 def require_same(

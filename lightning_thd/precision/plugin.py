@@ -20,6 +20,7 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
 from lightning_thd.data.trainer_link import alignment_of, recipe_of
 from lightning_thd.flops.backward import checkpointing
+from lightning_thd.parallel.across_ranks import group_size, stage_group
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision.convert import (
     KEEP,
@@ -88,8 +89,7 @@ class FP8Precision(Precision):
             return module
         self._rules = alignment_of(strategy, self)
         # All ranks share statistics, because the ranks of a data or context axis have the same layers.
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.group.WORLD if several else None
+        self._group = dist.group.WORLD if group_size(strategy and stage_group(strategy)) > 1 else None
         device = torch.device(getattr(strategy, "root_device", None) or device_of(module))
         check_device(self.recipe, device)
         check_weights(module)

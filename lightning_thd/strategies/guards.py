@@ -10,11 +10,13 @@ from typing import Any
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
+from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import TENSOR, AxisSizes
 from lightning_thd.parallel.shard import THDShard
 
@@ -65,11 +67,19 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             )
 
 
+def packs(batch: Any) -> list[Any]:
+    """Return the packs and steps in a batch: itself, or those in its dicts, lists and dataclasses."""
+    found: list[Any] = []
+    apply_to_collection(batch, (THDBatch, THDStep), found.append)
+    return found
+
+
 def refuse_unused_layout(batch: object) -> None:
-    """Refuse a model that ran on a shard without an attention that sees other ranks' slots."""
-    if isinstance(batch, THDShard) and not batch.layout.used:
+    """Refuse a model that ran on shards without an attention that sees other ranks' slots."""
+    layouts = [pack.layout for pack in packs(batch) if isinstance(pack, THDShard)]
+    if layouts and not any(layout.used for layout in layouts):
         raise MisconfigurationException(
-            f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention. "
+            f"context_parallel_size={layouts[0].cp}, but the model ran without calling varlen_attention. "
             "Call it with batch.cu_seqlens_padded, or use attn_implementation='thd'."
         )
 

@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_thd._checks import choice, whole_number
@@ -30,7 +29,7 @@ from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import Axes, gathers_once
-from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
+from lightning_thd.strategies.guards import packs, refuse_other_attention, refuse_second_context_parallelism
 
 DYNAMIC = "dynamic"
 
@@ -53,7 +52,7 @@ class PackCut:
         stage = (id(module), None if module is None else module.trainer.state.stage)
         if stage == self._checked_stage:
             return
-        found = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, THDBatch | THDStep)]
+        found = packs(batch)
         if isinstance(batch, SharedStep):
             assert axes.degree_groups is not None
             check_shared_agreement(batch, axes.degree_groups, axes.collective_device)

@@ -88,6 +88,7 @@ def test_the_dtype_of_matmuls_follows_torchs_new_setting_and_no_packed_weights()
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     model.packed = torch.nn.Parameter(torch.zeros(99, dtype=torch.uint8), requires_grad=False)
     assert compute_dtype("32-true", model) is torch.bfloat16
+    assert compute_dtype("fp16", model) is torch.float16
 
 
 def test_a_rank_waits_for_its_device_before_it_sends_its_time(monkeypatch: Any) -> None:

@@ -102,6 +102,7 @@ class GraphModule(L.LightningModule):
         self.events: list[str] = []
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
+        batch = batch[0] if isinstance(batch, list) else batch
         loss = causal_lm_loss(self.model, batch)
         self.log("train/loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
         self.log_dict({"train/twice": 2 * loss, "train/constant": 0.25}, on_step=True, on_epoch=False)

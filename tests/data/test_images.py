@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
 from lightning_thd.batch.media import patch_table
 from lightning_thd.data.store.index import build_index
@@ -439,6 +440,11 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     message = "Sequence 2 has 30 tokens, more than fit a pack, and carries image_grid_thw, pixel_values"
     with pytest.raises(ValueError, match=message):
         batches_of(THDDataModule(image_samples(), capacity=8, oversize=oversize))
+    data = THDDataModule(image_samples(), capacity=31, oversize=oversize)
+    data.attach(alignment=Alignment(sequence_multiple=4, total_multiple=16))  # of 31 slots, 16 can be used
+    data.setup("fit")
+    with pytest.raises(ValueError, match=message):
+        data.train_steps()
     texts = image_samples(long=7)
     texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
     assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))

@@ -161,7 +161,7 @@ def test_a_state_that_is_loaded_inside_a_loop_ends_it(streamed: bool, tmp_path: 
 
 
 REFUSED = {
-    "loader": "ValueError: prepare_thd got data of type DataLoader, wanted a THDDataModule",
+    "loader": "ValueError: The data have the type DataLoader; wanted a THDDataModule",
     "packs": "make 1 packs a step. Set Packs(1)",
     "sequences": "Set gradient accumulation to 1",
     "cp": "cp_size=2: its context parallelism replaces every mask",

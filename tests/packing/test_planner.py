@@ -76,7 +76,8 @@ def test_a_step_is_a_pure_function(batch: Packs | Sequences) -> None:
         sets = [sorted(planner.step(1, k, dp).spans.index.tolist()) for dp in (1, 2, 4, 8)]
         assert sets[0] == sets[1] == sets[2] == sets[3]
     backward = [plan(planner, k) for k in reversed(range(len(planner)))][::-1]
-    numpys = {"global_batch": type(batch)(np.int64(batch.n)), "cost": Cost(linear=np.int64(12 * 4096))}
+    cost = Cost(linear=np.int64(12 * 4096), quadratic=1)
+    numpys = {"global_batch": type(batch)(np.int64(batch.n)), "cost": cost}
     others = [
         PackPlanner(lengths.astype(np.uint16), 8192, global_batch=batch, window=64),
         PackPlanner(lengths.tolist(), 8192, global_batch=batch, window=64, counts=planner.counts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def compare(case: str) -> str:
     given: Any = {
         "same": batch(),
         "peers": batch(seed=rank),
-        "in a dict": {"text": [batch(seed=other), batch(seed=rank)]},
+        "in a dict": {"text": [make_dataclass("Pair", ["pack"])(batch(seed=rank))]},
         "images": batch(seed=other).replace(extras={"pixel_values": torch.full((2, 3), rank).bfloat16()}),
         "data ranks": batch(seed=other),
         "microbatches": THDStep([batch(seed=other)] * (1 + other)),

@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDModelParallelStrategy
 from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
 from lightning_thd.integrations.fabric import prepare_fabric
 from lightning_thd.strategies.mixin import THDStrategyMixin
+from tests.cuda_graph.support import GraphModule
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
 from tests.tiny import largest_error, quiet_trainer, sequences
@@ -159,10 +161,13 @@ def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step() -> None:
 def alone() -> list[Any]:
     module, pack = Job(), THDBatch.collate(sequences(3, labels=True))
     make_trainer(Layout(strategy="thd_ddp", dp=2), max_steps=1).fit(module, data(STEP))
+    graphs = CUDAGraphCallback(max_sequences=(7, 14), backend="recording", require=True)
+    alone = quiet_trainer(devices=1, max_steps=2 + 3 * dist.get_rank(), callbacks=[graphs])
+    alone.fit(GraphModule(), data(Packs(1)))  # graphs vote in the first calls, of which one rank has more
     if dist.get_rank():
         return []
     loader = DataLoader([pack], batch_size=None)  # type: ignore[arg-type, list-item]
-    how = {"devices": 1, "callbacks": [THDThroughputMonitor()]}
+    how: Any = {"devices": 1, "callbacks": [THDThroughputMonitor()]}
     stream = THDDataModule(lambda: iter(sequences(9)), capacity=99)
     stream.trainer = quiet_trainer(devices=1)
     stream.setup("fit")

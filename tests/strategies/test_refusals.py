@@ -300,7 +300,8 @@ ON_RANKS = {
     ),
     "no attention": Case(
         "ran without calling varlen_attention.*batch.cu_seqlens_padded",
-        stepping(lambda m, batch: m.model.get_input_embeddings()(batch.input_ids).sum(), "qwen3"),
+        stepping(lambda m, given: m.model.get_input_embeddings()(given["a"].input_ids).sum(), "qwen3"),
+        data=loader([{"a": THDBatch.collate([{"input_ids": range(3, 11)}])}] * 4),
     ),
     "own parameter": Case(
         r"holds the parameters \['scale'\] itself.*Move them",

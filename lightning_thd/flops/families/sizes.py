@@ -40,8 +40,7 @@ class Sizes:
 
     def optional(self, *names: str) -> int:
         """Return an integer, 0 when the config has none."""
-        value = self.get(*names, default=0)
-        return value if isinstance(value, int) else 0
+        return self.size(*names, default=0)
 
     def sub(self, *names: str) -> Sizes | None:
         """Return a nested config, None when there is none."""

@@ -223,7 +223,8 @@ def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> 
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
             if any(parameter is weight for parameter in group["params"]):
-                options = {name: repr(value) for name, value in group.items() if name != "params"}
+                given = {name: value for name, value in group.items() if name != "params"}
+                options = {k: repr(v.tolist() if isinstance(v, Tensor) else v) for k, v in given.items()}
                 return i, k, options, weight is not None and weight.requires_grad
     return None
 

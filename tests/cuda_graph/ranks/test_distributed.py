@@ -66,7 +66,7 @@ def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
         assert a["epoch"] == pytest.approx(b["epoch"], rel=1e-6)
 
 
-def raw_ddp() -> tuple[float, int, Counter]:
+def raw_ddp() -> tuple[float, int, dict[str, int]]:
     model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
     wrapped, reference = DistributedDataParallel(model), DistributedDataParallel(eager)
     step = graphed(wrapped)
@@ -83,9 +83,6 @@ def raw_ddp() -> tuple[float, int, Counter]:
         error = max(error, worst([a.grad for a, _ in pairs], [b.grad for _, b in pairs]))
     assert "forward" not in model.__dict__
     return error, step.stats.replays, dict(step.stats.fallbacks)
-
-
-Counter = dict[str, int]
 
 
 def test_raw_ddp_loops_synchronise_replayed_gradients() -> None:
@@ -119,29 +116,34 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_on_all() -> None:
 
 
 class Observed(L.LightningDataModule):
-    """No planner; the second rank's batches have so many sequences that no graph is worth it."""
+    """No planner; the second rank's batches have many sequences, or the first ones are no THDBatch."""
+
+    count, lists = 40, 0
 
     def train_dataloader(self) -> Any:
-        count = 40 if dist.get_rank() else 4
-        batches = [random_batch(seed, count=count, longest=3) for seed in range(36)]
-        return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        count, lists = (self.count, self.lists) if dist.get_rank() else (4, 0)
+        batches: Any = [random_batch(seed, count=count, longest=3) for seed in range(40)]
+        batches[:lists] = [[batch] for batch in batches[:lists]]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
-def observe() -> tuple[int, bool, int]:
+def observe(count: int, lists: int) -> tuple[int, bool, int]:
     costs = GraphCosts(eager=1.0, graph=0.5, per_sequence=0.02)
     graphs = CUDAGraphCallback(max_sequences="auto", costs=costs, backend="recording")
     module = GraphModule()
     trainer = quiet_trainer(
-        strategy="ddp", max_steps=36, devices=2, callbacks=[graphs], use_distributed_sampler=False
+        strategy="ddp", max_steps=40, devices=2, callbacks=[graphs], use_distributed_sampler=False
     )
-    trainer.fit(module, Observed())
+    vars(data := Observed()).update(count=count, lists=lists)
+    trainer.fit(module, data)
     assert graphs.plan is not None
     return len(module.outputs), bool(graphs.plan.chosen.sequences), graphs.stats.replays
 
 
-def test_ranks_that_saw_different_batches_capture_all_or_none() -> None:
+@pytest.mark.parametrize(("count", "lists", "replays"), [(40, 0, 0), (4, 3, 9), (4, 40, 0)])
+def test_ranks_that_saw_different_batches_capture_all_or_none(count: int, lists: int, replays: int) -> None:
     """A rank that captured alone would wait for the other's vote for ever."""
-    assert run_ranks(observe, 2) == [(36, True, 0), (36, False, 0)]
+    assert run_ranks(observe, 2, count, lists) == [(40, True, replays), (40, replays > 0, replays)]
 
 
 def shared_packs() -> tuple[dict[str, int], float, str]:
@@ -149,13 +151,14 @@ def shared_packs() -> tuple[dict[str, int], float, str]:
     shard, model = shard_batch(batch, group=dist.group.WORLD), tiny_llama(torch.float64)
     step = graphed(model)
     error = abs(float((step(shard) - causal_lm_loss(model, shard)).detach()))
-    callback = CUDAGraphCallback(backend="recording", require=True)
-    trainer = quiet_trainer(
-        strategy=THDDDPStrategy(context_parallel_size=2), max_steps=1, devices=2, callbacks=[callback]
-    )
-    with pytest.raises(MisconfigurationException) as caught:
-        trainer.fit(GraphModule(), THDDataModule(sequences(8), capacity=96))
-    return dict(step.stats.fallbacks), error, str(caught.value)
+    messages = ""
+    for strategy in THDDDPStrategy(context_parallel_size=2), THDModelParallelStrategy(tensor_parallel_size=2):
+        callback = CUDAGraphCallback(backend="recording", require=True)
+        trainer = quiet_trainer(strategy=strategy, max_steps=1, devices=2, callbacks=[callback])
+        with pytest.raises(MisconfigurationException) as caught:
+            trainer.fit(GraphModule(), THDDataModule(sequences(8), capacity=96))
+        messages += str(caught.value)
+    return dict(step.stats.fallbacks), error, messages
 
 
 def test_shards_run_eagerly() -> None:
@@ -163,6 +166,7 @@ def test_shards_run_eagerly() -> None:
         assert fallbacks == {"context_parallel": 1}
         assert error == 0.0
         assert "context_parallel_size=2 exchanges keys whose number depends on the lengths" in message
+        assert "the module is sharded by FSDPModule, whose gathered parameters have no fixed" in message
 
 
 def compare(name: str, count: int) -> dict[str, Any]:
@@ -199,23 +203,3 @@ def test_replays_with_their_collectives_equal_the_whole_model(name: str, count: 
         assert found["gradients"] < tolerance
         assert found["replays"] >= count // 2
         assert found["fallbacks"] == {"tokens": count - found["replays"]}
-
-
-def fit_sharded() -> tuple[int, int, str]:
-    modules, message = [], ""
-    for require in (False, True):
-        callback = CUDAGraphCallback(max_sequences=9, backend="recording", require=require)
-        strategy = THDModelParallelStrategy(tensor_parallel_size=2)
-        modules.append(GraphModule())
-        try:
-            trainer = quiet_trainer(strategy=strategy, max_steps=2, devices=2, callbacks=[callback])
-            trainer.fit(modules[-1], THDDataModule(sequences(90), capacity=96))
-        except MisconfigurationException as error:
-            message = str(error)
-    return len(modules[0].outputs), len(modules[1].outputs), message
-
-
-def test_fsdp_trains_without_graphs_or_raises_where_they_are_required() -> None:
-    for idle, required, message in run_ranks(fit_sharded, 2):
-        assert (idle, required) == (2, 0)
-        assert "the module is sharded by FSDPModule, whose gathered parameters have no fixed" in message
