@@ -320,6 +320,8 @@ class THDThroughputMonitor(Callback):
             job: Any = {"group": data_parallel_group(strategy), "devices": trainer.world_size}
             self._hardware = Hardware.of(pl_module, strategy.root_device, self.peak, precision, **job)
         work: Work = "training" if stage == "train" else "forward"
+        if stage == "train" and trainer.global_step:  # a resumed fit, or a further one of this Trainer
+            self._restored = self._restored or self._last
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
         loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
         known = {getattr(loader, "capacity", None) for loader in loaders} - {None}

@@ -557,23 +557,26 @@ def test_batches_that_training_step_skips_are_not_counted(tmp_path: Path, config
         assert latest["train/time"] == pytest.approx(0.5 * len(BATCHES))  # time goes by all the same
 
 
-def test_a_step_that_a_resumed_job_repeats_counts_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", ["resumed", "same_trainer"])
+def test_totals_of_a_resumed_job_and_of_a_second_fit_go_on(tmp_path: Path, again: str) -> None:
     class Saves(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
             if args[3] == 4:  # the second batch of the second step
                 trainer.save_checkpoint(tmp_path / "in.ckpt")
 
-    def run(*callbacks: L.Callback, path: Path | None = None) -> dict[str, float]:
-        clock = Clock()
-        throughput = monitor(clock)
+    def run(
+        *callbacks: L.Callback, path: Path | None = None, epochs: tuple[int, ...] = (2,)
+    ) -> dict[str, float]:
+        throughput = monitor(clock := Clock())
         data = THDDataModule([{"input_ids": [1] * (1 + n % 7)} for n in range(30)], capacity=9)
         settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 50}
         fitting = trainer(tmp_path, throughput, *callbacks, **settings)
-        fitting.fit(Module(clock), data, ckpt_path=path)
+        for fitting.fit_loop.max_epochs in epochs:
+            fitting.fit(Module(clock), data, ckpt_path=path)
         return throughput.latest
 
     whole = run(Saves())
-    resumed = run(path=tmp_path / "in.ckpt")
+    resumed = run(path=tmp_path / "in.ckpt") if again == "resumed" else run(epochs=(1, 2))
     for key in ("total_flops", "batches", "samples", "lengths", "time"):
         assert resumed[f"train/{key}"] == pytest.approx(whole[f"train/{key}"], rel=1e-12), key
 
