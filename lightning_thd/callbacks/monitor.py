@@ -323,11 +323,10 @@ class THDThroughputMonitor(Callback):
         if stage == "train" and trainer.global_step:  # a resumed fit, or a further one of this Trainer
             self._restored = self._restored or self._last
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
-        known = {getattr(loader, "capacity", None) for loader in loaders} - {None}
+        known = {getattr(x, "capacity", None) for x in tree_leaves(getattr(trainer, _LOADERS[stage]))} - {None}
         known = known or {getattr(getattr(trainer, "datamodule", None), "capacity", None)}
-        capacity = known.pop() if len(known) == 1 else None
-        meter.capacity = capacity if isinstance(capacity, int) else 0
+        if len(known) == 1 and isinstance(capacity := known.pop(), int):
+            meter.capacity = capacity
         return meter
 
     def _flops_of(self, module: nn.Module, *, sharded: bool) -> ModuleFlops:

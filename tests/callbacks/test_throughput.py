@@ -66,9 +66,9 @@ def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
         for key, value in expected.items():
             assert row[f"train/{key}"] == pytest.approx(value, rel=1e-12), key
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
-    assert memory.rows[-1][1]["train/time"] == pytest.approx(3.0)
-    assert memory.rows[-1][1]["train/samples"] == 11
-    assert memory.rows[-1][1]["train/lengths"] == sum(batch.stats.slots for batch in UNEQUAL)
+    last = memory.rows[-1][1]
+    assert (last["train/time"], last["train/samples"]) == (pytest.approx(3.0), 11)
+    assert last["train/lengths"] == sum(batch.stats.slots for batch in UNEQUAL)
 
 
 def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path: Path) -> None:
@@ -104,17 +104,9 @@ def test_accumulation_closes_intervals_at_optimizer_steps(tmp_path: Path) -> Non
 def test_validation_and_checkpoints_take_no_part_in_the_rates(tmp_path: Path) -> None:
     clock = Clock()
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
-    memory = fit(
-        tmp_path,
-        UNEQUAL,
-        saver,
-        monitor(clock),
-        clock=clock,
-        val=UNEQUAL[:2],
-        val_check_interval=2,
-        num_sanity_val_steps=2,
-        enable_checkpointing=True,
-    )
+    options: Any = {"val": UNEQUAL[:2], "val_check_interval": 2, "num_sanity_val_steps": 2}
+    measures = monitor(clock)
+    memory = fit(tmp_path, UNEQUAL, saver, measures, clock=clock, enable_checkpointing=True, **options)
     assert clock.now - 100 > 5000  # six checkpoints of 1000 s were saved
     train = [row for _, row in memory.rows if "train/device/mfu" in row]
     assert [row["train/time"] for row in train] == pytest.approx([1.0, 2.0, 3.0])
@@ -230,8 +222,7 @@ def test_weights_thawed_inside_an_interval_count_from_there(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    clock = Clock()
-    module, forward = Module(clock, config=None), 2 * 4 * 31 * 8
+    module, forward = Module(clock := Clock(), config=None), 2 * 4 * 31 * 8
     module.thawed = module.model.embed.requires_grad_(False)
     if known:
         module.thawed = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8})).requires_grad_(False)
