@@ -126,8 +126,7 @@ class THDThroughputMonitor(Callback):
         self._meters: dict[str, Meter] = {}
         self._hardware: Hardware | None = None
         self._flops: ModuleFlops | None = None
-        self._restored: dict[str, Any] = {}  # the totals of a checkpoint, until training starts
-        self._last: dict[str, Any] = {}  # the totals at the last teardown
+        self._restored: dict[str, Any] = {}  # totals of a checkpoint or of the last fit
         self._saving: tuple[Trainer, Any, Any] | None = None  # a Trainer, its own save_checkpoint, ours
         self._warned = False
         self._noticed_padding = self._noticed_fill = False  # whether each notice has been printed
@@ -298,13 +297,13 @@ class THDThroughputMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer's own methods and remove all hooks."""
-        self._last = self.state_dict()
+        self._restored = self.state_dict()
         self._remove_hooks()
         self._meters, self._hardware, self._flops = {}, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of training so far, over all ranks."""
-        return self._meters["train"].state() if "train" in self._meters else self._restored or self._last
+        return self._meters["train"].state() if "train" in self._meters else self._restored
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the totals from a checkpoint."""
@@ -320,10 +319,11 @@ class THDThroughputMonitor(Callback):
             job: Any = {"group": data_parallel_group(strategy), "devices": trainer.world_size}
             self._hardware = Hardware.of(pl_module, strategy.root_device, self.peak, precision, **job)
         work: Work = "training" if stage == "train" else "forward"
-        if stage == "train" and trainer.global_step:  # a resumed fit, or a further one of this Trainer
-            self._restored = self._restored or self._last
+        if stage == "train" and not trainer.global_step:  # neither a resumed nor a second fit
+            self._restored = {}
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        known = {getattr(x, "capacity", None) for x in tree_leaves(getattr(trainer, _LOADERS[stage]))} - {None}
+        loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
+        known = {getattr(loader, "capacity", None) for loader in loaders} - {None}
         known = known or {getattr(getattr(trainer, "datamodule", None), "capacity", None)}
         if len(known) == 1 and isinstance(capacity := known.pop(), int):
             meter.capacity = capacity
