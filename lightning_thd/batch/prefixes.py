@@ -314,7 +314,7 @@ def lay_out_shared(
         prefix_lengths=tuple(tree.shared),
     )
     positions = plain["position_ids"][..., torch.from_numpy(tree.tokens)]
-    tail = (torch.arange(pad) % max(lengths)).expand(*positions.shape[:-1], pad)
+    tail = (torch.arange(pad, device="cpu") % max(lengths)).expand(*positions.shape[:-1], pad)
     stats = SeqStats.from_lengths(
         lengths,
         prefix_lengths=tree.shared,

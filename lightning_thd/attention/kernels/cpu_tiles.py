@@ -46,7 +46,7 @@ class Masks:
         key = (tiles.rows, tiles.keys, tiles.shift)
         if key not in self._made:
             hidden = hidden_pairs(*key, left=left, right=right)
-            self._made[key] = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+            self._made[key] = torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         return self._made[key]
 
     def _ending_on_diagonal(self, rows: int, keys: int) -> Tensor:
@@ -54,14 +54,14 @@ class Masks:
         have = (0, 0) if self._diagonal is None else tuple(self._diagonal.shape)
         if self._diagonal is None or rows > have[0] or keys > have[1]:
             height, width = max(rows, have[0]), max(keys, have[1])
-            whole = torch.full((height, width), -torch.inf, dtype=self._dtype)
+            whole = torch.full((height, width), -torch.inf, dtype=self._dtype, device="cpu")
             self._diagonal = whole.triu_(width - height + 1)
         return self._diagonal[self._diagonal.shape[0] - rows :, self._diagonal.shape[1] - keys :]
 
 
 def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> Tensor:
     """Return bool ``[rows, keys]``, True for keys hidden from query i, which is at key i + shift."""
-    distance = torch.arange(keys) - torch.arange(rows)[:, None] - shift
+    distance = torch.arange(keys, device="cpu") - torch.arange(rows, device="cpu")[:, None] - shift
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
         hidden |= distance < -left
