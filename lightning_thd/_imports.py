@@ -17,6 +17,7 @@ _HINTS = {
     "wandb": "pip install 'lightning_thd[wandb]'",
     "jsonargparse": "pip install 'lightning_thd[cli]'",
     "matplotlib": "pip install 'lightning_thd[plots]'",
+    "PIL": "pip install pillow",
     "torchao": "pip install 'lightning_thd[fp8]'",
     "flash_attn": f"{_BUILD}flash-attn",
     "flash_attn_interface": "build the hopper folder of the flash-attention repository (flash-attn 3)",

@@ -169,7 +169,7 @@ class SeqStats:
             )
         if not 0 <= loss_tokens <= slots + shared:
             raise ValueError(
-                f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. Count targets >= 0."
+                f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. Leave out targets < 0."
             )
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _NO_PICTURES
@@ -183,7 +183,7 @@ class SeqStats:
             sum_squares=int(lengths @ lengths - prefixes @ prefixes),
             window_pairs=tuple(
                 (each, _pairs(lengths, each, _total) - (_pairs(prefixes, each, _total) if shared else 0))
-                for each in windows
+                for each in dict.fromkeys(windows)
             ),
             cross_tokens=cross_tokens,
             cross_pairs=cross_pairs,
@@ -232,7 +232,7 @@ class SeqStats:
         for row in rows:
             if len(row) > 1:
                 lengths += np.diff(row).tolist()
-            else:  # one sequence fills the row; with a single row of offsets, one fills each row of ``shape``
+            else:  # not packed: each row of ``shape`` is one sequence
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
         slots_of_offsets = sum(max(row, default=0) for row in (padded if unpadded else rows))
@@ -378,7 +378,7 @@ def _vision(
     area = rows * columns
     in_windows = tuple(
         (edge, int((frames * _edge_squares(rows, edge) * _edge_squares(columns, edge)).sum()))
-        for edge in windows
+        for edge in dict.fromkeys(windows)
     )
     return int((frames * area).sum()), int((frames * area * area).sum()), in_windows
 

@@ -89,12 +89,12 @@ class CUDAGraphCallback(L.Callback):
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False  # whether this fit runs without graphs
-        self._seen: list[Layout | None] = []  # without a planner: layouts so far, None for eager batches
+        self._seen: list[Layout | None] = []  # without a planner: layouts so far; None if none fits
         self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property
     def stats(self) -> GraphStats:
-        """Return the numbers of replayed and eager batches so far."""
+        """Return the numbers of replayed and eager batches since the graphs were planned."""
         return GraphStats() if self.step is None else self.step.stats
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -163,7 +163,7 @@ class CUDAGraphCallback(L.Callback):
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
             eager = not packs or isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else Layout.of_batch(batch))  # so that all ranks vote in one call
+            self._seen.append(None if eager else Layout.of_batch(batch))  # of any type: ranks vote at once
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)

@@ -34,7 +34,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Attributes that every module has, such as the Trainer, are not compared, except for the registries.
+# Attributes of every LightningModule, such as its Trainer, are not compared, except registries and these two.
 USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"

@@ -38,9 +38,9 @@ def throughput(
 
     Returns:
         The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
-        ``device/items_per_sec`` (slots), ``device/real_items_per_sec`` (tokens, also of shared prefixes),
+        ``device/items_per_sec`` (slots), ``device/real_items_per_sec`` (tokens of all sequences),
         ``device/samples_per_sec`` (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill``,
-        ``packing/shared``, ``packing/attention_fraction``. Several devices add sums without ``device/``.
+        ``packing/shared``, ``packing/attention_fraction``. Sums over devices lack ``device/``.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)

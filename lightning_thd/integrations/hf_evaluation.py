@@ -128,13 +128,15 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
     def _prepare_for_evaluation(self) -> None:
         """Prepare the model as Trainer's own evaluation does: wrappers, dtype, optimizer mode."""
-        model = self.model
         if len(self.accelerator._models) == 0:
-            self.accelerator.prepare_model(model, evaluation_mode=True)
+            if self.is_fsdp_enabled and not self.args.torch_compile:
+                self.model: Any = self.accelerator.prepare(self.model)
+            else:
+                self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if not self.is_in_train:
             dtypes = {torch.float16: self.args.fp16_full_eval, torch.bfloat16: self.args.bf16_full_eval}
             for dtype in [dtype for dtype, wanted in dtypes.items() if wanted]:
-                model.to(dtype=dtype, device=self.args.device)
+                self.model.to(dtype=dtype, device=self.args.device)
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
             evaluate()
 

@@ -29,17 +29,14 @@ _HONOURED = """
     ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config skip_memory_metrics debug do_train do_eval
     do_predict resume_from_checkpoint local_rank model_init_kwargs trust_remote_code
     router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token
-    max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss
-    activation_offloading
+    max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss activation_offloading
 """
 HONOURED = frozenset(_HONOURED.split())
 
-# Options that packed_trainer does not read, because packing decides what they would set.
 _IRRELEVANT = """
-    per_device_train_batch_size per_device_eval_batch_size average_tokens_across_devices use_cache
-    accelerator_config dataloader_persistent_workers remove_unused_columns length_column_name
-    eval_accumulation_steps eval_use_gather_object packing_strategy pad_to_multiple_of pad_token
-    liger_kernel_config
+    per_device_train_batch_size per_device_eval_batch_size use_cache pad_token accelerator_config
+    average_tokens_across_devices dataloader_persistent_workers remove_unused_columns length_column_name
+    eval_accumulation_steps eval_use_gather_object packing_strategy pad_to_multiple_of liger_kernel_config
 """
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 # Trainers change these themselves, so a changed value need not come from the user.
@@ -90,7 +87,7 @@ def refuse_options(args: Any) -> None:
                 f"{given}: packed_trainer does not know this option and cannot say what it does to packs. "
                 "Leave it at its default."
             )
-        elif value is not None:  # TRL turns its default "auto" into None
+        elif value is not None:  # TRL turns pad_to_multiple_of="auto" into None
             rank_zero_info(f"{given} has no effect on packs.")
 
 
@@ -138,7 +135,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class, unless it is ``known``, with its own form of a method above, or TRL's training_step."""
+    """Refuse a class that overrides a method above, or comes with TRL's training_step; ``known`` ones may."""
     for name in (*REPLACED, "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
@@ -154,5 +151,5 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
             remedy = "Define it in a subclass of packed_trainer(...) instead."
         raise ValueError(
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own. "
-            f"packed_trainer replaces it or calls it with packs, so it would learn something else. {remedy}"
+            f"packed_trainer replaces it or calls it with packs, so the loss would be another one. {remedy}"
         )

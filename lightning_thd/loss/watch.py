@@ -22,7 +22,7 @@ from lightning_thd.batch import IGNORE_INDEX, THDBatch
 class SlotLosses(NamedTuple):
     """The losses of a batch's slots and their weights, on the device, without gradient."""
 
-    losses: Tensor  # weight x loss of each row x the scale that ``Watcher.see`` gets, ``[R]``
+    losses: Tensor  # of each row: weight x loss x the scale that ``Watcher.see`` gets, ``[R]``
     weights: Tensor  # the weight of each row, times that scale, ``[R]``
     kept: Tensor | None  # int64 ``[R]``, the slots of the rows; None for all slots
 
@@ -79,13 +79,13 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
 
     ``causal_lm_loss`` does this itself. With another loss, call it in ``training_step``; then
     ``data/<name>/loss`` is the mean loss of the tokens of each source of a ``THDDataModule``. Without a
-    mixture it does nothing. ``losses`` are floats ``[T]``, which are ignored if the target is -100.
-    ``weights`` ``[T]`` are the weights of the tokens in the mean, 1 by default.
+    mixture it does nothing. ``losses`` are floats in the shape of ``batch.token_targets``, ``[T]``; those of
+    targets of -100 are ignored. ``weights`` ``[T]`` are the tokens' weights in the mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = batch.token_targets
     for name, values in (("losses", losses), ("weights", losses if weights is None else weights)):
-        shaped(values, name, targets.shape, "one per slot, as batch.targets.")
+        shaped(values, name, targets.shape, "one per target, as batch.token_targets.")
     counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)

@@ -105,7 +105,7 @@ def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a mask equals the ``kind``, whether the model itself reads it, and its window."""
+    """Return whether a mask is the plain one of its ``kind``, whether the model reads it, and its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))

@@ -90,7 +90,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 
 def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
-    """Call the initialiser of every module that owns unset tensors, children before parents."""
+    """Call the initialiser of every module that holds unset tensors, children before parents."""
     adapters: dict[str, Any] = {}
     owners: Counter[int] = Counter()
     for child in module.modules():

@@ -25,7 +25,7 @@ class SharedDraws:
 
     @contextmanager
     def microbatch(self, step: int) -> Generator[None]:
-        """Draw from the stream of a step's next microbatch here, and restore the global stream after."""
+        """In this context, draw from the stream of a step's next microbatch; then restore the global one."""
         saved = states()
         self.begin(step)
         try:
@@ -81,5 +81,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def draw_number() -> int:
-    """Draw an int64 from the CPU's stream, as each stage does for every layer, so that streams stay equal."""
+    """Draw an int64 from the CPU's stream; every stage draws for all layers, so their streams stay equal."""
     return int(torch.empty((), dtype=torch.int64).random_())

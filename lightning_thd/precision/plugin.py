@@ -36,7 +36,7 @@ from lightning_thd.precision.recipes import check_device, resolve
 
 
 class FP8Precision(Precision):
-    """Trains the layers that ``convert_linear`` converts in FP8 (or FP4), the rest in bf16, on aligned packs.
+    """Trains in FP8 (or FP4) the layers that ``convert_linear`` converts, the rest in bf16, on aligned packs.
 
     Use it as ``Trainer(plugins=FP8Precision("blockwise"))``. With ``engine="te"`` (Transformer Engine)
     ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of

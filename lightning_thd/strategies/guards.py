@@ -70,7 +70,7 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
 def packs(batch: Any) -> list[Any]:
     """Return the packs and steps in a batch: itself, or those in its dicts, lists and dataclasses."""
     found: list[Any] = []
-    apply_to_collection(batch, (THDBatch, THDStep), found.append)
+    apply_to_collection(batch, (THDBatch, THDStep), found.append, allow_frozen=True)
     return found
 
 
@@ -165,7 +165,7 @@ def refuse_unfrozen(frozen: Iterable[nn.Parameter]) -> None:
 
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
-    """Refuse a model that the user sharded so that some of its gradients are never averaged."""
+    """Refuse a model if the user's own sharding leaves some gradients without averaging."""
     wanted = sizes.data * sizes.context
     for name, parameter in model.named_parameters():
         if wanted == 1 or not parameter.requires_grad:

@@ -176,6 +176,9 @@ def test_another_tokenizer_has_another_fingerprint() -> None:
     splits.split_special_tokens = True
     known = [tokenizer_fingerprint(one) for one in (make_tokenizer(PLAIN), make_tokenizer(MARKED), splits)]
     assert len({*known, tokenizer_fingerprint(make_tokenizer(PLAIN))}) == 3
+    padded = make_tokenizer(PLAIN)
+    padded(["some", "text"], padding=True, truncation=True, max_length=1)  # its state stays in the tokenizer
+    assert tokenizer_fingerprint(padded) == known[0]
     assert tokenizer_fingerprint(lambda text: [1]) is None
 
 

@@ -26,7 +26,7 @@ _INTERFACES: dict[int, Any] = {}  # version -> the interface of a prebuilt flash
 
 @cache
 def prebuilt_trouble(version: int) -> str | None:
-    """Load a prebuilt flash-attn once per process; return None if it works, else the end of an error."""
+    """Load a prebuilt flash-attn once per process; return None, or the end of a message that says why not."""
     if version not in PREBUILT or not _sees_gpu():
         return ""
     if not installed("kernels"):

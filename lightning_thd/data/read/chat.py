@@ -89,7 +89,7 @@ def encode_chat(
     options: Mapping[str, Any] | None = None,
     placeholders: ImagePlaceholders | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode messages with ``role`` and ``content``; no answer in the first ``skip`` is learned."""
+    """Encode messages with ``role`` and ``content``; those before number ``skip`` are not learned."""
     _check(tokenizer, messages, skip, images=placeholders is not None)
     renderer = _Renderer(tokenizer, tools, options or {}, placeholders)
     template = str(tokenizer.get_chat_template(tools=tools))
@@ -306,7 +306,7 @@ def _encode_marked(
     edges = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # Take every token that overlaps the span, because a blank at its edge may be in no token.
+        # Take every token that overlaps the span: a blank that begins or ends it may be in no token.
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True

@@ -112,8 +112,8 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    parts = [
-        backend.to_str(),
+    parts = [  # without the padding and truncation of the last call
+        json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}),
         json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True, default=str),
         repr(getattr(tokenizer, "special_tokens_map", None)),
         repr(getattr(tokenizer, "split_special_tokens", None)),

@@ -37,7 +37,7 @@ class Divergence:
         return self.kind != "kl"
 
     def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a tile's part of the divergence, and of ``sum e^s g`` unless kind is "kl", ``[c]`` each."""
+        """Compute a tile's part of the divergence and, unless "kl", of ``sum e^s g`` (see ``_slope``)."""
         q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
             found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
