@@ -163,7 +163,7 @@ class CUDAGraphCallback(L.Callback):
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
             eager = not packs or isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else Layout.of_batch(batch))  # of any type: ranks vote at once
+            self._seen.append(None if eager else Layout.of_batch(batch))  # any type: ranks vote together
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)

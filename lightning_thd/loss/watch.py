@@ -22,7 +22,7 @@ from lightning_thd.batch import IGNORE_INDEX, THDBatch
 class SlotLosses(NamedTuple):
     """The losses of a batch's slots and their weights, on the device, without gradient."""
 
-    losses: Tensor  # of each row: weight x loss x the scale that ``Watcher.see`` gets, ``[R]``
+    losses: Tensor  # per row: weight x loss x the scale that ``Watcher.see`` gets, ``[R]``
     weights: Tensor  # the weight of each row, times that scale, ``[R]``
     kept: Tensor | None  # int64 ``[R]``, the slots of the rows; None for all slots
 
