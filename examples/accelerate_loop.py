@@ -2,6 +2,8 @@
 
 It uses the data and the model of the quickstart. With Sequences(16), every step has exactly 16 documents, on
 any number of processes. MFU and tokens/s go to TensorBoard through accelerator.log.
+
+For torchrun on CPUs, set ACCELERATE_USE_CPU=true. Without it, every process trains a model of its own.
 """
 
 import argparse
