@@ -120,10 +120,11 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
     """Return CPU offsets as ints, the longest length, and the index where they fall most, None if nowhere."""
     array = cu_seqlens.numpy()
-    return _parse(array.tobytes(), array.dtype.str)
+    return _parse(array.tobytes(), array.dtype.str)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=32)
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo takes no array over bytes
 def _parse(raw: bytes, dtype: str) -> tuple[tuple[int, ...], int, int | None]:
     offsets = np.frombuffer(raw, dtype)
     lengths = np.diff(offsets)
