@@ -247,21 +247,20 @@ def join(members: Sequence[Member]) -> FlopsModel:
     first = members[0]
     if len(members) == 1 and (first.training, first.forward) == (1.0, 0.0):
         return first.model
-    conventions = {
-        (one.model.causal, one.model.tokens, one.model.embedding, one.model.router) for one in members
-    }
+    models = [one.model for one in members]
+    conventions = {(each.causal, each.tokens, each.embedding, each.router) for each in models}
     if len(conventions) > 1:
         raise ValueError(
             f"{', '.join(one.name for one in members)} count under different conventions (causal, tokens, "
             f"embedding, router): {sorted(conventions)}. Build all of them with the same conventions."
         )
-    trained = [one.model.recompute for one in members if one.training and one.model.recompute != "none"]
-    policy: Recompute = trained[0] if trained else "none"
+    policies = {one.model.recompute for one in members if one.training} - {"none"}
+    policy: Recompute = policies.pop() if len(policies) == 1 else "full" if policies else "none"
     layers = [
         replace(
             layer,
             recomputable=layer.recomputable and bool(one.training) and one.model.recompute != "none",
-            terms=tuple(_scaled_term(term, one) for term in layer.terms),
+            terms=tuple(_scaled_term(term, one, policy) for term in layer.terms),
         )
         for one in members
         for layer in one.model.layers
@@ -271,17 +270,18 @@ def join(members: Sequence[Member]) -> FlopsModel:
     return replace(first.model, name=name, layers=tuple(layers), recompute=policy, patch=patch)
 
 
-def _scaled_term(term: Term, member: Member) -> Term:
+def _scaled_term(term: Term, member: Member, policy: Recompute) -> Term:
     if term.basis == "merged_patch":  # models may merge different numbers of patches
         names = ("forward", "input_grad", "weight_grad")
         merged: Any = {name: getattr(term, name) // member.model.merge for name in names}
         term = replace(term, basis="patch", **merged)
+    own, again = member.model.recompute, term.forward if term.again is None else term.again
     return replace(
         term,
         forward=round(term.forward * (member.training + member.forward)),
         input_grad=round(term.input_grad * member.training),
         weight_grad=round(term.weight_grad * member.training),
-        again=round((term.forward if term.again is None else term.again) * member.training),
+        again=round(again * member.training) if own == policy or _RUN_AGAIN[own](term) else 0,
     )
 
 

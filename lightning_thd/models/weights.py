@@ -130,7 +130,7 @@ def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> N
     if not hasattr(layer, "reset_lora_parameters") or not {*kinds.values()} <= {True, False, "gaussian"}:
         raise ValueError(
             f"The adapters of {path} ({type(layer).__name__}) on the meta device have init_lora_weights="
-            f"{[*kinds.values()]}. Only LoRA's True, False and 'gaussian' work there: choose one."
+            f"{[*kinds.values()]}. Only LoRA's True, False and 'gaussian' work there, no modules_to_save."
         )
     for name, kind in kinds.items():
         if kind is not False:

@@ -122,6 +122,9 @@ def test_recompute_policies() -> None:
     assert model.training_flops(stats, recompute="early_stop").recompute == forward.model - last
     assert model.training_flops(stats, recompute="selective").recompute == forward.attention
     always = replace(model, recompute="full").training_flops(stats)
+    mixed = [replace(model, recompute=kind) for kind in ("selective", "full", "none")]
+    joined = join([Member(name=each.recompute, model=each) for each in mixed]).training_flops(stats)
+    assert joined.recompute == forward.attention + forward.model
     assert always.hardware == always.model + forward.model
     flops = FlopsModel.from_config(LLAMA2_7B, recompute="full").training_flops(SeqStats.from_lengths(MIXED))
     assert flops.recompute == (flops.linear + flops.attention) // 3  # logits never
