@@ -120,16 +120,6 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
     return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
 
 
-def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
-    """Make a batch of token 0 with targets in all slots but each sequence's last."""
-    count = max(1, min(layout.sequences, layout.slots))
-    lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
-    batch = THDBatch.collate([{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths])
-    if axes is not None:
-        batch = batch.replace(position_ids=batch.position_ids.expand(axes, -1).contiguous())
-    return batch.to(device)
-
-
 # The fields that a captured step may read.
 _KEPT = (
     *("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
@@ -206,8 +196,9 @@ class StaticInputs:
         *,
         axes: int | None,  # the number of M-RoPE's position axes, or None
         scale_dtype: torch.dtype,  # fp64 for fp64 models, else fp32
+        longest: int,  # sequence of the batch at capture; a table of positions may hold no more
     ) -> None:
-        self.bucket, self.axes = bucket, axes
+        self.bucket, self.axes, self._longest = bucket, axes, longest
         self._device, slots = device, bucket.slots
         self._arange = torch.arange(slots, device=device)
         offsets = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
@@ -224,9 +215,14 @@ class StaticInputs:
         )
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
-        """Return a dummy batch of a layout; by default it fills the bucket."""
+        """Return a batch of token 0 in a layout, by default the bucket's, with targets but at the ends."""
         layout = layout or Layout(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
-        return dummy_batch(layout, self._device, axes=self.axes)
+        count = max(1, min(layout.sequences, layout.slots))
+        lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
+        batch = THDBatch.collate([{"input_ids": np.zeros(length, np.int64)} for length in lengths])
+        one = batch.position_ids % self._longest
+        positions = one if self.axes is None else one.expand(self.axes, -1).contiguous()
+        return batch.replace(position_ids=positions).to(self._device)
 
     def fill(self, batch: THDBatch) -> None:
         """Copy a batch into the buffers without waiting for the device; dummy sequences fill the tail."""
@@ -241,8 +237,8 @@ class StaticInputs:
             target[used:].fill_(blank)
         static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
         if tail:  # all dummies are as long as the first, but the last may be shorter
-            positions = torch.remainder(self._arange[:tail], int(lengths[layout.sequences]))
-            static.position_ids[..., used:].copy_(positions, non_blocking=True)
+            longest = min(int(lengths[layout.sequences]), self._longest)
+            static.position_ids[..., used:].copy_(self._arange[:tail] % longest)
         cast("Tensor", static.loss_scale).fill_(batch.loss_scale)
 
     def matches(self, batch: THDBatch) -> bool:

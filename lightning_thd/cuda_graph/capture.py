@@ -333,6 +333,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     options: Any = {
         "axes": None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
         "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
+        "longest": max([1, *batch.lengths]),
     }
     make_inputs = functools.partial(StaticInputs, bucket, example.device, **options)
     hidden = tuple(

@@ -344,6 +344,9 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     ordinary = _ordinary_tokens(model, size)
     generator = torch.Generator().manual_seed(seed)
     picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
+    firsts = torch.randperm(len(ordinary), generator=generator)
+    for i, ids in enumerate(picked):  # a leak between equal sequences may not be seen
+        ids[0] = ordinary[firsts[i % len(firsts)]]
     mask = getattr(config, "mask_token_id", None)
     if isinstance(mask, int) and 0 <= mask < size:  # a model may scale a sequence by its masked tokens
         for ids in picked:

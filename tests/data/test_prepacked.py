@@ -115,7 +115,7 @@ def test_custom_positions_can_be_kept() -> None:
         ),
         ({"lengths": [1], "attention_mask": [1, 1]}, "must be 1 in the 1 slots that lengths covers"),
         ({"position_ids": [0]}, "2 input_ids but 1 position_ids"),
-        ({"labels": [1], "lengths": [2]}, "2 input_ids but 1 labels"),
+        ({"labels": 1, "lengths": [2]}, r"2 input_ids, but labels of shape \(\)"),
         ({"lengths": [2], "pixel_values": [[1.0]]}, "carries pixel_values, which cannot be divided"),
     ],
 )

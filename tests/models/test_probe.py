@@ -165,6 +165,8 @@ def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
     with pytest.raises(PackingLeakError, match=r"the model itself \(Own\)|the first module"):
         check_packing(Own("attention"), vocab_size=32)
     assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok  # the next run is finite
+    with pytest.raises(PackingLeakError):  # once, all ids that this seed draws were equal
+        check_packing(Own("attention"), vocab_size=8, lengths=(1, 1), grad=False, seed=12)
 
 
 class Gated(Own):

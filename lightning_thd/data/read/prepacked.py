@@ -93,10 +93,10 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
                 f"Row {i} carries {', '.join(other)}, which cannot be divided among its sequences. Drop it."
             )
         lengths = _lengths_of(row, i)
-        labels, loss_tokens = row.get("labels"), lengths - 1
+        slots, labels, loss_tokens = len(row["input_ids"]), row.get("labels"), lengths - 1
         if labels is not None:
-            if len(labels) != len(row["input_ids"]):
-                raise ValueError(f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels.")
+            if np.shape(labels) != (slots,):
+                raise ValueError(f"Row {i} has {slots} input_ids, but labels of shape {np.shape(labels)}.")
             loss_tokens = count_targets(np.asarray(labels)[: lengths.sum()], lengths)
         parts.append(np.stack([np.full_like(lengths, i), np.cumsum(lengths) - lengths, lengths, loss_tokens]))
     return dict(zip(("row", "start", "lengths", "loss_tokens"), np.concatenate(parts, axis=1), strict=True))
