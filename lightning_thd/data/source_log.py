@@ -26,11 +26,11 @@ class SourceLog:
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int], trainer: L.Trainer | None) -> None:
         self.loader, self.trainer, self._names = loader, trainer, loader.source.names
         # Steps begun since the last log: (epoch, step), and the tokens per source (0 except on process 0).
-        self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
-        self.restore(tokens)
-        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the last batch's microbatches
+        self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]]
         # Losses and weights since the last log, summed for each of K sources and for padding: [2, K + 1].
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None
+        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the last batch's microbatches
+        self.restore(tokens)
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
         """Log if a log is due, and record the step of the coming batch; called on every rank."""
@@ -97,7 +97,8 @@ class SourceLog:
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, tokens: Mapping[str, int]) -> None:
-        """Set the token count of each source to that of a checkpoint."""
+        """Set the token count of each source to that of a checkpoint; drop what is not logged yet."""
+        self._steps, self._sums = [], None
         self._tokens = np.array([tokens.get(name, 0) for name in self._names], np.int64)
 
     def _zeros(self, device: torch.device) -> Tensor:
@@ -109,8 +110,7 @@ class SourceLog:
         sums, self._sums = self._sums, None
         if sums is None:  # no loss here: in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
-        summed = trainer.strategy.reduce(sums, reduce_op="sum")
-        assert isinstance(summed, Tensor)
+        summed: Any = trainer.strategy.reduce(sums, reduce_op="sum")
         total, weight = summed.tolist()
         return [a / b if b else None for a, b in zip(total[:-1], weight[:-1], strict=True)]
 

@@ -19,6 +19,7 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_l
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
 from lightning_thd.batch.media import patch_table
+from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import build_index
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost
@@ -80,11 +81,15 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_counts_what_the_assistant_says(tmp_path: Path) -> None:
+def test_the_loss_counts_what_the_assistant_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = opened(write_chats(tmp_path, 4), cache_dir=tmp_path / "cache")
     decode, rows = processor("qwen2_5_vl").tokenizer.decode, [data.dataset[i] for i in range(4)]
     said = [decode(row["input_ids"][row["labels"] != -100]).replace(" ", "") for row in rows]
     assert [x.split("<|im_end|>")[:-1] for x in said] == [["red"], ["green", "yes"], ["blue"], ["red", "yes"]]
+    chats = VisionChat(processor("llava"))
+    before = chats.fingerprint()
+    monkeypatch.setattr(chats.processor, "num_additional_image_tokens", 0)  # gives other rows
+    assert chats.fingerprint() != before
 
 
 def test_a_rank_without_a_sequence_reads_no_bad_record(tmp_path: Path) -> None:

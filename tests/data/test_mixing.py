@@ -67,9 +67,7 @@ def test_the_tokens_of_a_source_are_those_that_ran(cut: dict[str, int]) -> None:
 
 def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(
-        source_log, "uploaded", lambda x, device: (sizes.append(len(x)), uploaded(x, device))[1]
-    )
+    monkeypatch.setattr(source_log, "uploaded", lambda x, to: (sizes.append(len(x)), uploaded(x, to))[1])
     module = TinyModule()
     make_trainer(max_steps=3).fit(module, mixture())
     assert len(sizes) == 3

@@ -60,9 +60,9 @@ class VisionChat:
     def fingerprint(self) -> str | None:
         """Return a text that identifies tokenizer and image settings; None if that is impossible."""
         tokenizer = tokenizer_fingerprint(self.tokenizer)
-        settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
-        name = f"{type(self.processor).__name__} {self.records} {tokenizer} {settings}"
-        return None if tokenizer is None else name
+        own = {name: value for name, value in vars(self.processor).items() if isinstance(value, str | int)}
+        settings = json.dumps([self.records, self.images.to_dict(), own], sort_keys=True, default=str)
+        return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
 
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
