@@ -22,7 +22,6 @@ from lightning_thd.integrations.hf_data import (
     packed_dataset,
 )
 from lightning_thd.integrations.packed_loop import mean_loss
-from lightning_thd.precision.convert import in_low_precision
 
 _PAD = -100  # the value with which Trainer pads predictions and labels
 
@@ -100,7 +99,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             self._prepare_for_evaluation()
             self.callback_handler.eval_dataloader = dataloader
             packs, device = self._with_callbacks(dataloader), torch.device(self.args.device)
-            loss_fn = in_low_precision(self._loss, self.model)
+            loss_fn = lambda model, batch: self.compute_loss(model, {"batch": batch})  # noqa: E731
             loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
         predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
         metrics: dict[str, Any] = {}

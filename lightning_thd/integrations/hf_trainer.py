@@ -98,8 +98,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             )
         for name in {"val", "test", "predict"} & (data_kwargs or {}).keys():
             raise ValueError(f"data_kwargs has {name!r}, which nothing would read. Pass eval_dataset=.")
-        given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
+        if (given := kwargs.get("args", args[1] if len(args) > 1 else None)) is not None:
             refuse_options(given)  # before the base class warns about them or acts on them
         super().__init__(*args, **kwargs)
         # TRL keeps the balancing loss's factor in the trainer; causal_lm_loss reads it from the model.

@@ -118,8 +118,8 @@ class HeadCall:
         if attention != "thd":
             raise ValueError(
                 f"{type(call.inner).__name__} runs attn_implementation={attention!r}, which can let packed "
-                "sequences see each other without an error. Load it with attn_implementation='thd', or call "
-                "model.set_attn_implementation('thd')."
+                "sequences see each other without an error. Build it with attn_implementation='thd' and its "
+                "own copy of the config, or call model.set_attn_implementation('thd')."
             )
         return call
 

@@ -213,8 +213,6 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
 
 
 class Known(list[dict[str, Any]]):
-    """A dataset that counts how often it is read."""
-
     def __init__(self, rows: list[dict[str, Any]], fingerprint: str = "a") -> None:
         super().__init__(rows)
         self.fingerprint, self.reads = fingerprint, 0

@@ -143,6 +143,9 @@ def test_weights_that_were_not_counted_are_refused() -> None:
     index = build_index(samples)
     with pytest.raises(ValueError, match="Sequence 1 has weights, but none were counted"):
         index.sample(samples, 1, 0, 3)
+    index = build_index([{"input_ids": [1, 2, 3], "weights": 2.0}])
+    with pytest.raises(ValueError, match=r"0 has 2.0 as the sum of its weights, but 4.0 were counted"):
+        index.sample([{"input_ids": [1, 2, 3]}], 0, 0, 3)
 
 
 class Logging(L.LightningModule):

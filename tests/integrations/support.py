@@ -97,8 +97,6 @@ def mean_nll(samples: Any, model: Any = None, params: Any = None) -> tuple[float
 
 
 class RecordsSteps:
-    """A mixin that records the sequences of every microbatch."""
-
     seen: list[tuple[int, ...]]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

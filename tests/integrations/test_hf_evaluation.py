@@ -162,6 +162,11 @@ def test_an_optimizer_with_weights_for_evaluation_is_told_of_one(tmp_path: Path)
     assert loss != pytest.approx(mean_nll(SAMPLES)[0], rel=1e-3)
 
 
+class Doubled(packed_trainer()):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
 def test_a_set_without_loss_tokens_has_no_loss_and_is_read_as_data_kwargs_say(tmp_path: Path) -> None:
     given = {"model": tiny_llama(), "args": arguments(tmp_path), "capacity": CAPACITY}
     found = packed_trainer()(**given).evaluate([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}])
@@ -169,4 +174,6 @@ def test_a_set_without_loss_tokens_has_no_loss_and_is_read_as_data_kwargs_say(tm
     assert found["eval_loss_tokens"] == 0
     dropped = packed_trainer()(**given, data_kwargs={"empty": "drop"})
     rows = [*SAMPLES, {"input_ids": [], "labels": []}]
-    assert dropped.evaluate(rows)["eval_loss"] == packed_trainer()(**given).evaluate(SAMPLES)["eval_loss"]
+    loss = packed_trainer()(**given).evaluate(SAMPLES)["eval_loss"]
+    assert dropped.evaluate(rows)["eval_loss"] == loss
+    assert Doubled(**given).evaluate(SAMPLES)["eval_loss"] == 2 * loss  # a subclass's loss is evaluated too

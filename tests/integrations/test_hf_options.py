@@ -112,8 +112,6 @@ def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str)
 
 
 class Images(Trainer):
-    """Has found, as TRL's SFTTrainer does, that its dataset has images."""
-
     _is_vision_dataset = True
 
 

@@ -141,8 +141,6 @@ def test_offsets_that_do_not_end_with_the_pack(offsets: list[int]) -> None:
 
 
 class Scores(transformers.LlamaPreTrainedModel):  # type: ignore[misc]
-    """A user's own head: one score a row of tokens, or one a token."""
-
     a_token = False
 
     def __init__(self, config: Any) -> None:

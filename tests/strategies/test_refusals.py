@@ -224,8 +224,6 @@ def logs_its_own(module: Any, batch: THDBatch) -> torch.Tensor:
 
 
 class Tuples(nn.Module):
-    """A layer that hands more than hidden states to the next."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer

@@ -146,6 +146,8 @@ class SequenceIndex:
                 raise _changed_error(i, "patches and pixels of images", sizes, counted_sizes)
         if "weights" in sample and not len(self.weights):
             raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
+        if len(self.weights) and (weight := whole_weight(sample, f"Sequence {i}")[0]) != self.weights[i]:
+            raise _changed_error(i, "as the sum of its weights", weight, self.weights[i])
         if stop - start == found:
             if "labels" in sample or self.loss_tokens[i] != max(0, found - 1):
                 self._check_targets(sample, i)

@@ -125,8 +125,6 @@ def wait_for_readers() -> None:
 
 
 class Resumable(IterableDataset):
-    """An iterable with the two methods that torchdata's loaders call."""
-
     made = 0
 
     def __init__(self) -> None:
