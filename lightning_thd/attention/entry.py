@@ -158,7 +158,6 @@ def _heads_first(attend: Bound) -> Bound:
 def _attend_shard(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
 ) -> Tensor:
-    """Attend across context-parallel ranks if the offsets are a shard's, else on this rank only."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
         return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)

@@ -306,7 +306,7 @@ class THDBatch(_Pinned):
         if self.input_ids.device.type == "meta" != device.type:
             raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate again.")
         if device.type == "cuda" and self.input_ids.device.type == "cpu":
-            pinned = getattr(self, "_pinned", None) or self._pin()
+            pinned = self._pinned if hasattr(self, "_pinned") and self._pinned.holds(tensors) else self._pin()
             return self._with(pinned.to(device, non_blocking=non_blocking))
         return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 

@@ -41,6 +41,7 @@ class PinnedBatch:
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
         self._separate = dict[str, Tensor]()  # copied one by one: sparse, quantized or already on a device
         self._slots = sum(padded_lengths)
+        self._copied = [(x, x._version) for x in tensors.values() if not x.is_inference()]
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
         sent = {}
@@ -51,6 +52,11 @@ class PinnedBatch:
                 sent[name] = tensor
         self._parts, self._buffer = _pinned(sent, shrink=True)
 
+    def holds(self, tensors: dict[str, Tensor]) -> bool:
+        """Return whether these are the copied tensors, unchanged; inference tensors hide changes."""
+        same = (x is y and x._version == n for x, (y, n) in zip(tensors.values(), self._copied, strict=False))
+        return len(tensors) == len(self._copied) and all(same)
+
     def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
         """Return the tensors on a CUDA device, with their original names and dtypes."""
         buffer = self._buffer.to(device, non_blocking=non_blocking)
@@ -58,9 +64,7 @@ class PinnedBatch:
         if self._computes_positions:
             offsets = found.get("cu_seqlens_padded", found["cu_seqlens"])
             found[_POSITIONS] = position_ids_from_cu_seqlens(offsets, self._slots)
-        for name, tensor in self._separate.items():
-            found[name] = tensor.to(device, non_blocking=non_blocking)
-        return found
+        return found | {k: x.to(device, non_blocking=non_blocking) for k, x in self._separate.items()}
 
 
 def uploaded(found: Any, device: torch.device) -> Any:

@@ -153,7 +153,6 @@ class _Replay(torch.autograd.Function):
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raise if a step trains other tensors than ``leaves``, because a replay would give them no gradient."""
     known = {id(leaf) for leaf in leaves}
     stack: list[Any] = [x.grad_fn for x in outputs]
     seen: set[Any] = set()

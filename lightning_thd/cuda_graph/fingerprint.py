@@ -216,5 +216,4 @@ def _spaces_of(
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Return whether a value is identical to the one before, or plain, equal and of the same type."""
     return now is before or (isinstance(before, PLAIN) and type(now) is type(before) and bool(now == before))

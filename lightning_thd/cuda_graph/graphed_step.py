@@ -156,8 +156,9 @@ class GraphedStep:
                 return "pending_backward"
             if self._modes is not None:
                 self._forget("torch's autocast, dtype or precision changed")
-            if self.off is not None or not self._capture(example):
-                return "capture_error"
+            with torch.cuda.device_of(batch.input_ids):  # type: ignore[no-untyped-call]  # its streams
+                if self.off is not None or not self._capture(example):
+                    return "capture_error"
         if reason is not None:
             return reason
         bucket, misfit = choose(self.buckets, batch)
@@ -184,7 +185,6 @@ class GraphedStep:
 
     @trial_runs()
     def _capture(self, example: Example) -> bool:
-        """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
         # All ranks capture together the first time, and each time if the module has DTensors. Any other
         # capture may run on this rank only, so it must not communicate.
@@ -225,7 +225,6 @@ class GraphedStep:
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
-        """Mark the buckets whose replay is not faster by ``_MARGIN``; their batches will run eagerly."""
         for bucket, step in self._graphs.items():
             times = _compare(self._subject, step, example)
             if times is None:

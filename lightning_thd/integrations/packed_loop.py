@@ -283,6 +283,7 @@ class PackedLoop:
                 return self._loss_fn(module, batch)
 
         self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
+        self._graphed.group = ALONE if self._engine.devices == 1 else None
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:

@@ -66,7 +66,6 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that resets a layer's state at every sequence when a model runs on a pack."""
     kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL_OUTPUTS
     tokens_name = list(inspect.signature(forward).parameters)[1]
 

@@ -67,6 +67,8 @@ def test_fifty_layouts_equal_padded_eager() -> None:
         batch = batch_of(seed, count=1 + seed % 24)
         bucket, _ = choose(BUCKETS, batch)
         used.add(bucket)
+        waste = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
+        del waste  # what comes into freed memory must reach no gradient
         loss = step(batch)
         found = gradients(module, loss)
         # A captured step multiplies all rows; an eager one leaves out those without a target.
@@ -80,9 +82,10 @@ def test_fifty_layouts_equal_padded_eager() -> None:
     assert step.stats.replays > 20
 
 
-def test_gradients_under_autocast_are_those_of_eager() -> None:
+def test_gradients_under_autocast_and_checkpointing_are_those_of_eager() -> None:
     """Parameters in fp32, products in bf16, norms and rotary embeddings in fp32; backward outside of it."""
     module = model().float()
+    checkpoint_activations(module)
     step = step_of(module)
     for seed in range(4):
         batch = batch_of(seed, count=6)
@@ -97,16 +100,6 @@ def test_gradients_under_autocast_are_those_of_eager() -> None:
     assert step.stats.replays == 4
 
 
-def test_nan_in_freed_memory_reaches_no_gradient() -> None:
-    module = model()
-    step = step_of(module)
-    for seed in range(10):
-        waste = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
-        del waste
-        found = gradients(module, step(batch_of(seed)))
-        assert all(bool(x.isfinite().all()) for x in found)
-
-
 def test_dropout_differs_from_replay_to_replay() -> None:
     module = model()
     module.model.layers[0].mlp = nn.Sequential(module.model.layers[0].mlp, nn.Dropout(0.3))
@@ -118,17 +111,6 @@ def test_dropout_differs_from_replay_to_replay() -> None:
         losses.append(float(loss.detach()))
     assert len(set(losses)) == 4
     assert step.stats.replays == 4
-
-
-def test_activation_checkpointing_is_captured() -> None:
-    module = model()
-    checkpoint_activations(module)
-    step = step_of(module)
-    for seed in range(5):
-        batch = batch_of(seed, count=6)
-        found = gradients(module, step(batch))
-        assert worst(found, gradients(module, causal_lm_loss(module, batch))) < BF16
-    assert step.stats.replays == 5
 
 
 def reads(module: nn.Module, batch: THDBatch) -> Tensor:

@@ -523,14 +523,14 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
     def set_rng_state(state, device="cuda"):
         torch.ops.imagined.set_rng_state(state)
 
+    clone = types.SimpleNamespace(device=CUDA, manual_seed=lambda seed: clone, get_state=get_rng_state)
+    clone.set_state = lambda state: None
     generator = types.SimpleNamespace(
-        manual_seed=manual_seed,
+        manual_seed=lambda seed: [generator, manual_seed(seed)][0],
         get_state=get_rng_state,
         set_state=set_rng_state,
         device=CUDA,
-        clone_state=lambda: generator,
-        graphsafe_set_state=lambda g: None,
-        graphsafe_get_state=lambda: generator,
+        **_always(clone_state=clone, graphsafe_set_state=None, graphsafe_get_state=clone),
     )
 
     def current_stream(device=None):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.batch.upload import host_offsets, uploaded
 from lightning_thd.callbacks import ExpertBias
+from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
 from lightning_thd.integrations.hf_evaluation import Rows
 from lightning_thd.integrations.hf_rows import _as_rows, _packed
 from lightning_thd.integrations.packed_loop import mean_loss
@@ -58,6 +59,10 @@ def batches() -> dict[str, THDBatch]:
 
 def check_uploads(log: Any) -> None:
     """Every batch arrives as it was, by one copy from pinned memory, loader or not."""
+    with torch.inference_mode():  # in which tensors hide that they were written to
+        changing = batches()["plain"].pin_memory()
+        changing.targets.fill_(7)
+        assert set(data(changing.to("cuda").targets).tolist()) == {7}
     for name, batch in batches().items():
         for sent in (batch, batch.pin_memory()):
             log.uploads.clear()
@@ -84,6 +89,8 @@ def check_uploads(log: Any) -> None:
             for offsets in ("cu_seqlens", "cu_seqlens_padded"):
                 assert host_offsets(getattr(there, offsets)) == tuple(getattr(batch, offsets).tolist())
             assert not log.reads, (name, log.reads)
+            sent.targets.fill_(7)  # as a hook before the transfer may
+            assert set(data(sent.to("cuda").targets).tolist()) == {7}, name
 
 
 def check_offsets(log: Any) -> None:
@@ -140,6 +147,15 @@ def check_precisions() -> None:
         with imagined_gpu(capability=capability):
             assert fastest_precision() == wanted, capability
             assert fastest_precision("cpu") == "32-true"
+
+
+def check_second_device() -> None:
+    """A step is captured on streams of its own device, whichever is current."""
+    with imagined_gpu(devices=2):
+        module = make_model(torch.bfloat16).to("cuda:1")
+        step = GraphedStep(causal_lm_loss, module, buckets=make_buckets((8,), slots=512), require=True)
+        step(batches()["plain"].to("cuda:1"))
+        assert step._subject.backend._side().device_index == 1  # type: ignore[attr-defined]
 
 
 class Module(L.LightningModule):
@@ -207,6 +223,7 @@ def main() -> None:
     what = sys.argv[1]
     if what == "sample":
         check_precisions()
+        check_second_device()
     with imagined_gpu(capability=tuple(map(int, sys.argv[2].split(".")))) as log:
         if what == "sample":
             check_uploads(log)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDModelParallelStrategy
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.integrations.fabric import prepare_fabric
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from tests.cuda_graph.support import GraphModule
@@ -175,6 +176,8 @@ def alone() -> list[Any]:
     found = [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
     fabric, optimizer = Fabric(accelerator="cpu", devices=1), torch.optim.SGD(module.parameters())
     loop = prepare_fabric(fabric, module.model, data(STEP), optimizer)
+    loop.capture(backend=RecordingBackend(), max_sequences=12, require=True)
+    loop.backward(next(iter(loop.loader)))
     return [*found, [loop.evaluate([pack])]] if loop.state_dict() else []
 
 
