@@ -24,6 +24,7 @@ _DISTRIBUTIONS = (
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
     *("jsonargparse", "matplotlib", "zstandard"),
 )
+_NO_DEVICE = "there is no CUDA device"
 # A kind of layer or precision -> its kernels or engine, and the imports they need beside a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
@@ -113,12 +114,11 @@ def _machine() -> dict[str, str]:
 def _attention(capability: int | None) -> list[Kernel]:
     kernels = []
     for name, row in SUPPORT.items():
-        why = missing(name)
-        if why is None and row.device == "cuda":
-            why = _no_device(capability)
-            if capability is not None and row.capability and capability not in row.capability:
-                wanted = " or ".join(map(str, row.capability))
-                why = f"needs compute capability {wanted}, this GPU has {capability}"
+        if capability is not None and row.capability and capability not in row.capability:
+            wanted = " or ".join(map(str, row.capability))
+            why: str | None = f"needs compute capability {wanted}, this GPU has {capability}"
+        else:
+            why = missing(name) or (_NO_DEVICE if row.device == "cuda" and capability is None else None)
         what = f"attention backend={row.backend!r}"
         kernels.append(Kernel(serves=what, name=name, usable=why is None, why_not=why or ""))
     return kernels
@@ -128,16 +128,15 @@ def _fused(capability: int | None) -> list[Kernel]:
     kernels = []
     for serves, (name, modules) in _FUSED.items():
         absent = [module for module in modules if not available(module)]
-        why = "; ".join(filter(None, map(trouble, absent))) or _no_device(capability)
+        why = "; ".join(filter(None, map(trouble, absent))) or (_NO_DEVICE if capability is None else None)
         bad = [x for module in modules for x in known_problems(module, capability=capability)]
         if why is None and bad:
             why = f"{bad[0].problem}; {bad[0].instead}"
+        nvidia = capability is not None and torch.version.hip is None
+        if nvidia and "fp8" in serves and torch.cuda.get_device_capability() < (8, 9):
+            why = "needs compute capability 8.9 or higher"
         kernels.append(Kernel(serves=serves, name=name, usable=why is None, why_not=why or ""))
     return kernels
-
-
-def _no_device(capability: int | None) -> str | None:
-    return "there is no CUDA device" if capability is None else None
 
 
 def doctor(arguments: Sequence[str]) -> None:
