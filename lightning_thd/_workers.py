@@ -22,4 +22,4 @@ def begin_worker(worker: int) -> None:
 def own_generator(number: int = 0) -> torch.Generator:
     """Return a generator for the seeds of a DataLoader's workers; ``number`` is the epoch's."""
     # A seed drawn from the global generator would change the weights and the dropout drawn after it.
-    return torch.Generator().manual_seed((torch.initial_seed() + number) % 2**63)
+    return torch.Generator(torch.get_default_device()).manual_seed((torch.initial_seed() + number) % 2**63)

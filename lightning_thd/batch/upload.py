@@ -111,7 +111,7 @@ def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _
         sent_dtype = torch.int32 if shrink and _fits(tensor) else tensor.dtype
         parts[name] = _Part(size, sent_dtype, tensor.shape, tensor.dtype)
         size += -(-tensor.numel() * sent_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     for name, part in parts.items():
         _view(buffer, part).copy_(tensors[name])
     return parts, buffer

@@ -87,8 +87,9 @@ class PackedRollouts:
         batch = THDBatch.collate(
             samples, align=align, pad_to=pad_to, sequence_ids=rows, share_prefixes=share_prefixes
         )
-        held, predicted, row = _index_plan(mask, batch)
-        first = torch.arange(mask.shape[1]) == mask.int().argmax(1, keepdim=True)
+        with torch.device("cpu"):  # whatever torch's default device is
+            held, predicted, row = _index_plan(mask, batch)
+            first = torch.arange(mask.shape[1]) == mask.int().argmax(1, keepdim=True)
         counts = (response & ~first).sum(1)
         shape = (mask.shape[0], mask.shape[1])
         made = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)

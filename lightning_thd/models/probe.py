@@ -342,9 +342,9 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     if size is None or size < 8:
         raise ValueError(f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, >= 8.")
     ordinary = _ordinary_tokens(model, size)
-    generator = torch.Generator().manual_seed(seed)
-    picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
-    firsts = torch.randperm(len(ordinary), generator=generator)
+    host: Any = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
+    picked = [ordinary[torch.randint(len(ordinary), (n,), **host)] for n in lengths]
+    firsts = torch.randperm(len(ordinary), **host)
     for i, ids in enumerate(picked):  # a leak between equal sequences may not be seen
         ids[0] = ordinary[firsts[i % len(firsts)]]
     mask = getattr(config, "mask_token_id", None)

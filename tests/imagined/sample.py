@@ -21,11 +21,14 @@ from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
 from lightning_thd.integrations.hf_evaluation import Rows
 from lightning_thd.integrations.hf_rows import _as_rows, _packed
 from lightning_thd.integrations.packed_loop import mean_loss
+from lightning_thd.loss.rollouts import PackedRollouts
+from lightning_thd.models.probe import random_pack
 from lightning_thd.module import CausalLMModule
 from lightning_thd.precision import fastest_precision
 from tests.imagined.gpu import data, imagined_gpu
 from tests.loss.cases import CONFIG
 from tests.models.families import build
+from tests.tiny import quiet_trainer
 
 DATASET = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 9)} for i in range(200)]
 LENGTHS = (200, 1, 100, 57)
@@ -130,10 +133,7 @@ def check_module(log: Any) -> None:
     model = build("deepseek_v3", "thd").train()
     model.set_experts_implementation("batched_mm")  # in fp32 torch reads the offsets of a grouped one
     rows = [{"input_ids": [7 + i % 50] * (1 + i % 9)} for i in range(200)]
-    options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="gpu", max_steps=STEPS, callbacks=[ExpertBias()], log_every_n_steps=100, **options
-    )
+    trainer = quiet_trainer(accelerator="gpu", max_steps=STEPS, callbacks=[ExpertBias()])
     log.clear()
     start = log.step
     trainer.fit(CausalLMModule(model), THDDataModule(rows, capacity=64))
@@ -179,7 +179,7 @@ def train(precision: str, accelerator: str) -> list[float]:
     """Return the losses of all microbatches; on the GPU after asserting what a step reads and uploads."""
     dtype = torch.float64 if precision == "64-true" else torch.float32
     module = Module(dtype)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         accelerator=accelerator,
         devices=1,
         strategy="thd",
@@ -188,10 +188,6 @@ def train(precision: str, accelerator: str) -> list[float]:
         callbacks=[THDThroughputMonitor(peak=1e12, every_n_steps=100)],
         log_every_n_steps=100,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, THDDataModule(DATASET, capacity=512, global_batch=Sequences(16)))
     return [float(data(loss)) if loss.is_cuda else float(loss) for loss in module.losses]
@@ -229,7 +225,10 @@ def main() -> None:
             check_uploads(log)
             check_offsets(log)
             check_whole_sets(log)
-            check_module(log)
+            with torch.device("cuda"):  # a script's default device
+                random_pack(make_model(), None, (5, 9), 0)
+                PackedRollouts.from_padded(*torch.ones(2, 2, 9, dtype=torch.int64))
+                check_module(log)
         check_training(log, "bf16-mixed" if what == "sample" else what)
 
 
