@@ -50,7 +50,7 @@ class Engine:
         self._intake = Intake(settings, wire)
         self.counts = self._intake.counts  # how many records were bad, or left out or changed by policies
         if state is not None:
-            self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
+            self._intake.marks = {place: [mark] for place, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
         self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None
@@ -107,7 +107,7 @@ class Engine:
         """Return the ledger; the first call after a resume reads the pending sequences of the state again."""
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
-            ended = np.array(state["ended"], bool) if same and "ended" in state else self._intake.exhausted
+            ended = np.array(state["ended"], bool) if same else self._intake.exhausted
             found = self._intake.read_again(pending_rows(state), ended)
             self.ledger = restored_ledger(
                 state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
@@ -129,22 +129,19 @@ class Engine:
         return np.bincount(sources, weights=weights, minlength=len(self._gave)).astype(np.int64)
 
     def _state(self) -> dict[str, Any]:
-        ledger, marks = self.ledger, self._intake.marks
-        if marks:
-            pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
-            self._intake.drop_marks(pending, ledger.cursors)
-        state = {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
-        return {**state, "ended": self._intake.exhausted.tolist()}
+        state = self.ledger.state()
+        self._intake.drop_marks(state["pending"].numpy(), self.ledger)
+        marks = {place: found[0] for place, found in self._intake.marks.items()}
+        return {**state, "marks": marks, "ended": self._intake.exhausted.tolist()}
 
     def _end_pass(self) -> None:
         """End this pass; in the next, all sources begin again, or with ``dry="stop"`` those that ran dry."""
         ledger, settings = self.ledger, self._settings
         stops = settings.dry == "stop"
         dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))
-        for number in dry.tolist():
-            ledger.cursors[settings.sources[number].first : settings.sources[number].stop] = 0
-            ledger.rounds[number] += 1
-            self._intake.forget(number)
+        ledger.cursors[np.isin(settings.source_of, dry)] = 0
+        ledger.rounds[dry] += 1
+        self._intake.exhausted[dry] = False
         ledger.number, ledger.steps = ledger.number + 1, 0
         if not stops:
             self.counts["tail_dropped"] += len(ledger.pool)
@@ -196,7 +193,6 @@ class Engine:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
-        self._intake.forget(number)
         self._open(number)
 
     def _collated(self, planned: PlannedStep, microbatches: list[list[dict[str, Any]]]) -> THDStep:

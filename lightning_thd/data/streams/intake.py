@@ -22,14 +22,14 @@ from lightning_thd.data.read.records import Bad
 from lightning_thd.data.store.index import OnError
 from lightning_thd.data.streams.ranks import Payloads, Wire
 from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
-from lightning_thd.data.streams.schedule import POOL, IntArray, Pending, Scheduling, Table
+from lightning_thd.data.streams.schedule import POOL, IntArray, Ledger, Pending, Place, Scheduling, Table
 from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
+Marks = dict[Place, list[Mark]]  # (shard, pass) -> its saved states, in order
 
 # With fewer sequences in the last pass over a mixture's source, starting workers takes longer than reading.
 _WORKERS_FROM = 1000
-_END = -1  # the row of the state at the end of a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,7 @@ class Intake:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
         self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, all shards read
-        self.marks: dict[int, list[Mark]] = {}  # shard -> its saved states, in order
-        self._ends: dict[int, Any] = {}  # shard -> its state at the end of this pass
+        self.marks: Marks = {}
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
         self._readers: dict[int, Reader] = {}  # the reader of each source
@@ -100,7 +99,7 @@ class Intake:
             starts={i: int(cursors[i]) for i in mine.tolist()},
             sampler=settings.make_sampler(),
             round=round_,
-            marks={i: marks[0] for i in mine.tolist() if (marks := self.marks.get(i))},
+            marks={place: marks[0] for place, marks in self.marks.items() if place[0] in mine},
         )
         self._readers[number] = Reader(
             reading, self._tallies[number], source, num_workers=0 if few else settings.num_workers
@@ -134,7 +133,7 @@ class Intake:
     def _exchange(self, read: Callable[[int, Reader], list[Read]]) -> Table:
         """Call ``read`` for each source, and return a ``POOL`` table of what all ranks read; a collective."""
         failure: Exception | None = None
-        reads, marks = list[Read](), dict[int, list[Mark]]()
+        reads, marks = list[Read](), Marks()
         try:
             for number, reader in self._readers.items():
                 reads += read(number, reader)
@@ -155,29 +154,21 @@ class Intake:
         if failed := [f"Rank {i}: {x.failure}" for i, x in enumerate(reports) if x.failure is not None]:
             raise ValueError(" ".join(failed)) from failure
         for report in reports:
-            for shard, (row, state) in ((i, mark) for i, found in report.marks.items() for mark in found):
-                if row == _END:
-                    self._ends[shard] = state
-                else:
-                    self.marks.setdefault(shard, []).append((row, state))
+            for place, found in report.marks.items():
+                self.marks[place] = self.marks.get(place, []) + found
         self._add_up(reports)
         return _pooled([report.table for report in reports])
 
-    def forget(self, number: int) -> None:
-        """Drop the saved states of a source whose pass is over, except those with which the next begins."""
-        self.exhausted[number] = False
-        for shard in range(self._sources[number].first, self._sources[number].stop):
-            self.marks.pop(shard, None)
-            if shard in self._ends:
-                self.marks[shard] = [(0, self._ends.pop(shard))]
-
-    def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Keep, per shard, the last state from which all unused records can be read, and later ones."""
-        for shard, marks in self.marks.items():
-            rows = pending["row"][pending["shard"] == shard]
-            least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
-            before = sum(mark[0] <= least for mark in marks)
-            self.marks[shard] = marks[max(0, before - 1) :]
+    def drop_marks(self, pending: IntArray, ledger: Ledger) -> None:
+        """Keep the last state of each shard and pass from which all unused records can be read, and later."""
+        for (shard, round_), marks in list(self.marks.items()):
+            ahead = round_ - int(ledger.rounds[self._settings.source_of[shard]])
+            rows = pending[(pending[:, 0] == shard) & (pending[:, 2] == round_), 1].tolist()
+            rows += [] if ahead else [int(ledger.cursors[shard])]
+            before = sum(mark[0] <= min(rows, default=0) for mark in marks)
+            self.marks[shard, round_] = marks[max(0, before - 1) :]
+            if ahead < 0 and not rows:
+                del self.marks[shard, round_]
 
     def _table(self, reads: list[Read]) -> Table:
         table = np.zeros(len(reads), META)
@@ -229,7 +220,7 @@ class Read:
     sample: Sample | None  # None if a policy left the record out, or if it is bad
     bad: str | None = None  # the fault of a bad record
     counts: dict[str, int] = field(default_factory=dict)  # what the policies did to the record
-    mark: Mark | None = None  # a state from which the shard can resume at the next row; mostly None
+    mark: Mark | None = None  # a state of the shard in this pass; mostly None
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
@@ -253,7 +244,7 @@ class Reading(IterableDataset[Read]):
     starts: Mapping[int, int]  # the first row to read of each shard
     sampler: Sampler
     round: int = 0  # number of the pass over the source
-    marks: Mapping[int, Mark] = field(default_factory=dict)  # by shard, a state to resume from
+    marks: Mapping[Place, Mark] = field(default_factory=dict)  # by shard and pass, a state to resume from
 
     def __iter__(self) -> Iterator[Read]:
         """Read the shards; each of n workers reads every n-th shard."""
@@ -267,13 +258,13 @@ class Reading(IterableDataset[Read]):
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
         """Yield the records of one shard from a row on, and a bad one where reading fails."""
-        row, mark = start - 1, self.marks.get(number)
+        row, mark = start - 1, self.marks.get((number, self.round))
         mark = mark if mark is not None and mark[0] <= start else None
         try:
-            for row, record, following in self.shards[number].read(start, mark):
-                yield self._read(number, row, record, following)
+            for row, record, saved in self.shards[number].read(start, mark):
+                yield self._read(number, row, record, saved)
             if (ended := getattr(getattr(self.shards[number], "beginning", None), "ended", None)) is not None:
-                yield Read(shard=number, row=_END, sample=None, mark=(_END, ended))
+                yield Read(shard=number, row=-1, round=self.round + 1, sample=None, mark=(0, ended))
         except ModuleNotFoundError:
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
@@ -311,7 +302,7 @@ class Report:
     failure: str | None  # the error of the rank, or None
     exhausted: list[bool]  # for each source, whether the rank read its part to the end
     tallies: list[Tally]  # for each source
-    marks: dict[int, list[Mark]]  # new saved states of the rank's shards
+    marks: Marks  # new saved states of the rank's shards
 
 
 class Reader:
@@ -322,7 +313,7 @@ class Reader:
         self._most_bad = math.inf if source.max_errors is None else source.max_errors
         self.exhausted, self.taken = False, 0
         self._kept: list[Read] = []  # samples that are read, but not yet asked for
-        self.marks: dict[int, list[Mark]] = {}  # saved states since the last exchange
+        self.marks: Marks = {}  # saved states since the last exchange
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.mine)):
             own: Any = {"worker_init_fn": begin_worker, "generator": own_generator(reading.round)}
@@ -341,7 +332,7 @@ class Reader:
                 self.exhausted = True
                 break
             if read.mark is not None:
-                self.marks.setdefault(read.shard, []).append(read.mark)
+                self.marks.setdefault((read.shard, read.round), []).append(read.mark)
             self._tally.counts.update(read.counts)
             if read.bad is not None:
                 place = f"shard {self._reading.shards[read.shard].name}, row {read.row}: {read.bad}"
@@ -357,12 +348,11 @@ class Reader:
     def read_again(self, pending: Pending, *, ended: bool) -> list[Read]:
         """Read the pending records of this rank's shards again; with ``ended``, look for added ones too."""
         found = []
-        for number in self._reading.mine:
-            rows = pending.get(number)
-            if not rows:
+        for (number, round_), rows in pending.items():
+            if number not in self._reading.mine:
                 continue
-            wanted = (x for x in self._reading.rows(number, min(rows)) if x.row in rows and x.bad is None)
-            reads = list(islice(wanted, len(rows)))
+            again = replace(self._reading, round=round_).rows(number, min(rows))
+            reads = list(islice((x for x in again if x.row in rows and x.bad is None), len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} had {len(rows)} unused records when "
@@ -370,7 +360,7 @@ class Reader:
                 )
             for read in reads:
                 self._tally.counts.update(read.counts)
-                found += [replace(read, round=round_) for round_ in rows[read.row] if read.sample]
+            found += [read for read in reads if read.sample]
         if ended:  # all shards had been read; records may have been added since
             self._kept = self.take(1)
         return found

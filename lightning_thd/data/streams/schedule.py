@@ -23,7 +23,8 @@ from lightning_thd.packing.planner import Tail
 # META, the rank that holds the sequence, and its position in the pool when it was planned.
 POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
-Pending = dict[int, dict[int, list[int]]]  # shard -> row -> the passes from which this record is still unused
+Place = tuple[int, int]  # a shard, and a pass over it
+Pending = dict[Place, set[int]]  # the rows that are still unused
 # Plans of at least this many sequences fill packs first, and then deal them to ranks. For 65,536 sequences of
 # 4,096 ranks, this takes 20 ms, while a search for packs of equal work takes 12 s.
 _MANY = 8192
@@ -155,7 +156,7 @@ def _dealt_bins(
     return order_by_rank(packs.indices, offsets, np.diff(sums[offsets]), scheduling.dp)
 
 
-_VERSION = 2
+_VERSION = 3
 _PLACE = ("shard", "row", "round")  # the fields that identify a sequence
 
 
@@ -203,8 +204,8 @@ class Ledger:
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
     """Build a ledger from a saved state, still without its pending sequences."""
-    if state.get("version") != _VERSION:
-        raise ValueError(f"The checkpoint holds version {state.get('version')} of a stream, not {_VERSION}.")
+    if (version := state.get("version")) != _VERSION:
+        raise ValueError(f"The stream has version {version}, not {_VERSION}. Resume with the older release.")
     return Ledger(
         cursors=state["cursors"].numpy().copy(),
         rounds=np.array(state["rounds"], np.int64),
@@ -220,7 +221,7 @@ def pending_rows(state: dict[str, Any]) -> Pending:
     """Return the records that were read but unused when the state was saved."""
     rows: Pending = {}
     for shard, row, number in state["pending"].tolist():
-        rows.setdefault(shard, {}).setdefault(row, []).append(number)
+        rows.setdefault((shard, number), set()).add(row)
     return rows
 
 

@@ -35,7 +35,7 @@ _ACROSS = {
 }
 
 Mark = tuple[int, Any]  # the number of a row, and a saved state of the source from which this row comes next
-Rows = Iterator[tuple[int, Any, Mark | None]]  # row, record, and a mark of the next row if one was saved
+Rows = Iterator[tuple[int, Any, Mark | None]]  # row, record, and a mark of this row if one was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,7 @@ class Beginning:
     def __init__(self, source: Any) -> None:
         self._state: Any = None
         self.ended: Any = None  # the state after the last complete pass, with which the next begins
+        self._kept: tuple[Any, Any] | None = None  # without a first state: first record, state after it
         self._was_read = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
@@ -132,8 +133,12 @@ class Beginning:
             return cls(source)
 
     def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
-        """Yield (record, mark) from the start or a saved state on; every 64th record has a new mark."""
+        """Yield (record, mark) from the start or a saved state on; the first and every 64th have marks."""
         first, state = (0, self._state if self._was_read else None) if mark is None else mark
+        saved = (0, self._state) if mark is None and self._state is not None else None
+        if mark is None and self._kept is not None:
+            (record, state), first = self._kept, 1
+            yield record, None
         self._was_read = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
@@ -141,7 +146,11 @@ class Beginning:
         for _ in range(1 if state is None or first else 2):
             row = first
             for row, record in enumerate(source, first + 1):
-                yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
+                if state is None and row == 1 and self._state is None:
+                    self._kept = record, copy.deepcopy(source.state_dict())
+                yield record, saved
+                # A state is saved only before another record: the last may belong to the next pass already.
+                saved = (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
             if row > first:
                 break
         with contextlib.suppress(Exception):
@@ -177,8 +186,8 @@ class IterableShard:
         else:
             self._refuse_begun(records)
             pairs = ((record, None) for record in records)
-        for row, (record, following) in islice(enumerate(pairs, first), start - first, None):
-            yield row, as_written(record, getattr(records, "features", None)), following
+        for row, (record, saved) in islice(enumerate(pairs, first), start - first, None):
+            yield row, as_written(record, getattr(records, "features", None)), saved
 
     def _refuse_begun(self, records: Any) -> None:
         """Refuse a generator that was read before, and an iterator that ``begin`` would return again."""
@@ -217,7 +226,8 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
         # This is part of the shard, so that worker processes get it too.
         beginning = Beginning.of(source) if has_state(source) else None
-        return [IterableShard(kind, partial(_part, source, 0, 1), whole=True, beginning=beginning)]
+        begin, again = partial(_part, source, 0, 1), beginning is not None
+        return [IterableShard(kind, begin, replays=again, whole=True, beginning=beginning)]
     if not callable(source):
         raise ValueError(f"{type(source).__name__} is not a stream. Pass paths, a dataset, or a function.")
     name = prefix + getattr(source, "__name__", type(source).__name__)

@@ -27,7 +27,7 @@ from lightning_thd.data.streams.engine import ROW_BITS, Engine
 from lightning_thd.data.streams.intake import Settings, Source
 from lightning_thd.data.streams.ranks import Peers, Wire
 from lightning_thd.data.streams.samples import Sampler
-from lightning_thd.data.streams.schedule import IntArray, Scheduling
+from lightning_thd.data.streams.schedule import IntArray, Scheduling, ledger_of
 from lightning_thd.data.streams.shards import Shard, first_records, open_shards
 from lightning_thd.data.trainer_link import Job, model_cost, model_patch, vocab_size
 from lightning_thd.packing import Cost, Packs
@@ -236,8 +236,11 @@ class StreamedSteps:
                 f"The checkpoint was written with {state['shards']} shards, but the stream has "
                 f"{len(self._settings.shards)}, or other names or shares. Pass the same source."
             )
-        replays = all(shard.replays for shard in self._settings.shards)
-        if not replays and state["stream"] is not None and not state["stream"].get("marks"):
+        read, at = set[int](), state["stream"]
+        if at is not None:
+            read = {*np.flatnonzero(ledger_of(at).cursors).tolist(), *at["pending"][:, 0].tolist()}
+            read -= {shard for shard, _ in at["marks"]}
+        if not all(self._settings.shards[i].replays for i in read):
             rank_zero_warn(
                 "The stream cannot save its position, because it is a generator or similar. It begins again "
                 "and skips the used records. That is exact only if it gives the same records again."

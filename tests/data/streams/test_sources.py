@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams.shards import is_stream, open_shards
+from lightning_thd.packing.mixtures import Mixing
 from tests.data.streams.jobs import caught, counted, run
 from tests.data.support import Rows
 from tests.ranks import run_ranks
@@ -65,10 +66,7 @@ SOURCES: dict[str, Any] = {
     "Hugging Face": lambda folder: hf(),
     "function": lambda folder: generate,
     "generator": lambda folder: generate(),
-    "several": lambda folder: [
-        written(folder, "x.jsonl", LINES[: LINES.index(b"\n") + 1]),
-        Rows(*RECORDS[1:]),
-    ],
+    "several": lambda folder: [written(folder, "x.jsonl", LINES.splitlines()[0]), Rows(*RECORDS[1:])],
 }
 
 
@@ -124,48 +122,52 @@ def wait_for_readers() -> None:
             assert not thread.is_alive()
 
 
-class Resumable(IterableDataset):
+class Continuing(IterableDataset):
+    """Goes on where it was left, in another order in each pass; the last record's state begins the next."""
+
     made = 0
 
-    def __init__(self) -> None:
-        self._at = 0
+    def __init__(self, size: int = 300) -> None:
+        self._size, self._number, self._at = size, 0, 0
+
+    def _records(self, at: int) -> Iterator[tuple[int, Any]]:
+        order = np.random.default_rng(self._number).permutation(self._size)
+        for now, i in enumerate(order[at:].tolist(), at + 1):
+            type(self).made += 1
+            yield now, {"input_ids": [self._number, *[i] * (i % 7 + 1)]}
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._at = self._at, 0
-        for i in range(first, 300):
-            self._now = i + 1
-            type(self).made += 1
-            yield {"input_ids": np.full(i % 7 + 2, i % 50)}
+        for at, record in self._records(self._at):
+            self._at, ended = at % self._size, at == self._size
+            self._number += ended
+            yield record
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self._now}
+        return {"at": self._at, "number": self._number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at = state["at"]
+        self._at, self._number = state["at"], state["number"]
 
 
-class Continuing(Resumable):
-    """One that goes on where it was left, however that was; the ids of each pass differ."""
+class Resumable(Continuing):
+    """Begins its next pass in each iteration, and has a state only after its first record."""
 
-    number = 0
+    def __init__(self, size: int = 300) -> None:
+        self._size, self._number, self._loaded = size, -1, 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self._at < 300:
-            self._at += 1
-            type(self).made += 1
-            yield {"input_ids": np.full((self._at - 1) % 7 + 2, (self._at - 1) % 50 + self.number)}
-        self._at, self.number = 0, self.number + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self._at, "number": self.number}
+        first, self._number, self._loaded = self._loaded, self._number + (not self._loaded), 0
+        for at, record in self._records(first):
+            self._at = at
+            yield record
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at, self.number = state["at"], state["number"]
+        self._loaded, self._number = state["at"], state["number"]
 
 
 @pytest.mark.parametrize("kind", [Resumable, Continuing])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:The stream cannot save its position", "ignore:.*forking the process")
+@pytest.mark.filterwarnings("ignore:.*forking the process")
 def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: int) -> None:
     assert is_stream(kind())
     kwargs: dict[str, Any] = {"n": 20, "window": 30, "num_workers": workers}
@@ -181,18 +183,18 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
             assert kind.made < 160  # not those before the last state, and each that was pending twice
 
 
-@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
-@pytest.mark.parametrize("steps", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_source_that_was_left_is_begun_anew(steps: int) -> None:
-    source, kwargs = Continuing(), {"n": 20, "window": 30}
-    whole, *_ = run(Continuing(), epochs=2, **kwargs)
-    _, state = run(Continuing(), steps=17, epochs=2, **kwargs)  # in the second pass, from which some wait
-    for _ in range(2):  # the same object again: first as it came, then where it was left
-        rest, *_ = run(source, state=state, steps=steps, **kwargs)
-        assert rest == whole[17 : 17 + steps]
-        wait_for_readers()
-    begun, *_ = run(source, steps=5, **kwargs)
-    assert begun == whole[:5]
+@pytest.mark.parametrize("dry", ["restart", "rest", "stop"])
+@pytest.mark.parametrize("kind", [Resumable, Continuing])
+def test_each_pass_keeps_its_order_whatever_its_cut(kind: Any, dry: Any) -> None:
+    for sizes, n in (((2,), 1), ((20,), 4), ((9, 70), 11)):
+        kwargs: dict[str, Any] = {"n": n, "window": 8, "mixing": Mixing(dry=dry), "epochs": 99}
+        old, *new = ({f"{k}": (kind(size), 2 + k) for k, size in enumerate(sizes)} for _ in range(9))
+        whole, *_ = run(old, steps=9, **kwargs)
+        for cut in range(1, 9):
+            wait_for_readers()
+            first, state = run(old, steps=cut, **kwargs)
+            wait_for_readers()
+            assert first + run((old, new[cut - 1])[cut % 2], state=state, steps=9 - cut, **kwargs)[0] == whole
 
 
 def records() -> Iterator[dict[str, Any]]:
