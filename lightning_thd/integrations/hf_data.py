@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.keys import PER_TOKEN, TYPES
+from lightning_thd.batch.keys import PER_TOKEN, TYPES, refuse_boundaries, refuse_keys
 from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data.loader import Position, THDLoader
 from lightning_thd.data.read.sources import as_dataset
@@ -30,7 +30,7 @@ _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens t
 
 
 def packed_dataset(dataset: Any, arguments: frozenset[str] = frozenset()) -> MapDataset:
-    """Return a dataset of ids and labels; refuse rows with other columns that are the model's arguments."""
+    """Return a dataset of ids, labels and weights; refuse rows with other columns that would be lost."""
     if dataset is None:
         raise ValueError(
             "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
@@ -71,10 +71,12 @@ class WithLabels:
             )
         sample = with_labels(row)
         self._refuse_columns(sample, i)
-        return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
+        return {name: sample[name] for name in ("input_ids", "labels", "weights") if name in sample}
 
     def _refuse_columns(self, sample: Mapping[str, Any], i: int) -> None:
-        """Refuse columns that Trainer would pass to the model, if they would change the model's output."""
+        """Refuse columns that Trainer would give the model or that change the loss, but are not read."""
+        refuse_keys(sample)
+        refuse_boundaries(sample, f"Row {i} of the dataset")
         length = len(sample["input_ids"])
         if sample.get("attention_mask") is not None:
             check_attention_mask(sample, length, f"Row {i} of the dataset")
@@ -89,15 +91,14 @@ class WithLabels:
         if others:
             raise ValueError(
                 f"Row {i} of the dataset has {', '.join(others)}, which a model takes, but packed_trainer "
-                "packs only ids and labels. Use Lightning with THDDataModule, or remove the columns."
+                "packs only ids, labels and weights. Use Lightning with THDDataModule, or remove the columns."
             )
 
 
 def is_streamed(dataset: object) -> bool:
     """Return whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
-    sources = [dataset]
-    if isinstance(dataset, Mapping):
-        sources = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
+    parts = dataset.values() if isinstance(dataset, Mapping) else [(dataset,)]
+    sources = [part[0] for part in parts if isinstance(part, tuple | list) and part]
     return any(isinstance(source, Stream) or is_stream(source) for source in sources)
 
 
@@ -167,10 +168,7 @@ class TrainerPacks:
     """An iterable of packs for Trainer; ``begin`` runs before the first; ``steps`` counts finished steps."""
 
     def __init__(
-        self,
-        loader: THDLoader,
-        begin: Callable[[], None] = lambda: None,
-        steps: Callable[[], int] = lambda: 0,
+        self, loader: THDLoader, begin: Callable[[], None] = lambda: None, steps: Callable[[], int] = int
     ) -> None:
         self.loader, self._begin, self._steps = loader, begin, steps
         self._begun, self._before = False, 0

@@ -29,8 +29,8 @@ from lightning_thd.models.pack import current_pack
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
-# Arguments of a model's call that this file packs or replaces, and those that it passes on to the model.
-_OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
+# Arguments of a model's call that this file packs, replaces or leaves out, and those that it passes on.
+_OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache", "margin"})
 _PASSED_ON = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
 
 _BATCH_IS_PACK = "a batch of per_device_train_batch_size rows is one pack"

@@ -174,6 +174,8 @@ ROWS = Dataset.from_list([{"input_ids": [5, 6]}])
         ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
         ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
         ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
+        ({"seq_lengths": [2, 2]}, "Row 1 .* carries seq_lengths, which marks several sequences in a row"),
+        ({"loss_mask": [0, 0, 1, 1]}, "'loss_mask', which is not read, so the tokens that it hides"),
         ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which a model takes"),
         ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which a model takes"),
     ],
@@ -202,8 +204,9 @@ def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
         trainer.compute_loss(trainer.model, inputs, return_outputs=True)
 
 
-def test_label_smoothing_changes_the_loss(tmp_path: Path) -> None:
-    samples, model = sequences(9, labels=True), tiny_llama()
+def test_label_smoothing_and_weights_of_rows_change_the_loss(tmp_path: Path) -> None:
+    samples = [{**s, "weights": i / 4} for i, s in enumerate(sequences(9, labels=True))]
+    model = tiny_llama()
     args = {"label_smoothing_factor": 0.1}
     trainer = make(tmp_path, args=args, train_dataset=samples, capacity=256)
     [inputs] = trainer.get_train_dataloader()
@@ -211,7 +214,9 @@ def test_label_smoothing_changes_the_loss(tmp_path: Path) -> None:
     loss.backward()
     logits = [model(input_ids=torch.as_tensor(s["input_ids"])[None]).logits[0, :-1] for s in samples]
     labels = torch.cat([torch.as_tensor(s["labels"])[1:] for s in samples]).long()
-    wanted = cross_entropy(torch.cat(logits), labels, label_smoothing=0.1)
+    losses = cross_entropy(torch.cat(logits), labels, label_smoothing=0.1, reduction="none")
+    weights = torch.cat([torch.full((len(s["labels"]) - 1,), s["weights"]) for s in samples]) * (labels >= 0)
+    wanted = (losses * weights).sum() / weights.sum()
     wanted.backward()
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
     for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):

@@ -39,11 +39,11 @@ def text(seed: int, words: int) -> str:
     return " ".join(WORDS[(seed * 7 + k * k) % len(WORDS)] for k in range(words))
 
 
-def rows(kind: str) -> list[dict[str, str]]:
+def rows(kind: str) -> list[dict[str, Any]]:
     found = []
     for i in range(12):
-        pair = {"chosen": text(i, 1 + i % 5), "rejected": text(i + 3, 9 - i % 7)}
-        found.append(pair if kind == "reward" else {"prompt": text(i + 1, 1 + i % 4), **pair})
+        pair: dict[str, Any] = {"chosen": text(i, 1 + i % 5), "rejected": text(i + 3, 9 - i % 7)}
+        found.append(pair | ({"margin": i / 8} if kind == "reward" else {"prompt": text(i + 1, 1 + i % 4)}))
     return [{"prompt": row["prompt"]} for row in found] if kind == "grpo" else found
 
 
