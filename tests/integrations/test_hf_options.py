@@ -122,20 +122,17 @@ def other_attention() -> Any:
 
 
 def test_what_a_constructor_refuses(tmp_path: Path) -> None:
-    sequences_of_a_step: dict[str, Any] = {"data_kwargs": {"global_batch": Sequences(4)}}
+    of_n: dict[str, Any] = {"data_kwargs": {"global_batch": Sequences(4)}}
     for given, message in (
         ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
         ({"data_collator": lambda rows: rows}, "would pad packs"),
         ({"data_kwargs": {"val": [{"input_ids": [1, 2]}]}}, "'val', which nothing would read. Pass eval_"),
         ({"kind": Images}, "The dataset has images, which TRL prepares batch by batch in its"),
         ({"model": other_attention()}, r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"),
+        ({"args": {"gradient_accumulation_steps": 3}, **of_n}, "tion_steps=3: a step of n sequences has"),
         (
-            {"args": {"gradient_accumulation_steps": 3}, **sequences_of_a_step},
-            "with gradient_accumulation_steps=3: a step of n sequences has",
-        ),
-        (
-            {"args": {"optim": "lomo"}, **sequences_of_a_step},
-            "with optim='lomo', which steps in every backward pass: once a microbatch here",
+            {"args": {"optim": "lomo"}, **of_n},
+            "with optim='lomo', which steps in every backward pass: once a",
         ),
     ):
         with pytest.raises(ValueError, match=message):
