@@ -39,17 +39,17 @@ class PinnedBatch:
     """CPU tensors by name, copied into one page-locked buffer."""
 
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
-        self._separate = dict[str, Tensor]()  # copied one by one: sparse, quantized or already on a device
+        self._separate = dict[str, Tensor]()  # copied one by one: sparse, learned or on a device
         self._slots = sum(padded_lengths)
         self._copied = [(x, x._version) for x in tensors.values() if not x.is_inference()]
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
         sent = {}
-        for name, tensor in tensors.items():
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-                self._separate[name] = tensor
+        for name, x in tensors.items():
+            if x.device.type != "cpu" or x.layout != torch.strided or x.is_quantized or x.requires_grad:
+                self._separate[name] = x
             elif name != _POSITIONS or not self._computes_positions:
-                sent[name] = tensor
+                sent[name] = x
         self._parts, self._buffer = _pinned(sent, shrink=True)
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
@@ -130,7 +130,7 @@ def _fits(tensor: Tensor) -> bool:
 
 
 def _counts_up(positions: Tensor, lengths: Sequence[int]) -> bool:
-    if positions.ndim != 1 or positions.shape[0] != sum(lengths):
+    if positions.ndim != 1 or positions.shape[0] != sum(lengths) or not positions.is_cpu:
         return False
     each = np.asarray(lengths, np.int64)
     ends = np.cumsum(each)

@@ -66,6 +66,8 @@ def check_uploads(log: Any) -> None:
         changing = batches()["plain"].pin_memory()
         changing.targets.fill_(7)
         assert set(data(changing.to("cuda").targets).tolist()) == {7}
+    mixed = batches()["plain"].replace(extras={"soft": torch.ones(3, requires_grad=True)})
+    assert mixed.replace(position_ids=mixed.position_ids.cuda()).to("cuda").extras["soft"].requires_grad
     for name, batch in batches().items():
         for sent in (batch, batch.pin_memory()):
             log.uploads.clear()
@@ -152,8 +154,7 @@ def check_precisions() -> None:
 def check_second_device() -> None:
     """A step is captured on streams of its own device, whichever is current."""
     with imagined_gpu(devices=2):
-        module = make_model(torch.bfloat16).to("cuda:1")
-        step = GraphedStep(causal_lm_loss, module, buckets=make_buckets((8,), slots=512), require=True)
+        step = GraphedStep(causal_lm_loss, make_model().to("cuda:1"), buckets=make_buckets((8,), slots=512))
         step(batches()["plain"].to("cuda:1"))
         assert step._subject.backend._side().device_index == 1  # type: ignore[attr-defined]
 
