@@ -61,7 +61,8 @@ class THDShard(THDBatch):
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
         """Return the shard itself; refuse another device, because batches are moved before they are cut."""
-        if torch.device(device) == self.layout.device:
+        wanted, here = torch.device(device), self.layout.device  # without an index: the current device
+        if wanted.type == here.type and (wanted.index == here.index or None in (wanted.index, here.index)):
             return self
         raise ValueError(
             f"A THDShard on {self.layout.device} cannot move to {device}. Move the THDBatch before it is cut."

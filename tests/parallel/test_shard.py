@@ -96,6 +96,7 @@ def test_messages() -> None:
         shard.unpack(torch.zeros(3))
     with pytest.raises(ValueError, match="cannot move to meta. Move the THDBatch"):
         shard.to("meta")
+    assert shard.to("cpu:0") is shard
     with pytest.raises(TypeError, match="Send the THDBatch"):
         pickle.dumps(shard)
     with pytest.raises(ValueError, match="communication='gossip'; wanted one of auto, all_gather, ulysses"):
