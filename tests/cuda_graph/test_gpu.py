@@ -26,21 +26,13 @@ BUCKETS = make_buckets((12, 20), slots=1024, max_seqlen=128)
 BF16 = 2e-2
 
 
-def model(**config: Any) -> nn.Module:
+def model() -> nn.Module:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
-    arguments = {
-        "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 256,
-        "vocab_size": 512,
-        **config,
-    }
-    built = AutoModelForCausalLM.from_config(Qwen3Config(**arguments), attn_implementation="thd")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="thd")
     return built.to("cuda", torch.bfloat16).train()
 
 
