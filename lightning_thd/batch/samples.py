@@ -196,10 +196,8 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a sample with its sequence label, if it has one, under ``label`` instead of ``labels``."""
     if "label" not in sample and not is_scalar(sample.get("labels")):
         return sample
-    rest = {key: value for key, value in sample.items() if key != "label"}
-    if is_scalar(rest.get("labels")):
-        del rest["labels"]
-    return rest | sequence_label(sample, name)
+    given = ("label", "labels") if is_scalar(sample.get("labels")) else ("label",)
+    return {key: value for key, value in sample.items() if key not in given} | sequence_label(sample, name)
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:

@@ -228,17 +228,6 @@ def test_ids_outside_the_vocabulary_are_found_before_the_first_batch() -> None:
             data.train_dataloader()
 
 
-def test_labels_that_changed_under_a_fingerprint_are_found_out(tmp_path: Path) -> None:
-    class Known(list[dict[str, Any]]):
-        fingerprint = "mine"
-
-    first = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
-    then = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
-    batches_of(THDDataModule(Known(first), capacity=4, cache_dir=tmp_path))
-    with pytest.raises(ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. Correct"):
-        batches_of(THDDataModule(Known(then), capacity=4, cache_dir=tmp_path))
-
-
 def test_other_columns_of_a_dataset_are_left_out() -> None:
     rows = datasets.Dataset.from_list(
         [{"input_ids": [1, 2], "name": "a", "special_tokens_mask": [0, 0], "length": 2}] * 3

@@ -143,9 +143,16 @@ def test_weights_that_were_not_counted_are_refused() -> None:
     index = build_index(samples)
     with pytest.raises(ValueError, match="Sequence 1 has weights, but none were counted"):
         index.sample(samples, 1, 0, 3)
+
+
+@pytest.mark.parametrize("weights", [2.5, 1, [9.0, 1.0, 2.5]])
+def test_weights_and_targets_that_change_after_they_were_counted_are_refused(weights: Any) -> None:
     index = build_index([{"input_ids": [1, 2, 3], "weights": 2.0}])
-    with pytest.raises(ValueError, match=r"0 has 2.0 as the sum of its weights, but 4.0 were counted"):
-        index.sample([{"input_ids": [1, 2, 3]}], 0, 0, 3)
+    for stop in (3, 2):  # whole, and cut
+        with pytest.raises(ValueError, match=r"0 has [\d.]+ as the sum of its weights, but 4.0 were"):
+            index.sample([{"input_ids": [1, 2, 3], "weights": weights}], 0, 0, stop)
+        with pytest.raises(ValueError, match="has 1 loss tokens, but 2 were counted.*an IterableDataset"):
+            index.sample([{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "weights": 4.0}], 0, 0, stop)
 
 
 class Logging(L.LightningModule):

@@ -146,12 +146,9 @@ class SequenceIndex:
                 raise _changed_error(i, "patches and pixels of images", sizes, counted_sizes)
         if "weights" in sample and not len(self.weights):
             raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
-        if len(self.weights) and (weight := whole_weight(sample, f"Sequence {i}")[0]) != self.weights[i]:
-            raise _changed_error(i, "as the sum of its weights", weight, self.weights[i])
-        if stop - start == found:
-            if "labels" in sample or self.loss_tokens[i] != max(0, found - 1):
-                self._check_targets(sample, i)
-        else:
+        if "labels" in sample or len(self.weights) or self.loss_tokens[i] != max(0, found - 1):
+            self._check_targets(sample, i)
+        if stop - start != found:
             self._cut(sample, i, start, stop, continued)
         if keeps:
             return sample
@@ -177,13 +174,14 @@ class SequenceIndex:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
-        """Raise if the number of targets differs from the count, because the loss scale would be wrong."""
-        if "labels" in sample:
-            found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
-        else:
-            found = max(0, int(self.lengths[i]) - 1)
-        if found != self.loss_tokens[i]:
+        """Raise if targets or weights differ from those counted, because the loss scale would be wrong."""
+        labels = np.asarray(sample.get("labels", sample["input_ids"]))
+        if (found := int(np.count_nonzero(labels[1:] != IGNORE_INDEX))) != self.loss_tokens[i]:
             raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
+        if len(self.weights):
+            (total, whole), counted = whole_weight(sample, f"Sequence {i}"), float(self.weights[i])
+            if abs(total - counted) > 1e-6 * counted or whole != self.sequence_weights[i]:
+                raise _changed_error(i, "as the sum of its weights", total, counted)
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
         """Return float64 ``[2, S]``: weight of a span's loss tokens, and its share of the sequence weight."""
@@ -215,7 +213,8 @@ class SequenceIndex:
 def _changed_error(i: int, what: str, found: object, counted: object) -> ValueError:
     return ValueError(
         f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` or "
-        "`loss_tokens`, or rows that change. If data changed under the same fingerprint, delete the cache."
+        "`loss_tokens`. If rows change at every reading (random masks or crops), pass an IterableDataset. "
+        "If data changed under the same fingerprint, delete the cache."
     )
 
 
@@ -395,11 +394,9 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
             raise ValueError(f"{err} {_ADVICE}") from err
         if self._one_each:
             refuse_second_sequence(sample, i)
-        ids, labels = sample["input_ids"], sample.get("labels")
+        ids = sample["input_ids"]
         largest = int(ids.max()) if len(ids) else -1
-        loss_tokens = max(0, len(ids) - 1)
-        if labels is not None:
-            loss_tokens = int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+        loss_tokens = int(np.count_nonzero(sample.get("labels", ids)[1:] != IGNORE_INDEX))
         weights = (loss_tokens, 1.0) if "weights" not in sample else whole_weight(sample, f"Sequence {i}")
         media = bool(inputs(sample))
         sizes = sizes_of(sample)
