@@ -21,6 +21,7 @@ from lightning_thd.integrations.hf_data import (
     arguments_of,
     packed_dataset,
 )
+from lightning_thd.integrations.hf_options import refuse_unused
 from lightning_thd.integrations.packed_loop import mean_loss
 
 _PAD = -100  # the value with which Trainer pads predictions and labels
@@ -31,6 +32,10 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
     control: Any
     _evaluated: tuple[str, int] | None = None  # the last evaluation's metric prefix and pack count
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_unused(cls, EvaluationMixin)
 
     @property
     def _logs_entropy(self) -> bool:
@@ -87,11 +92,10 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             prediction_loss_only = self.args.prediction_loss_only
         preprocess = self.preprocess_logits_for_metrics
         rows = Rows(preprocess, inputs="inputs" in (self.args.include_for_metrics or ()))
-        sequences = 0
+        counts: list[int] = []
 
         def seen(batch: THDBatch) -> None:
-            nonlocal sequences
-            sequences += len(batch.lengths)
+            counts.append(len(batch.lengths))
             if not prediction_loss_only:
                 rows.add(self.model, batch)
 
@@ -117,7 +121,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
                 key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
                 for key, value in transformers.trainer_utils.denumpify_detensorize(metrics).items()
             },
-            num_samples=self._sum_over_ranks(sequences),
+            num_samples=self._sum_over_ranks(sum(counts)),
         )
 
     def _with_callbacks(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:

@@ -93,8 +93,7 @@ def refuse_options(args: Any) -> None:
 
 def refuse_engines(trainer: Any) -> None:
     """Refuse several devices in one process, DeepSpeed, and Accelerate's context and tensor parallelism."""
-    devices = trainer.args.n_gpu
-    if devices > 1:
+    if (devices := trainer.args.n_gpu) > 1:
         raise ValueError(
             f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs "
             "and their cu_seqlens in pieces. Start one process for each GPU with torchrun "
@@ -124,19 +123,26 @@ def precision_of(args: Any) -> str:
     return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
 
 
-REPLACED = (
-    "compute_loss",
-    "evaluation_loop",
-    "prediction_step",
-    "get_train_dataloader",
-    "get_eval_dataloader",
-    "get_test_dataloader",
+REPLACED = ("compute_loss", "evaluation_loop", *(f"get_{x}_dataloader" for x in ("train", "eval", "test")))
+# Methods of Trainer that packs never call, and what to use instead.
+UNUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "prediction_step": "Define compute_loss() or evaluation_loop() in a subclass of packed_trainer(...)",
+        "_get_train_sampler": "The plan decides the order. Give train_dataset= the rows that you would draw",
+    }
 )
+
+
+def refuse_unused(trainer_class: type, packed: type) -> None:
+    """Refuse a class that overrides a method which ``packed``, one of its bases, never calls."""
+    for base in trainer_class.__mro__[: trainer_class.__mro__.index(packed)]:
+        for name in UNUSED.keys() & vars(base):
+            raise ValueError(f"{base.__name__} has a {name}(), which packs never call. {UNUSED[name]}.")
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
     """Refuse a class that overrides a method above, or comes with TRL's training_step; ``known`` ones may."""
-    for name in (*REPLACED, "training_step"):
+    for name in (*REPLACED, *UNUSED, "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
             continue
@@ -148,8 +154,8 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
         elif name == "training_step":  # a user's own is given packs, and may call super()
             continue
         else:
-            remedy = "Define it in a subclass of packed_trainer(...) instead."
+            remedy = UNUSED.get(name, "Define it in a subclass of packed_trainer(...) instead") + "."
         raise ValueError(
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own. "
-            f"packed_trainer replaces it or calls it with packs, so the loss would be another one. {remedy}"
+            f"packed_trainer replaces it or calls it with packs, so results would differ. {remedy}"
         )

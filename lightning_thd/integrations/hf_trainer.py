@@ -267,13 +267,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     @property
     def _ready(self) -> Meter:
         if not self._metered:
-            self._meter.hardware = Hardware.of(
-                self.model,
-                torch.device(self.args.device),
-                self._peak,
-                precision_of(self.args),
-                devices=self.args.world_size,
-            )
+            args, precision = self.args, precision_of(self.args)
+            device, devices = torch.device(args.device), args.world_size
+            self._meter.hardware = Hardware.of(self.model, device, self._peak, precision, devices=devices)
             self._flops = ModuleFlops(self.model, sharded=False)
             self._meter.model, self._metered = self._flops.model("train"), True
             if self._meter.experts is not None:

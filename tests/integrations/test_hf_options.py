@@ -91,6 +91,7 @@ class OwnStep(Trainer):
         raise AssertionError("not reached")
 
 
+Drawn = type("Drawn", (Trainer,), {"_get_train_sampler": None})
 OfTRL = type("OfTRL", (OwnStep,), {**vars(OwnStep), "__module__": "trl.x"})  # as OnlineDPOTrainer
 
 
@@ -99,7 +100,8 @@ OfTRL = type("OfTRL", (OwnStep,), {**vars(OwnStep), "__module__": "trl.x"})  # a
     [
         (OfTRL, r"OfTRL has a training_step\(\) of its own.*write the loop with prepare_thd"),
         (OwnLoss, r"OwnLoss has a compute_loss\(\) of its own.*Define it in a subclass of packed_trainer"),
-        (Seq2SeqTrainer, r"Seq2SeqTrainer has a prediction_step\(\) of its own"),
+        (Seq2SeqTrainer, r"Seq2SeqTrainer has a prediction_step\(\) of its own.*Define compute_loss"),
+        (Drawn, r"Drawn has a _get_train_sampler\(\) of its own.*The plan decides the order"),
         (trl.KTOTrainer, r"packed_trainer\(KTOTrainer\).*pairs or groups of sequences: write the loop"),
         (dict, "trainer_class is a type, .*; wanted transformers.Trainer or a subclass"),
     ],
@@ -109,6 +111,8 @@ def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str)
     with pytest.raises((TypeError, ValueError), match=message):
         packed_trainer(kind)
     assert issubclass(packed_trainer(OwnStep), OwnStep)
+    with pytest.raises(ValueError, match=r"Drawn has a _get_train_sampler\(\), which packs never call"):
+        type("Mine", (Drawn, packed_trainer()), {})
 
 
 class Images(Trainer):
