@@ -167,7 +167,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         rows = [torch.zeros(3, device=self.args.device), *self._token_sums.pop(mode, ())]
         sums = self.accelerator.reduce(torch.stack(rows).sum(0), reduction="sum")  # fp32: MPS has no fp64
         entropy, correct, tokens = sums.tolist()
-        return {"entropy": entropy / max(tokens, 1.0), "mean_token_accuracy": correct / max(tokens, 1.0)}
+        return {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens} if tokens else {}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one pack or all packs of a step, and add their tokens to the throughput counters."""

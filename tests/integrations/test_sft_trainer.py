@@ -62,7 +62,9 @@ def train(out: str, kind: str) -> dict[str, Any]:
     trainer.train()
     trainer.evaluate(trainer.train_dataset)
     entropy, accuracy = token_metrics(trainer.model, prepared)
+    trainer.compute_loss = lambda *_, **__: torch.zeros(())  # a user's own, which computes no entropy
     return {
+        "own": trainer.evaluate(trainer.train_dataset, metric_key_prefix="own"),
         "evaluated": {"entropy": entropy, "mean_token_accuracy": accuracy},
         "params": {n: p.detach() for n, p in trainer.model.named_parameters()},
         "logs": trainer.state.log_history,
@@ -116,6 +118,7 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     logged = [row["loss"] for row in found["logs"] if "loss" in row]
     assert logged == pytest.approx(losses, rel=1e-3)  # Trainer rounds what it logs
     assert any("device/mfu" in row for row in found["logs"])
+    assert ("own_loss" in found["own"], "own_entropy" in found["own"]) == (True, False)
     for key, values in zip(("entropy", "mean_token_accuracy"), zip(*metrics, strict=True), strict=True):
         assert [row[key] for row in found["logs"] if "loss" in row] == pytest.approx(values, rel=1e-9)
         [last] = [row[f"eval_{key}"] for row in found["logs"] if "eval_loss" in row]
