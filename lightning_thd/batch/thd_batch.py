@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_thd._checks import as_tensor, choice, described, flags, host_ints, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
-from lightning_thd.batch.upload import PinnedBatch, know_offsets
+from lightning_thd.batch.upload import PinnedBatch, know_offsets, version
 from lightning_thd.stats import SeqStats, Vision, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
@@ -332,8 +332,8 @@ class THDBatch(_Pinned):
         fields.setdefault("cu_seqlens_padded", fields["cu_seqlens"])
         know_offsets(fields["cu_seqlens"], (*self.lengths, *self.padded_lengths[len(self.lengths) :]))
         know_offsets(fields["cu_seqlens_padded"], self.padded_lengths)
-        extras = {key: tensors[f"extras.{key}"] for key in self.extras}
-        return self.replace(**fields, extras=extras, max_targets=self.max_targets)
+        fields["max_targets"] = None if version(self.targets) > 0 else self.max_targets
+        return self.replace(**fields, extras={key: tensors[f"extras.{key}"] for key in self.extras})
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model: the pack as a batch of one row.

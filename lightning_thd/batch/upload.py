@@ -86,13 +86,13 @@ def uploaded(found: Any, device: torch.device) -> Any:
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Remember the values of offsets on a device: ``lengths`` of sequences, or an array of the offsets."""
-    _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
+    _KNOWN[cu_seqlens] = version(cu_seqlens), lengths
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
     """Return offsets as ints, read from the device if unknown or changed; inference tensors hide changes."""
-    version, found = _KNOWN.get(cu_seqlens, (None, None))
-    if found is None or version != _version(cu_seqlens):
+    known, found = _KNOWN.get(cu_seqlens, (None, None))
+    if found is None or known != version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())
         if not cu_seqlens.is_inference():
             know_offsets(cu_seqlens, np.asarray(read, np.int32))
@@ -100,7 +100,8 @@ def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
     return tuple(found.tolist() if isinstance(found, np.ndarray) else accumulate(found, initial=0))
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Return how often code has written to a tensor in place; -1 for inference tensors, which hide it."""
     return -1 if tensor.is_inference() else tensor._version
 
 

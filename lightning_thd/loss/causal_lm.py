@@ -306,11 +306,8 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
     if depth == 0 or total == 0:
         return targets
     sequence = seq_idx_from_cu_seqlens(cu_seqlens, total).flatten()
-    shifted = torch.full_like(targets, ignore_index)
-    if depth < total:
-        same = sequence[depth:] == sequence[:-depth]
-        shifted[:-depth] = torch.where(same, targets[depth:], ignore_index)
-    return shifted
+    near = torch.where(sequence[depth:] == sequence[:-depth], targets[depth:], ignore_index)
+    return torch.nn.functional.pad(near, (0, min(depth, total)), value=ignore_index)
 
 
 def predicting(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_thd._checks import shaped, whole_number
 from lightning_thd._static import STATIC
+from lightning_thd.batch.upload import version
 from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
@@ -102,7 +103,8 @@ def prepare(args: LossArgs) -> Prepared:
     if args.chunk != "auto":
         whole_number(args.chunk, "chunk", least=1, advice='Pass the tokens of a tile, or "auto".')
     if args.rows is None:
-        known = args.loss_tokens if hidden.device.type in _WAITS else None
+        counted = hidden.device.type in _WAITS and version(args.targets) <= 0
+        known = args.loss_tokens if counted else None
         kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=known)
         hidden = hidden if kept is None else hidden.index_select(0, kept)
     else:

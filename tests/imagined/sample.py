@@ -62,10 +62,12 @@ def batches() -> dict[str, THDBatch]:
 
 def check_uploads(log: Any) -> None:
     """Every batch arrives as it was, by one copy from pinned memory, loader or not."""
-    with torch.inference_mode():  # in which tensors hide that they were written to
-        changing = batches()["plain"].pin_memory()
-        changing.targets.fill_(7)
-        assert set(data(changing.to("cuda").targets).tolist()) == {7}
+    for inference in (False, True):  # in which tensors hide that they were written to
+        with torch.inference_mode(inference):
+            changing = batches()["labels"].pin_memory()
+            changing.targets.fill_(7)  # as a hook before the transfer may
+            assert set(data((there := changing.to("cuda")).targets).tolist()) == {7}
+        assert (there.max_targets is None) is not inference  # more than were counted when they were collated
     mixed = batches()["plain"].replace(extras={"soft": torch.ones(3, requires_grad=True)})
     assert mixed.replace(position_ids=mixed.position_ids.cuda()).to("cuda").extras["soft"].requires_grad
     for name, batch in batches().items():
@@ -94,8 +96,6 @@ def check_uploads(log: Any) -> None:
             for offsets in ("cu_seqlens", "cu_seqlens_padded"):
                 assert host_offsets(getattr(there, offsets)) == tuple(getattr(batch, offsets).tolist())
             assert not log.reads, (name, log.reads)
-            sent.targets.fill_(7)  # as a hook before the transfer may
-            assert set(data(sent.to("cuda").targets).tolist()) == {7}, name
 
 
 def check_offsets(log: Any) -> None:
@@ -118,6 +118,8 @@ def check_whole_sets(log: Any) -> None:
     log.reads.clear()
     mean_loss(causal_lm_loss, model, sets, device=torch.device("cuda"))
     assert len(log.reads) == 1, log.reads
+    (written := sets[1].to("cuda")).targets.fill_(7)
+    causal_lm_loss(model, written)  # more targets than were counted when it was collated
     log.reads.clear()
     with torch.no_grad():
         Rows(None, inputs=True).add(model, sets[0].to("cuda"))
