@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ class Engine:
         self.counts = self._intake.counts  # how many records were bad, or left out or changed by policies
         if state is not None:
             self._intake.marks = {place: [mark] for place, mark in state["marks"].items()}
+            self._intake.forms = state["forms"]
         self._restore = None if state is None else (state, same)
         self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None
@@ -125,20 +126,19 @@ class Engine:
         if not self._settings.names:
             return None
         sources = self._settings.source_of[planned.table["shard"]]
-        weights = planned.table["length"].astype(np.float64)
-        return np.bincount(sources, weights=weights, minlength=len(self._gave)).astype(np.int64)
+        return np.bincount(sources, planned.table["length"], len(self._gave)).astype(np.int64)
 
     def _state(self) -> dict[str, Any]:
-        state = self.ledger.state()
-        self._intake.drop_marks(state["pending"].numpy(), self.ledger)
-        marks = {place: found[0] for place, found in self._intake.marks.items()}
-        return {**state, "marks": marks, "ended": self._intake.exhausted.tolist()}
+        state, intake = self.ledger.state(), self._intake
+        intake.drop_marks(state["pending"].numpy(), self.ledger)
+        marks = {place: found[0] for place, found in intake.marks.items()}
+        return {**state, "marks": marks, "forms": intake.forms, "ended": intake.exhausted.tolist()}
 
     def _end_pass(self) -> None:
         """End this pass; in the next, all sources begin again, or with ``dry="stop"`` those that ran dry."""
         ledger, settings = self.ledger, self._settings
         stops = settings.dry == "stop"
-        dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))
+        dry = np.flatnonzero(self._intake.exhausted.all(1)) if stops else np.arange(len(settings.sources))
         ledger.cursors[np.isin(settings.source_of, dry)] = 0
         ledger.rounds[dry] += 1
         self._intake.exhausted[dry] = False
@@ -160,7 +160,7 @@ class Engine:
         while True:
             self._gather(target)
             ledger.pool["at"] = np.arange(len(ledger.pool))
-            order = order_of(ledger, settings, self._intake.dry)
+            order = order_of(ledger, settings, self._intake.exhausted)
             ready = rows_of(ledger.pool, order.rows)
             steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
             if steps:
@@ -184,7 +184,7 @@ class Engine:
         self._gave[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
         if settings.dry == "restart":
-            for number in np.flatnonzero(intake.dry).tolist():
+            for number in np.flatnonzero(intake.exhausted.all(1)).tolist():
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
@@ -217,13 +217,6 @@ class Engine:
         return THDStep(batches)
 
 
-class RanDry(NamedTuple):
-    """A source that ran dry, and the number of turns that all sources had taken by then."""
-
-    turns: int
-    source: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """The order in which sequences of the pool are used, as far as it is known."""
@@ -231,7 +224,8 @@ class Order:
     rows: IntArray  # int64, positions in the pool of sequences whose turn is known, in order
     rest: IntArray  # int64, positions of all other sequences, in the order of the pool
     ended: bool  # the pass ends after ``rows``
-    ran_dry: Sequence[RanDry] = ()  # sources that ran dry within ``rows``, in order; only with dry="rest"
+    # With dry="rest", the sources that ran dry within ``rows``: (turns that all had taken by then, source)
+    ran_dry: Sequence[tuple[int, int]] = ()
 
     def after(
         self, ledger: Ledger, steps: Sequence[PlannedStep], source_of: IntArray
@@ -258,7 +252,7 @@ def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
 
 
 def order_of(ledger: Ledger, settings: Settings, dry: BoolArray) -> Order:
-    """Order the pool by turns of sources, shuffled ones at random; ``dry`` marks sources read to the end."""
+    """Order the pool by turns of sources, shuffled ones at random; ``dry`` is ``Intake.exhausted``."""
     queues = _queues(ledger, settings)
     if len(queues) == 1:
         return Order(rows=queues[0], rest=queues[0][:0], ended=bool(dry.all()))
@@ -289,21 +283,21 @@ def _queues(ledger: Ledger, settings: Settings) -> list[IntArray]:
 
 def _turns(
     waiting: list[int], ledger: Ledger, settings: Settings, dry: BoolArray
-) -> tuple[IntArray, list[RanDry], bool]:
+) -> tuple[IntArray, list[tuple[int, int]], bool]:
     """Return the source of each next sequence, the sources that ran dry, and whether the pass ends there."""
     step, unused = settings.scheduling.step, np.array(waiting, np.int64)
     out, drawn = ledger.out.copy(), ledger.drawn
     turns: list[int] = []
-    ran_dry: list[RanDry] = []
+    ran_dry: list[tuple[int, int]] = []
     ended = bool(out.all())
     while not ended:
         still_wanted = step.n - len(turns) if isinstance(step, Sequences) else None
         more, empty = take_turns(shares_of(settings, out), drawn.tolist(), unused.tolist(), still_wanted)
         turns += more
         unused -= np.bincount(np.array(more, np.int64), minlength=len(unused))
-        if empty is None or not dry[empty]:
+        if empty is None or not dry[empty].all():
             break  # enough turns, or a source must be read first
-        ran_dry.append(RanDry(len(turns), empty))
+        ran_dry.append((len(turns), empty))
         out[empty], drawn = True, np.zeros_like(drawn)
         ended = settings.dry == "stop" or bool(out.all())
     return np.array(turns, np.int64), ran_dry, ended
@@ -319,7 +313,8 @@ def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolAr
     if not still_read:
         return wanted
     active = int((~exhausted[still_read]).any(0).sum())  # ranks that can still read
-    total, parts = max(window * active, settings.scheduling.needed), sum(shares.values())
+    step, parts = settings.scheduling.step, sum(shares.values())
+    total = max(window * active, step.n if isinstance(step, Sequences) else 1)
     for i in still_read:
         # In a mixture, a source may be one turn ahead of its share.
         of_source = -(-total * shares[i] // parts) + (len(shares) > 1)

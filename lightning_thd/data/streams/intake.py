@@ -21,7 +21,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
 from lightning_thd.data.store.index import OnError
 from lightning_thd.data.streams.ranks import Payloads, Wire
-from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
+from lightning_thd.data.streams.samples import META, POLICIES, Form, Sample, Sampler
 from lightning_thd.data.streams.schedule import POOL, IntArray, Ledger, Pending, Place, Scheduling, Table
 from lightning_thd.data.streams.shards import Mark, Shard
 
@@ -81,6 +81,7 @@ class Intake:
         self.marks: Marks = {}
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
+        self.forms: Form = {}  # the form of most of the first records that were read
         self._readers: dict[int, Reader] = {}  # the reader of each source
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
@@ -106,11 +107,6 @@ class Intake:
         )
         self.exhausted[number] = False
 
-    @property
-    def dry(self) -> npt.NDArray[np.bool_]:
-        """Return bool ``[N]``: whether each source was read to its end on all ranks."""
-        return np.asarray(self.exhausted.all(axis=1))
-
     def gather(self, wanted: IntArray) -> Table:
         """Read ``wanted[source, rank]`` sequences of each source on each rank; a collective."""
         counts = wanted[:, self._wire.rank].tolist()
@@ -123,16 +119,11 @@ class Intake:
 
     def fail(self, error: Exception) -> NoReturn:
         """Send an error of this rank in the collective with which the others read on; all ranks raise it."""
-
-        def read(number: int, reader: Reader) -> list[Read]:
-            raise error
-
-        self._exchange(read)
+        self._exchange(lambda *_: [], error)
         raise error
 
-    def _exchange(self, read: Callable[[int, Reader], list[Read]]) -> Table:
+    def _exchange(self, read: Callable[[int, Reader], list[Read]], failure: Exception | None = None) -> Table:
         """Call ``read`` for each source, and return a ``POOL`` table of what all ranks read; a collective."""
-        failure: Exception | None = None
         reads, marks = list[Read](), Marks()
         try:
             for number, reader in self._readers.items():
@@ -142,22 +133,37 @@ class Intake:
         for reader in self._readers.values():
             marks |= reader.marks
             reader.marks = {}
-        reports: list[Report] = self._wire.objects(
-            Report(
-                table=self._table(reads),
-                failure=None if failure is None else f"{failure}",
-                exhausted=[reader.exhausted for reader in self._readers.values()],
-                tallies=self._tallies,
-                marks=marks,
-            )
-        )
-        if failed := [f"Rank {i}: {x.failure}" for i, x in enumerate(reports) if x.failure is not None]:
+        exhausted = [reader.exhausted for reader in self._readers.values()]
+        forms = {x.sample.meta["form"]: x.sample.form for x in reads if x.sample is not None}
+        sent = (failure and f"{failure}", self._table(reads), exhausted, self._tallies, marks, forms)
+        messages, tables, all_exhausted, tallies, *found = zip(*self._wire.objects(sent), strict=True)
+        if failed := [f"Rank {i}: {x}" for i, x in enumerate(messages) if x is not None]:
             raise ValueError(" ".join(failed)) from failure
-        for report in reports:
-            for place, found in report.marks.items():
-                self.marks[place] = self.marks.get(place, []) + found
-        self._add_up(reports)
-        return _pooled([report.table for report in reports])
+        for place, some in (item for marks in found[0] for item in marks.items()):
+            self.marks[place] = self.marks.get(place, []) + some
+        self.exhausted = np.array(all_exhausted).T
+        self._add_up(tallies)
+        return self._alike(_pooled(tables), {code: form for some in found[1] for code, form in some.items()})
+
+    def _alike(self, table: Table, forms: dict[int, Form]) -> Table:
+        """Leave out records that cannot be in a batch with most of the first, or raise; all ranks do."""
+        votes = Counter[tuple[str, str]]()
+        if any(form.keys() - self.forms for form in forms.values()):
+            for code in table["form"].tolist():
+                votes.update(forms[code].items())
+        self.forms = dict(pair for pair, _ in reversed(votes.most_common())) | self.forms
+        odd = {code: key for code, form in forms.items() for key in form if form[key] != self.forms[key]}
+        wrong = np.isin(table["form"], [*odd])
+        for code, *place, holder in table[["form", "round", "shard", "row", "holder"]][wrong].tolist():
+            self.payloads.pop(tuple(place), None)
+            number = self._settings.source_of[place[1]]
+            shapes = [form[odd[code]] for form in (forms[code], self.forms)]
+            has, most = (f"{odd[code]!r} of shape {x}" if x else f"no {odd[code]!r}" for x in shapes)
+            fault = f"it has {has}, but most of the first records have {most}."
+            if holder == self._wire.rank or self._sources[number].on_error == "raise":
+                name = self._settings.shards[place[1]].name
+                self._tallies[number].add(f"shard {name}, row {place[2]}: {fault}", self._sources[number])
+        return table[~wrong]
 
     def drop_marks(self, pending: IntArray, ledger: Ledger) -> None:
         """Keep the last state of each shard and pass from which all unused records can be read, and later."""
@@ -179,24 +185,22 @@ class Intake:
             self.payloads[read.round, read.shard, read.row] = read.sample.payload
         return table[np.lexsort((table["row"], table["round"], table["shard"]))]
 
-    def _add_up(self, reports: list[Report]) -> None:
+    def _add_up(self, tallies: Sequence[list[Tally]]) -> None:
         """Add up the counts of all ranks; raise if more than ``max_errors`` records of a source are bad."""
-        self.exhausted = np.array([report.exhausted for report in reports]).T
         for name in POLICIES:
-            self.counts[name] = sum(tally.counts[name] for report in reports for tally in report.tallies)
-        self.counts["bad"] = sum(tally.bad for report in reports for tally in report.tallies)
-        for number, source in enumerate(self._sources):
-            tallies = [report.tallies[number] for report in reports]
-            bad = sum(tally.bad for tally in tallies)
+            self.counts[name] = sum(tally.counts[name] for of_rank in tallies for tally in of_rank)
+        self.counts["bad"] = sum(tally.bad for of_rank in tallies for tally in of_rank)
+        for source, of_ranks in zip(self._sources, zip(*tallies, strict=True), strict=True):
+            bad = sum(tally.bad for tally in of_ranks)
             if source.max_errors is not None and bad > source.max_errors:
                 of = f" of {source.name!r}" if source.name else ""
                 raise ValueError(
                     f"{bad} records{of} could not be used, more than max_errors={source.max_errors}. "
-                    f"The last: {'; '.join(text for tally in tallies for text in tally.last)}"
+                    f"The last: {'; '.join(text for tally in of_ranks for text in tally.last)}"
                 )
 
 
-def _pooled(tables: list[Table]) -> Table:
+def _pooled(tables: Sequence[Table]) -> Table:
     """Join the tables of all ranks: the first records of all shards, then the second of all shards, ..."""
     joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
@@ -219,7 +223,7 @@ class Read:
     round: int = 0  # number of the pass over the source
     sample: Sample | None  # None if a policy left the record out, or if it is bad
     bad: str | None = None  # the fault of a bad record
-    counts: dict[str, int] = field(default_factory=dict)  # what the policies did to the record
+    counts: Counter[str] = field(default_factory=Counter)  # what the policies did to the record
     mark: Mark | None = None  # a state of the shard in this pass; mostly None
 
 
@@ -271,7 +275,7 @@ class Reading(IterableDataset[Read]):
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
     def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
-        before = dict(self.sampler.counts)
+        self.sampler.counts, sample, bad = Counter(), None, None
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
@@ -279,10 +283,9 @@ class Reading(IterableDataset[Read]):
         except ModuleNotFoundError:
             raise
         except Exception as err:  # images, templates and extras_cost raise many types of errors
-            text = str(err) if isinstance(err, ValueError | TypeError) else f"{type(err).__name__}: {err}"
-            return Read(shard=number, row=row, round=self.round, sample=None, bad=text, mark=mark)
-        counts = {name: count - before[name] for name, count in self.sampler.counts.items()}
-        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, mark=mark)
+            bad = str(err) if isinstance(err, ValueError | TypeError) else f"{type(err).__name__}: {err}"
+        place: Any = {"shard": number, "row": row, "round": self.round}
+        return Read(**place, sample=sample, bad=bad, counts=self.sampler.counts, mark=mark)
 
 
 @dataclass(slots=True)
@@ -293,23 +296,19 @@ class Tally:
     last: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # places and faults of bad records
     counts: Counter[str] = field(default_factory=Counter)  # for each name of ``POLICIES``
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """The message that a rank sends to all ranks after it has read."""
-
-    table: Table  # the ``META`` of the records that the rank has read
-    failure: str | None  # the error of the rank, or None
-    exhausted: list[bool]  # for each source, whether the rank read its part to the end
-    tallies: list[Tally]  # for each source
-    marks: Marks  # new saved states of the rank's shards
+    def add(self, fault: str, source: Source) -> None:
+        """Count a bad record, or raise its fault."""
+        if source.on_error != "skip":
+            raise ValueError(f"{fault} To leave such records out, pass on_error='skip'.")
+        self.bad += 1
+        self.last.append(fault)
 
 
 class Reader:
     """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
     def __init__(self, reading: Reading, tally: Tally, source: Source, *, num_workers: int) -> None:
-        self._reading, self._tally, self._skips = reading, tally, source.on_error == "skip"
+        self._reading, self._tally, self._source = reading, tally, source
         self._most_bad = math.inf if source.max_errors is None else source.max_errors
         self.exhausted, self.taken = False, 0
         self._kept: list[Read] = []  # samples that are read, but not yet asked for
@@ -335,11 +334,8 @@ class Reader:
                 self.marks.setdefault((read.shard, read.round), []).append(read.mark)
             self._tally.counts.update(read.counts)
             if read.bad is not None:
-                place = f"shard {self._reading.shards[read.shard].name}, row {read.row}: {read.bad}"
-                if not self._skips:
-                    raise ValueError(f"{place} To leave such records out, pass on_error='skip'.")
-                self._tally.bad += 1
-                self._tally.last.append(place)
+                name = self._reading.shards[read.shard].name
+                self._tally.add(f"shard {name}, row {read.row}: {read.bad}", self._source)
             elif read.sample is not None:
                 taken.append(read)
         self.taken += len(taken)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_thd.batch.keys import KEYS, PER_TOKEN
+from lightning_thd.batch.keys import KEYS, PER_TOKEN, inputs
 from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
 from lightning_thd.batch.samples import check_sample, refuse_restart, refuse_shifted, whole_weight
 from lightning_thd.data.read.conversations import Records, kind_of
@@ -31,8 +33,10 @@ META = np.dtype(
         ("sequences", "<f8"),  # weight of the sequence
         ("patches", "<i8"),  # patches of all images
         ("squares", "<i8"),  # sum over frames of squared patch counts
+        ("form", "<u4"),  # hash of its ``Form``
     ]
 )
+Form = dict[str, str]  # by key, a shape in which the samples of a batch must agree; "" without a label
 # Names of counts: the sequences that a data module's policies leave out or change, and the tokens lost.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 
@@ -43,6 +47,7 @@ class Sample:
 
     payload: bytes  # the pickled sample that ``THDBatch.collate`` takes
     meta: dict[str, Any]  # the fields of ``META`` except shard, row and round
+    form: Form
 
 
 @dataclass(kw_only=True)
@@ -62,7 +67,7 @@ class Sampler:
     extras_cost: ExtrasCost | None = None
     patch: int | None = None  # edge of an image patch in pixels; None if unknown
     max_patches: int | None = None
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
+    counts: Counter[str] = field(default_factory=Counter)  # by names of ``POLICIES``
     _encoders: dict[str, Encoder] = field(default_factory=dict)
 
     def __call__(self, record: Any, row: int) -> Sample | None:
@@ -82,6 +87,7 @@ class Sampler:
         if fitted is None:
             return None
         weight, sequences = whole_weight(fitted, "the record")
+        form = _form_of(fitted)
         payload = pickle.dumps(fitted, protocol=pickle.HIGHEST_PROTOCOL)
         meta = {
             "length": len(fitted["input_ids"]),
@@ -90,8 +96,9 @@ class Sampler:
             "sequences": sequences if weight else 0.0,
             "patches": patches,
             "squares": squares,
+            "form": zlib.crc32(repr(sorted(form.items())).encode()),
         }
-        return Sample(payload=payload, meta=meta)
+        return Sample(payload=payload, meta=meta, form=form)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
         sizes = (
@@ -164,6 +171,13 @@ class Sampler:
         if np.ndim(sample.get("weights", 1)):
             cut["weights"] = sample["weights"][: self.capacity]
         return sample | cut
+
+
+def _form_of(sample: dict[str, Any]) -> Form:
+    shapes = {key: ("*", *sample[key].shape[1:]) for key in inputs(sample) if sample[key].shape != (0,)}
+    shapes |= {key: (*sample[key].shape[:-1], "*") for key in ("position_ids",) if key in sample}
+    shapes |= {key: sample[key].shape for key in ("label",) if key in sample}
+    return {"label": ""} | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
 
 
 def _is_read(key: str, value: Any) -> bool:

@@ -44,11 +44,6 @@ class Scheduling:
     tail: Tail = "pad"
     scheduler: Scheduler | None = None  # replaces ``packing.balance``, for ``Sequences(n)``
 
-    @property
-    def needed(self) -> int:
-        """Return the fewest sequences from which a step is planned before the data end."""
-        return self.step.n if isinstance(self.step, Sequences) else 1
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,6 @@ def test_the_rest_goes_to_the_others(tmp_path: Path) -> None:
     check_shares(steps[:2], 1, 0.5)
 
 
-def job(folder: str, kwargs: dict[str, Any]) -> Any:
-    return run(folder, WEIGHTS, **kwargs)
-
-
 @pytest.mark.parametrize(
     "dry", ["restart", *(pytest.param(dry, marks=pytest.mark.slow) for dry in ("stop", "rest"))]
 )
@@ -126,8 +123,8 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
     state, total, of = None, 0, 0
     used: Counter[int] = Counter()
     for ranks, steps in ((1, 3), (3, 2), (2, 4), (1, 3)):
-        kwargs = {"state": state, "steps": steps, "window": 6, "dry": dry}
-        found = run_ranks(job, ranks, str(tmp_path), kwargs, timeout_s=100)
+        kwargs: Any = {"state": state, "steps": steps, "window": 6, "dry": dry}
+        found = run_ranks(partial(run, **kwargs), ranks, str(tmp_path), WEIGHTS, timeout_s=100)
         now = ids_of(found)
         if dry == "restart" or total < 80:
             check_shares(now, 3, 0.3, total=total, of=of)
@@ -141,10 +138,9 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
 
 def test_the_same_ranks_go_on_with_the_same_steps(tmp_path: Path) -> None:
     write(tmp_path, {"code": [20], "chat": [5, 9, 30]})
-    kwargs: dict[str, Any] = {"dry": "rest", "window": 3}
-    whole = run_ranks(job, 3, str(tmp_path), kwargs)
-    first = run_ranks(job, 3, str(tmp_path), {**kwargs, "steps": 2})
-    rest = run_ranks(job, 3, str(tmp_path), {**kwargs, "state": first[0][1]})
+    go, given = partial(run, dry="rest", window=3), (3, str(tmp_path), WEIGHTS)
+    whole, first = run_ranks(go, *given), run_ranks(partial(go, steps=2), *given)
+    rest = run_ranks(partial(go, state=first[0][1]), *given)
     assert [seen for seen, _ in rest] == [seen[2:] for seen, _ in whole]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,6 @@ def test_workers_change_nothing_that_counts(tmp_path: Path) -> None:
     assert used == dict.fromkeys(read_shards(tmp_path), 1)
 
 
-def job(folder: str, state: Any, steps: int | None, kwargs: dict[str, Any]) -> Any:
-    return run(f"{folder}/*.jsonl", state=state, steps=steps, **kwargs)
-
-
 @pytest.mark.parametrize("packs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: bool) -> None:
     write_shards(tmp_path, [5 * size for size in SIZES] if packs else SIZES, labels=True)
@@ -56,8 +53,8 @@ def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: boo
     used: Counter[int] = Counter()
     state = None
     for ranks, steps in ((3, 2), (2, 2), (4, None)):
-        kwargs = {"packs": packs, "n": 12 if packs else 9, "window": 5}
-        results = run_ranks(job, ranks, str(tmp_path), state, steps, kwargs, timeout_s=120)
+        go = partial(run, packs=packs, n=12 if packs else 9, window=5, state=state, steps=steps)
+        results = run_ranks(go, ranks, f"{tmp_path}/*.jsonl", timeout_s=120)
         check_content(results, wanted, capacity=64)
         used += counted(results)
         state = results[0][1]

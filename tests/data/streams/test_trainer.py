@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,13 @@ def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None
         assert one["losses"] == pytest.approx(losses, rel=1e-12)
 
 
-def job(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return fit(folder, **kwargs)
-
-
 @pytest.mark.parametrize("broadcast", [None, False, True])
 def test_ranks_train_as_one_and_those_that_share_a_pack_get_it_from_one_reader(
     tmp_path: Path, broadcast: bool | None
 ) -> None:
     samples = write_samples(tmp_path, 36)
-    options = {} if broadcast is None else {"context_parallel_size": 2, "broadcast_data": broadcast}
-    runs = run_ranks(job, 2, str(tmp_path), options, timeout_s=150)
+    options: Any = {} if broadcast is None else {"context_parallel_size": 2, "broadcast_data": broadcast}
+    runs = run_ranks(partial(fit, **options), 2, str(tmp_path), timeout_s=150)
     readers = runs[:1] if options else runs
     assert not options or runs[0]["steps"] == runs[1]["steps"]
     assert len(grouped(readers)) == 6
