@@ -30,7 +30,7 @@ from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import RankStep
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.engine import Engine
-from lightning_thd.data.streams.intake import Report, Tally
+from lightning_thd.data.streams.intake import Tally
 from lightning_thd.data.streams.samples import META
 from lightning_thd.data.streams.schedule import POOL, PlannedStep, Scheduling, Table, plan_steps, work_of
 from lightning_thd.packing import Cost
@@ -65,8 +65,7 @@ def pool_of(lengths: IntArray, dp: int) -> Table:
 def gathered(each: int) -> int:
     """Return the bytes of a message about some sequences of a rank, which all others receive."""
     table = np.zeros(each, META)
-    told = Report(table=table, failure=None, exhausted=[False], tallies=[Tally()], marks={})
-    return len(pickle.dumps(told))
+    return len(pickle.dumps((None, table, [False], [Tally()], {}, {0: {"label": ""}})))
 
 
 def moved_bytes(step: PlannedStep) -> int:
