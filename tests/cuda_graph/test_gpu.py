@@ -68,8 +68,7 @@ def test_fifty_layouts_equal_padded_eager() -> None:
             eager = causal_lm_loss(module, pad_batch(batch, bucket) if bucket else batch)
         assert torch.equal(loss, eager)
         assert worst(found, gradients(module, eager)) < BF16
-        plain = causal_lm_loss(module, batch)
-        assert torch.allclose(loss, plain, rtol=1e-2)
+        assert torch.allclose(loss, causal_lm_loss(module, batch), rtol=1e-2)
     assert used == {*BUCKETS, None}
     assert step.stats.replays > 20
 
@@ -162,13 +161,8 @@ def test_a_capture_that_breaks_at_its_end_leaves_allocator_and_generator_usable(
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
 def test_ddp_keeps_the_nodes_of_parameters_and_capture_does_not_meet_them(tmp_path: Path) -> None:
     """One rank is enough: DDP makes the nodes that accumulate gradients where it is built."""
-    torch.distributed.init_process_group(
-        "nccl",
-        init_method=f"file://{tmp_path}/store",
-        rank=0,
-        world_size=1,
-        device_id=torch.device("cuda", 0),
-    )
+    store: Any = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("nccl", **store, device_id=torch.device("cuda", 0))
     try:
         module, eager = model(), model()
         wrapped = DistributedDataParallel(module, device_ids=[0])
