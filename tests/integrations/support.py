@@ -100,6 +100,6 @@ class RecordsSteps:
     seen: list[tuple[int, ...]]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen.append(inputs["batch"].sequence_ids)
+        self.seen += [inputs["batch"].sequence_ids] if model.training else []
         loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         return loss
