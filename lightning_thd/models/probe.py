@@ -29,6 +29,7 @@ from lightning_thd.models.probe_model import (
     in_fp32,
     lengths_to_reach,
     logits_alone,
+    logits_of,
     lowered_limits,
     no_zero_weights,
     undisturbed,
@@ -75,13 +76,13 @@ def check_packing(
     takes about S + 6 forward passes of ``sum(lengths)`` tokens, and S + 3 backward passes with ``grad``.
 
     Args:
-        model: a Hugging Face causal LM, or any model that ``forward`` can call.
+        model: a Hugging Face model, or any model that ``forward`` can call.
         vocab_size: V; the default is read from the config.
         lengths: lengths of at least two sequences; include 1, and one longer than the model's window.
         grad: check gradients of the inputs too.
-        forward: ``forward(model, batch)`` returns logits ``[T, V]`` or ``[1, T, V]``. The default is
-            ``model(**batch.hf_kwargs())`` if the model is from transformers or takes ``input_ids``, else
-            ``model(batch)``.
+        forward: ``forward(model, batch)`` returns logits ``[T, V]`` or ``[1, T, V]``, or one row for each of
+            S sequences. The default is ``model(**batch.hf_kwargs())`` if the model is from transformers or
+            takes ``input_ids``, else ``model(batch)``.
         tolerance: the largest allowed difference between a sequence in the pack and in its own pack, relative
             to the largest logit or gradient; None chooses it by the dtype.
         raise_on_leak: raise an error instead of returning a report that is not ok.
@@ -150,10 +151,8 @@ class _Probe:
     """The model runs of one leak check, and the batches they use."""
 
     def __init__(self, model: nn.Module, run: Forward, batch: THDBatch, *, grad: bool) -> None:
-        self.model = model
-        self.run = run
-        self.batch = batch
-        self.grad = grad
+        self.model, self.name = model, type(model).__name__
+        self.run, self.batch, self.grad = run, batch, grad
         self.inputs: Tensor | None = None
         self.dtype = torch.float32
         self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0}
@@ -184,13 +183,13 @@ class _Probe:
         return THDBatch.collate([{"input_ids": ids.cpu()}]).to(ids.device)
 
     def logits(self, batch: THDBatch) -> Tensor:
-        """Return the model's logits of a pack, ``[T, V]``."""
-        output = self.run(self.model, batch)
-        output = getattr(output, "logits", output)
-        if isinstance(output, tuple):
-            output = output[0]
-        logits: Tensor = output[0] if output.ndim == 3 else output
-        return logits
+        """Return the model's logits of a pack: a row for each slot, or for each sequence."""
+        logits = logits_of(self.run(self.model, batch))
+        slots, count = len(batch.input_ids), len(batch.lengths)
+        if len(logits) not in (slots, count, count + 1):  # a classifier gives a trailing pad a row too
+            wrong = f"{self.name} gives {len(logits)} rows for {slots} slots of {count} sequences"
+            raise ValueError(f"{wrong}. Pass a forward= that gives one row for each.")
+        return logits if len(logits) == slots else logits[:count]
 
     def _measure(self) -> None:
         with self._inputs_watched():
@@ -199,26 +198,27 @@ class _Probe:
             self.dtype = working_dtype(self.model, whole)
             scale = whole.detach().abs().max().item()
             if scale == 0:
-                name = type(self.model).__name__
-                raise ValueError(f"{name} gives logits that are all zero. Pass a forward= that does not.")
+                raise ValueError(
+                    f"{self.name} gives logits that are all zero. Pass a forward= that does not."
+                )
             for index in range(len(self.batch.lengths)):
                 with torch.no_grad():
                     moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
-                moved[slots_of(self.batch, index)] = 0
+                moved[slots_of(self.batch, index, rows=len(moved))] = 0
                 self.keep("leak", moved.max().item() / scale, index)
                 self._compare(index, whole, inputs, scale)
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
-        slots = slots_of(self.batch, index)
+        slots, rows = slots_of(self.batch, index), slots_of(self.batch, index, rows=len(whole))
         alone = self.logits(self.alone(index))
-        self.keep("error", (alone.detach() - whole.detach()[slots]).abs().max().item() / scale, index)
+        self.keep("error", (alone.detach() - whole.detach()[rows]).abs().max().item() / scale, index)
         if not self.grad:
             return
         assert inputs is not None
         assert self.inputs is not None
         weights = torch.randn_like(alone)
         last = index == len(self.batch.lengths) - 1
-        (packed_grad,) = torch.autograd.grad((whole[slots] * weights).sum(), inputs, retain_graph=not last)
+        (packed_grad,) = torch.autograd.grad((whole[rows] * weights).sum(), inputs, retain_graph=not last)
         (alone_grad,) = torch.autograd.grad((alone * weights).sum(), self.inputs)
         packed_grad, alone_grad = packed_grad.flatten(0, -2), alone_grad.flatten(0, -2)
         largest = max(alone_grad.abs().max().item(), torch.finfo(alone_grad.dtype).tiny)
@@ -246,7 +246,8 @@ class _Probe:
             return
         scale = max(x.abs().max().item() for x in wanted.values())
         for i, x in wanted.items():
-            self.keep("reference_error", (whole[slots_of(self.batch, i)] - x).abs().max().item() / scale, i)
+            rows = slots_of(self.batch, i, rows=len(whole))
+            self.keep("reference_error", (whole[rows] - x).abs().max().item() / scale, i)
 
     def add_a_pad(self) -> None:
         """Compare the gradients of parameters with and without a trailing pad."""
@@ -256,16 +257,11 @@ class _Probe:
             if self.grad:
                 self.skipped.append(f"gradients with a trailing pad: {size:,} parameters")
             return
-        rows = [{"input_ids": ids.cpu()} for ids in self.batch.unpack(self.batch.input_ids)]
-        slots = sum(self.batch.lengths)
-        padded = THDBatch.collate(rows, pad_to=slots + _PAD).to(self.batch.input_ids.device)
-        weights: Tensor | None = None
-        found = []
-        for batch in (self.batch, padded):
-            logits = self.logits(batch)[:slots]
-            weights = torch.randn_like(logits) if weights is None else weights
-            total = (logits * weights).sum()
-            found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+        rows, slots = self.batch.unpack(self.batch.input_ids.cpu()), sum(self.batch.lengths)
+        padded = THDBatch.collate([{"input_ids": ids} for ids in rows], pad_to=slots + _PAD)
+        given = [self.logits(x)[:slots] for x in (self.batch, padded.to(self.batch.input_ids.device))]
+        weights = torch.randn_like(given[0])
+        found = [torch.autograd.grad((x * weights).sum(), parameters, allow_unused=True) for x in given]
         pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
         largest = max((a.abs().max().item() for a, _ in pairs), default=0.0)
         for a, b in pairs:
@@ -275,9 +271,6 @@ class _Probe:
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
         """Make the embedding's output a leaf in this context, so that its gradient can be read."""
-        if not self.grad:
-            yield
-            return
 
         def cut(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
@@ -285,14 +278,14 @@ class _Probe:
             self.inputs = output.detach().requires_grad_()
             return self.inputs.clone()  # some models change the output in place
 
-        with embedding_of(self.model).register_forward_hook(cut):
+        with embedding_of(self.model).register_forward_hook(cut) if self.grad else nullcontext():
             yield
 
     def report(self, tolerance: float | None, *, module: str | None = None) -> PackingReport:
         """Return the measurements as a report; ``module`` is the first wrong module."""
         config: Any = getattr(self.model, "config", None)
         return PackingReport(
-            model=type(self.model).__name__,
+            model=self.name,
             attention=getattr(config, "_attn_implementation", None),
             layers=getattr(text_config(config), "num_hidden_layers", None),
             lengths=self.batch.lengths,
@@ -327,8 +320,10 @@ class _Probe:
 # ---- The pack and the call
 
 
-def slots_of(batch: THDBatch, index: int) -> slice:
-    """Return the slots of one sequence of a batch."""
+def slots_of(batch: THDBatch, index: int, rows: int | None = None) -> slice:
+    """Return the slots of one sequence of a batch, or its row if there are ``rows``, one a sequence."""
+    if rows == len(batch.lengths):
+        return slice(index, index + 1)
     start = sum(batch.lengths[:index])
     return slice(start, start + batch.lengths[index])
 
@@ -369,8 +364,7 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
 
 def embedding_of(model: nn.Module) -> nn.Embedding:
     """Return the token embedding of a model; gradients are measured at its output."""
-    get = getattr(model, "get_input_embeddings", None)
-    found: Any = get() if get is not None else None
+    found: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if found is None:
         found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if not hasattr(found, "weight"):

@@ -133,11 +133,17 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
     try:
         for config in configs:
             config._attn_implementation_internal = "eager"
-        logits: Tensor = model(input_ids=input_ids[None], **no_cache).logits[0]
+        return logits_of(model(input_ids=input_ids[None], **no_cache))
     finally:
         for config, name in zip(configs, chosen, strict=True):
             config._attn_implementation_internal = name
-    return logits
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return a model's logits in rows, or its last hidden states if it has no head."""
+    output = getattr(output, "logits", getattr(output, "last_hidden_state", output))
+    logits: Tensor = output[0] if isinstance(output, tuple) else output
+    return logits[0] if logits.ndim == 3 else logits[:, None] if logits.ndim == 1 else logits
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:

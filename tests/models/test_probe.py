@@ -99,8 +99,7 @@ KINDS = {family.kind: name for name, family in FAMILIES.items()}
 )
 def test_thd_passes(name: str) -> None:
     report = check_packing(build(name, "thd"), lengths=(3, 1, 8), tolerance=1e-5)
-    assert report.ok
-    assert (report.module, report.attention) == (None, "thd")
+    assert (report.ok, report.module, report.attention) == (True, None, "thd")
     assert report.layers == FAMILIES[name].arguments.get("num_hidden_layers", 2)
     assert report.leak == 0 or FAMILIES[name].experts
     assert report.gradient_leak is not None
@@ -121,10 +120,8 @@ class Own(nn.Module):
 
     def __init__(self, leak: str | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.mix = nn.Linear(16, 48)
-        self.after = Shift(active=leak == "shift")
-        self.leak = leak
+        self.embed, self.mix = nn.Embedding(32, 16), nn.Linear(16, 48)
+        self.leak, self.after = leak, Shift(active=leak == "shift")
 
     def forward(self, batch: THDBatch) -> Tensor:
         q, k, v = self.mix(self.embed(batch.input_ids)).view(-1, 3, 2, 8).unbind(1)
@@ -150,8 +147,7 @@ class Shift(nn.Module):
 
 def test_a_model_of_ones_own_passes() -> None:
     report = check_packing(Own(), vocab_size=32)
-    assert report.ok
-    assert (report.attention, report.layers) == (None, None)
+    assert (report.ok, report.attention, report.layers) == (True, None, None)
     assert str(report).startswith("Own, lengths (")
     assert check_packing(Own(), vocab_size=32, grad=False).gradient_leak is None
     assert check_packing(Own().double(), vocab_size=32).tolerance == 1e-9
@@ -208,8 +204,7 @@ class Averaging(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-        self.unused = nn.BatchNorm1d(16)
+        self.norm, self.unused = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
 
     def forward(self, batch: THDBatch) -> Tensor:
         return self.norm(super().forward(batch))
@@ -239,9 +234,7 @@ def test_rounding_of_half_precision_is_no_leak(family: str, model_class: str) ->
     model = build_tiny(family, model_class, "thd").to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert check_packing(model).ok
-    after = model.state_dict()
-    assert all(tensor.dtype == before[name].dtype for name, tensor in after.items())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
@@ -262,6 +255,7 @@ def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
         (Own, {"vocab_size": None}, "vocab_size=None of Own: pass the number of tokens"),
         (Own, {"vocab_size": 3}, "vocab_size=3"),
         (Own, {"forward": lambda model, batch: model(batch) * 0.0}, "Own gives logits that are all zero"),
+        (Own, {"forward": lambda model, batch: model(batch)[:3]}, "Own gives 3 rows for 35 slots of 5 seq"),
         (lambda: nn.Linear(2, 2), {}, r"Linear has no nn\.Embedding"),
     ],
 )
@@ -270,6 +264,14 @@ def test_what_cannot_be_probed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_packing(model(), **{"vocab_size": VOCAB // 2, **arguments})
+
+
+def test_one_row_a_sequence_and_models_without_heads_are_probed() -> None:
+    assert not check_packing(build_tiny("bert", "BertModel", "thd")).skipped
+    model = build_tiny("llama", "LlamaForSequenceClassification", "thd")
+    assert not check_packing(model).skipped
+    with pytest.raises(PackingLeakError, match="sequences of a pack see each other"):  # by the mean
+        check_packing(model, forward=lambda m, batch: (x := m(**batch.hf_kwargs()).logits) - x.mean(0))
 
 
 # ---- Families that were once silently wrong: right as they are, caught with their fix off
