@@ -12,7 +12,7 @@ from torch import nn
 def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> Any:
     """Return the model inside DDP, torch.compile and PEFT; ``on_peft`` is called with each PEFT wrapper."""
     while True:
-        if hasattr(model, "_orig_mod"):
+        if "_orig_mod" in getattr(model, "_modules", ()):  # compile_regions of Accelerate sets an attribute
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):
             if on_peft is not None:

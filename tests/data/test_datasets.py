@@ -335,8 +335,6 @@ class Wrapper:
 
 
 class Subclass(datasets.Dataset):  # type: ignore[misc]
-    """A Hugging Face dataset with samples of its own."""
-
     def __getitem__(self, key: Any) -> Any:
         row = super().__getitem__(key)
         return {"input_ids": [token + 5 for token in row["input_ids"]]}

@@ -155,8 +155,6 @@ PAST: dict[str, Way] = {
 
 
 class _SubForCausalLM(transformers.LlamaForCausalLM):
-    """A user's own subclass."""
-
     @classmethod
     def of(cls, model: Any) -> Any:
         mine = cls._from_config(model.config, attn_implementation="thd")
