@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
@@ -269,7 +270,7 @@ class Reading(IterableDataset[Read]):
                 yield self._read(number, row, record, saved)
             if (ended := getattr(getattr(self.shards[number], "beginning", None), "ended", None)) is not None:
                 yield Read(shard=number, row=-1, round=self.round + 1, sample=None, mark=(0, ended))
-        except ModuleNotFoundError:
+        except (ModuleNotFoundError, MisconfigurationException):
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")

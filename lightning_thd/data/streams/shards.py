@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -191,12 +192,9 @@ class IterableShard:
 
     def _refuse_begun(self, records: Any) -> None:
         """Refuse a generator that was read before, and an iterator that ``begin`` would return again."""
-        if inspect.isgenerator(records):
-            begun = inspect.getgeneratorstate(records) != inspect.GEN_CREATED
-        else:
-            begun = hasattr(records, "__next__") and records is self.begin()
-        if begun:
-            raise ValueError(
+        new = inspect.isgenerator(records) and inspect.getgeneratorstate(records) == inspect.GEN_CREATED
+        if not new and hasattr(records, "__next__") and records is self.begin():
+            raise MisconfigurationException(  # not a fault of a record, which on_error="skip" would leave out
                 f"A {type(records).__name__} can be read only once. Pass a function that makes a new one."
             )
 
