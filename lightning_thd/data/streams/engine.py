@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import RankStep
@@ -46,12 +47,15 @@ class Engine:
     ) -> None:
         self._settings, self._wire = settings, wire
         count = len(settings.sources)
-        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledger_of(state)
+        first, none = np.zeros_like(settings.source_of), np.zeros(count, np.int64)
+        fresh = Ledger(cursors=first, rounds=none, drawn=none.copy(), out=none > 0)
+        self.ledger = fresh if state is None else ledger_of(state)
         self._intake = Intake(settings, wire)
         self.counts = self._intake.counts  # how many records were bad, or left out or changed by policies
         if state is not None:
             self._intake.marks = {place: [mark] for place, mark in state["marks"].items()}
             self._intake.forms = state["forms"]
+            self._intake.turns = state["turns"].numpy().copy() if same else self._intake.turns
         self._restore = None if state is None else (state, same)
         self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None
@@ -132,7 +136,8 @@ class Engine:
         state, intake = self.ledger.state(), self._intake
         intake.drop_marks(state["pending"].numpy(), self.ledger)
         marks = {place: found[0] for place, found in intake.marks.items()}
-        return {**state, "marks": marks, "forms": intake.forms, "ended": intake.exhausted.tolist()}
+        state |= {"marks": marks, "forms": intake.forms, "turns": torch.from_numpy(intake.turns.copy())}
+        return {**state, "ended": intake.exhausted.tolist()}
 
     def _end_pass(self) -> None:
         """End this pass; in the next, all sources begin again, or with ``dry="stop"`` those that ran dry."""
@@ -141,7 +146,7 @@ class Engine:
         dry = np.flatnonzero(self._intake.exhausted.all(1)) if stops else np.arange(len(settings.sources))
         ledger.cursors[np.isin(settings.source_of, dry)] = 0
         ledger.rounds[dry] += 1
-        self._intake.exhausted[dry] = False
+        self._intake.end_pass(dry)
         ledger.number, ledger.steps = ledger.number + 1, 0
         if not stops:
             self.counts["tail_dropped"] += len(ledger.pool)
@@ -193,6 +198,7 @@ class Engine:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
+        self._intake.end_pass(np.array([number]))
         self._open(number)
 
     def _collated(self, planned: PlannedStep, microbatches: list[list[dict[str, Any]]]) -> THDStep:

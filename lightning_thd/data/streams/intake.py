@@ -79,6 +79,8 @@ class Intake:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
         self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, all shards read
+        # int64 ``[ranks, N, 3]``: the last shard read or -1, whether no workers read, and the sequences read
+        self.turns = np.full((wire.ranks, len(self._sources), 3), [-1, 0, 0])
         self.marks: Marks = {}
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
@@ -87,26 +89,29 @@ class Intake:
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; the calling thread starts its workers."""
-        settings, source, before = self._settings, self._sources[number], self._readers.get(number)
+        settings, source = self._settings, self._sources[number]
         shards = np.arange(source.first, source.stop)
         sizes = [settings.shards[i].size for i in shards.tolist()]
         mine = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
         if source.shuffle_buffer:
             order = np.random.default_rng([settings.seed, round_]).permutation(shards)
             mine = order[np.isin(order, mine)]
-        few = before is not None and before.taken < _WORKERS_FROM and len(self._sources) > 1
         reading = Reading(
             shards=settings.shards,
             mine=mine.tolist(),
             starts={i: int(cursors[i]) for i in mine.tolist()},
             sampler=settings.make_sampler(),
             round=round_,
+            turn=self.turns[self._wire.rank, number].tolist(),
             marks={place: marks[0] for place, marks in self.marks.items() if place[0] in mine},
         )
-        self._readers[number] = Reader(
-            reading, self._tallies[number], source, num_workers=0 if few else settings.num_workers
-        )
-        self.exhausted[number] = False
+        self._readers[number] = Reader(reading, self._tallies[number], source, settings.num_workers)
+
+    def end_pass(self, numbers: IntArray) -> None:
+        """Forget how far the pass over some sources has come; ``open`` begins the next."""
+        self.exhausted[numbers] = False
+        few = self.turns[:, numbers, 2] < (_WORKERS_FROM if len(self._sources) > 1 else 0)
+        self.turns[:, numbers] = np.stack([np.full(few.shape, -1), few, 0 * few], -1)
 
     def gather(self, wanted: IntArray) -> Table:
         """Read ``wanted[source, rank]`` sequences of each source on each rank; a collective."""
@@ -134,15 +139,15 @@ class Intake:
         for reader in self._readers.values():
             marks |= reader.marks
             reader.marks = {}
-        exhausted = [reader.exhausted for reader in self._readers.values()]
+        status = [(reader.exhausted, *reader.turn) for reader in self._readers.values()]
         forms = {x.sample.meta["form"]: x.sample.form for x in reads if x.sample is not None}
-        sent = (failure and f"{failure}", self._table(reads), exhausted, self._tallies, marks, forms)
-        messages, tables, all_exhausted, tallies, *found = zip(*self._wire.objects(sent), strict=True)
+        sent = (failure and f"{failure}", self._table(reads), status, self._tallies, marks, forms)
+        messages, tables, statuses, tallies, *found = zip(*self._wire.objects(sent), strict=True)
         if failed := [f"Rank {i}: {x}" for i, x in enumerate(messages) if x is not None]:
             raise ValueError(" ".join(failed)) from failure
         for place, some in (item for marks in found[0] for item in marks.items()):
             self.marks[place] = self.marks.get(place, []) + some
-        self.exhausted = np.array(all_exhausted).T
+        self.exhausted, self.turns = np.array(statuses)[..., 0].T.astype(bool), np.array(statuses)[..., 1:]
         self._add_up(tallies)
         return self._alike(_pooled(tables), {code: form for some in found[1] for code, form in some.items()})
 
@@ -249,6 +254,7 @@ class Reading(IterableDataset[Read]):
     starts: Mapping[int, int]  # the first row to read of each shard
     sampler: Sampler
     round: int = 0  # number of the pass over the source
+    turn: list[int]  # see ``Intake.turns``
     marks: Mapping[Place, Mark] = field(default_factory=dict)  # by shard and pass, a state to resume from
 
     def __iter__(self) -> Iterator[Read]:
@@ -256,9 +262,10 @@ class Reading(IterableDataset[Read]):
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is not None:
+            first += self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
             # A dataset that sees a worker may read only a part of its shard. So hide the worker.
             worker_module._worker_info = None
-        for number in self.mine[first::every]:
+        for number in self.mine[first % every :: every]:
             yield from self.rows(number, self.starts[number])
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
@@ -308,14 +315,13 @@ class Tally:
 class Reader:
     """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
-    def __init__(self, reading: Reading, tally: Tally, source: Source, *, num_workers: int) -> None:
-        self._reading, self._tally, self._source = reading, tally, source
+    def __init__(self, reading: Reading, tally: Tally, source: Source, num_workers: int) -> None:
+        self._reading, self._tally, self._source, self.turn = reading, tally, source, reading.turn
         self._most_bad = math.inf if source.max_errors is None else source.max_errors
-        self.exhausted, self.taken = False, 0
-        self._kept: list[Read] = []  # samples that are read, but not yet asked for
+        self.exhausted, self._kept = False, list[Read]()  # samples that are read, but not yet asked for
         self.marks: Marks = {}  # saved states since the last exchange
         self._rows = iter(reading)
-        if workers := min(num_workers, len(reading.mine)):
+        if workers := 0 if self.turn[1] else min(num_workers, len(reading.mine)):
             own: Any = {"worker_init_fn": begin_worker, "generator": own_generator(reading.round)}
             self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers, **own))
 
@@ -331,6 +337,7 @@ class Reader:
             if read is None:
                 self.exhausted = True
                 break
+            self.turn[0] = read.shard
             if read.mark is not None:
                 self.marks.setdefault((read.shard, read.round), []).append(read.mark)
             self._tally.counts.update(read.counts)
@@ -339,7 +346,7 @@ class Reader:
                 self._tally.add(f"shard {name}, row {read.row}: {read.bad}", self._source)
             elif read.sample is not None:
                 taken.append(read)
-        self.taken += len(taken)
+        self.turn[2] += len(taken)
         return taken
 
     def read_again(self, pending: Pending, *, ended: bool) -> list[Read]:

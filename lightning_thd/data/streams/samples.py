@@ -101,9 +101,8 @@ class Sampler:
         return Sample(payload=payload, meta=meta, form=form)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
-        sizes = (
-            sizes_of(sample) if self.extras_cost is None else declared(self.extras_cost, record, "the record")
-        )
+        cost = self.extras_cost
+        sizes = sizes_of(sample) if cost is None else declared(cost, record, "the record")
         if self.max_patches is not None and self.patch is None and sizes[2]:
             raise ValueError(f"max_patches={self.max_patches}, but images come as pixels. Pass extras_cost=.")
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()

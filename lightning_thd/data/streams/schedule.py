@@ -169,16 +169,6 @@ class Ledger:
     steps: int = 0  # steps made in this pass
     pace: int = 0  # most sequences of a source that a rank reads before each step that was planned ahead
 
-    @classmethod
-    def fresh(cls, shards: int, sources: int) -> Ledger:
-        """Return the position at the start of a stream of ``shards`` shards and ``sources`` sources."""
-        return cls(
-            cursors=np.zeros(shards, np.int64),
-            rounds=np.zeros(sources, np.int64),
-            drawn=np.zeros(sources, np.int64),
-            out=np.zeros(sources, bool),
-        )
-
     def state(self) -> dict[str, Any]:
         """Return the position as plain numbers and tensors, for a checkpoint."""
         tables = [*(step.table for step in self.planned), self.pool]

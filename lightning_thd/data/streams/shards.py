@@ -222,10 +222,8 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
         begins = [partial(_part, source, i, count) for i in range(count)]
         return [IterableShard(f"{kind} shard {i}", begin, replays=True) for i, begin in enumerate(begins)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
-        # This is part of the shard, so that worker processes get it too.
-        beginning = Beginning.of(source) if has_state(source) else None
-        begin, again = partial(_part, source, 0, 1), beginning is not None
-        return [IterableShard(kind, begin, replays=again, whole=True, beginning=beginning)]
+        beginning = Beginning.of(source) if has_state(source) else None  # a part of the shard, for workers
+        return [IterableShard(kind, partial(_part, source, 0, 1), 1, beginning is not None, True, beginning)]
     if not callable(source):
         raise ValueError(f"{type(source).__name__} is not a stream. Pass paths, a dataset, or a function.")
     name = prefix + getattr(source, "__name__", type(source).__name__)

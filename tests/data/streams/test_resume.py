@@ -19,11 +19,11 @@ SIZES = [40, 3, 25, 0, 17, 9]
 
 
 @pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("shuffle_buffer", [0, 40])
-def test_one_rank_goes_on_with_the_same_steps(tmp_path: Path, packs: bool, shuffle_buffer: int) -> None:
+@pytest.mark.parametrize(("buffer", "workers"), [(0, 0), (40, 0), (0, 2)])
+def test_one_rank_goes_on_with_the_same_steps(tmp_path: Path, packs: bool, buffer: int, workers: int) -> None:
     write_shards(tmp_path, SIZES)
-    kwargs: dict[str, Any] = {"packs": packs, "n": 2 if packs else 7, "shuffle_buffer": shuffle_buffer}
-    kwargs |= {"seed": -1}
+    kwargs: dict[str, Any] = {"packs": packs, "n": 2 if packs else 7, "shuffle_buffer": buffer}
+    kwargs |= {"seed": -1, "num_workers": workers, "window": 5 if workers else 16}
     whole, *_ = run(f"{tmp_path}/*.jsonl", epochs=2, **kwargs)
     for cut in (1, len(whole) // 2 - 1, len(whole) // 2, len(whole) // 2 + 1):
         first, state = run(f"{tmp_path}/*.jsonl", steps=cut, epochs=2, **kwargs)
