@@ -41,7 +41,7 @@ def check_samples(samples: object) -> list[dict[str, Any]]:
         raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
     plain = _plain_rows(samples)
     if plain is None:
-        samples = [check_sample(sample, f"Sample {i}") for i, sample in enumerate(samples)]
+        samples = [check_sample(sample, f"Sample {i}", piece=True) for i, sample in enumerate(samples)]
         plain = [(sample["input_ids"], sample.get("labels", sample["input_ids"])) for sample in samples]
     if any("labels" in sample for sample in samples):
         refuse_shifted(plain, "The samples")

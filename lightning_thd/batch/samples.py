@@ -17,8 +17,8 @@ MOST_ID = 2**31 - 1  # no vocabulary has a larger id
 _SHIFTED_FROM = 8  # fewer labels than this may equal the next id, and not their own id, by chance
 
 
-def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, Any]:
-    """Check one sample and return it with its rows as arrays; errors begin with ``name``."""
+def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = False) -> dict[str, Any]:
+    """Check a sample, or a ``piece`` of one, and return its rows as arrays; errors begin with ``name``."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
@@ -42,6 +42,8 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     if "weights" in sample:
         sample_weights(sample, len(ids), name)
     if "next_label" in sample:
+        if not piece:
+            raise ValueError(f"{name} carries 'next_label', which only THDBatch.collate reads. Drop the key.")
         following = whole_number(
             sample["next_label"], f"{name}: next_label", least=None, most=MOST_ID, advice="One id, or -100."
         )

@@ -117,8 +117,7 @@ class THDBatch(_Pinned):
         targets: int64 ``[T]``, the next token of the same sequence, else -100.
         position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; the samples' own, else counted from 0.
         cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.
-        cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T. A trailing pad is one more
-            sequence in both.
+        cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T. A trailing pad counts in S.
         lengths: real length of every sequence, on the host, without a trailing pad.
         padded_lengths: slots of every entry of ``cu_seqlens_padded``, on the host, a trailing pad included.
         max_seqlen: longest entry of ``padded_lengths``, at least 1.
@@ -130,7 +129,7 @@ class THDBatch(_Pinned):
         weights: fp32 ``[T]``, the loss weight of each slot's target; None if no sample has weights.
         sequence_shares: for every sequence in ``lengths``, its weight / the weight of all its loss tokens.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for input tokens; with 0, only router balance "microbatch" works.
+        token_scale: like ``loss_scale``, for input tokens; 0 turns off router losses except "microbatch".
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
@@ -389,7 +388,7 @@ class THDBatch(_Pinned):
 
         ``x`` is as for ``unpack``; ``how`` selects each sequence's last or first token, or the mean over its
         tokens, computed in fp32 or fp64. The rows ``[S, ...]`` have the dtype of ``x`` and the order of
-        ``sequence_ids``. Lengths 2 and 1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[1, 7]`` or ``[2, 7]``.
+        ``sequence_ids``. Lengths 2, 1 and values 1, 3, 7 of ``x`` give ``[3, 7]``, ``[1, 7]`` or ``[2, 7]``.
         """
         choice(how, "how", "last", "mean", "first")
         if 0 in self.lengths:

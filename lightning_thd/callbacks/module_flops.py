@@ -29,7 +29,7 @@ from lightning_thd.stats import combine
 Policy: TypeAlias = Recompute | Literal["auto"]
 
 _MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
-_MAX_WATCHED = 3  # The most steps of a stage in which calls are watched, if the steps before had none.
+_MAX_WATCHED = 3  # The steps of a stage are watched until one has calls, but at most so many.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
 _POOLED_HEADS = re.compile(_HEADS.pattern.replace("score|", "score|pooler|pre_classifier|head|"))
@@ -277,7 +277,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of a module's transformers models; None if it has none or one is unknown (printed)."""
+    """Join the FLOPs of a module's transformers models; None if it has none, or prints which is unknown."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

@@ -342,7 +342,7 @@ class THDDataModule(LogsSources):
     ) -> THDLoader:
         if name not in self._sets:
             missing = f"has no data for {name!r}. Pass THDDataModule(..., {name}=...)."
-            unready = f"was not set up for {name!r}. Pass the data module itself, or call setup() first."
+            unready = f"was not set up for {name!r}. Pass it as datamodule=, or call setup() first."
             raise MisconfigurationException(f"THDDataModule {unready if name in self._sources else missing}")
         planner, data, job, settings = self._planner(name), self._sets[name], self._job, self._settings
         index, vocab_size = data.index, self.vocab_size or link.vocab_size(job.model)

@@ -46,7 +46,7 @@ def arguments_of(model: Any) -> frozenset[str]:
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, if a sample has them and no labels, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
-    without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets` keeps a column that is left out
+    without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets.map` keeps what is left out
     if not masks or sample.get("labels") is not None:
         return without
     learned = np.logical_and.reduce([*masks.values()])

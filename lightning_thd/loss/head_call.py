@@ -2,10 +2,9 @@
 
 Legend: T slots, R rows (selected slots), H hidden size, V vocabulary, n values of a head call, E experts. The
 model's own ``forward`` runs through ``__call__`` with all hooks, so FSDP2, DDP, PEFT and checkpointing keep
-working. The replacements are the same functions in every call, so torch.compile does not compile again. The
-head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``. Full logits,
-T x V numbers, are computed in three cases only: the head is not a plain linear layer; the user's code may
-read the logits; the model changes them by more than one fixed ``LogitMap``.
+working. The head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``.
+Full logits, T x V numbers, are computed in three cases only: the head is not a plain linear layer; the user's
+code may read the logits; no fixed ``LogitMap`` describes how the model changes them.
 """
 
 from __future__ import annotations
@@ -137,9 +136,8 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        If the model changes its logits in another way than ``logit_map`` says, it is called again.
-        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n]}``, the
-        values of further head calls as "value_1" and so on, and a loss ``[]`` of routers as "aux_loss".
+        If the model changes its logits in another way than ``logit_map`` says, it is called again. Returns
+        ``{"values": [size]}``, those of further head calls as "value_1", ..., a routers' loss as "aux_loss".
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
@@ -175,12 +173,16 @@ class HeadCall:
             _warn_of_labels()
         scope = STATE.scope = announced(batch, kwargs)
         self._here.job, self._own = job, (job.model_forward, job.head.forward)
+        if job.stage is not None:
+            job.stage.in_loss = True
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 outputs = model(**kwargs)
         finally:
             STATE.scope, self._here.job = before, None
+            if job.stage is not None:
+                job.stage.in_loss = False
             for module, forward in ((inner, own), (job.head, job.own_head_forward)):
                 if forward is None:
                     del module.__dict__["forward"]
@@ -270,8 +272,7 @@ class HeadCall:
         assert isinstance(logits, LazyLogits)
         job.seen = logits.record
         found = {"values": open_values(logits)}
-        further = [made for made in lazy if made is not source]
-        found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
+        found |= {f"value_{i}": open_values(x) for i, x in enumerate((x for x in lazy if x is not source), 1)}
         job.found = found | self._auxiliary(job, outputs)
         return dict(job.found)
 
@@ -284,8 +285,7 @@ class HeadCall:
                 f"tokens, and its logits are computed whole, because {job.whole}. Use the model's own logits."
             )
         if stage is not None and not stage.holds_head:
-            (made,) = job.logits
-            assert isinstance(made, LazyLogits)
+            made: Any = job.logits[0]
             return {"values": open_values(made), **self._auxiliary(job, outputs)}
         _check_slots(job, logits)
         operands = HeadOperands(hidden=logits, weight=None, vocabulary=logits.shape[-1])

@@ -17,7 +17,7 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) without a mask, or if one encodes none
+_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) of no mask, or of one that sets none
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
@@ -197,7 +197,7 @@ def _attend_unbound(
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether later keys are hidden: the model's masks decide if of one kind, else the layer."""
+    """Return whether later keys are hidden, by the model's masks if of one kind, else by the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope: Scope | None = getattr(STATE, "scope", None)
     asked = () if scope is None else scope.masks

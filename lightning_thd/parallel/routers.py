@@ -114,7 +114,7 @@ def scores_of(inner: Any) -> Scores | None:
 @functools.lru_cache(maxsize=32)
 def _is_switch(function: Callable[..., Any]) -> bool:
     """Return whether a family's balancing function computes the formula of ``balance_of``."""
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # not torch's defaults
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults
     logits = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0), **kind).unbind()
     try:
         theirs = function(logits, 5, 2, None)

@@ -24,7 +24,7 @@ class Axes:
 
     sizes: AxisSizes
     collective_device: torch.device  # where tensors must be for collectives of the whole job
-    meshes: Meshes | None  # None if ranks hold all weights, and no fixed number of them shares a pack
+    meshes: Meshes | None  # None if ranks hold all weights, and context_parallel_size is 1 or "dynamic"
     # Size -> this rank's group of that size, for dynamic context parallelism; None under a fixed size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 

@@ -218,7 +218,7 @@ class THDStrategyMixin(Strategy):
             self._synced.close()
         self._synced, self._frozen = None, ()
         super().teardown()
-        end_job()  # from now on, live shards do not make other attention calls fail
+        end_job()  # shards that are still alive no longer make attention refuse other packs
         traffic.read_and_reset()  # a later job logs only its own exchanges
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not do this
@@ -341,7 +341,7 @@ class THDStrategyMixin(Strategy):
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, after any checkpoint that is still being written."""
+        """Remove a checkpoint, once the one that is being written is complete."""
         self._checkpoints.remove(super().remove_checkpoint, filepath)
 
     def wait_for_checkpoint(self) -> None:

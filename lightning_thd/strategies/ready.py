@@ -61,8 +61,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     Args:
         context_parallel_size: number of ranks that share the slots of a pack.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. Then ``THDDataModule(capacity=...)`` is the capacity of one rank, and a pack of
-            ``Packs(n)`` has the capacity of the largest group.
+            stay whole. Then ``THDDataModule(capacity=...)`` is the capacity of one rank, and each of
+            the n packs of ``Packs(n)`` has that of the largest group.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads no sequence;
             ``striped`` does both, with a kernel call for each rank's keys; ``mixed`` keeps short sequences

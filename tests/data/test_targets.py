@@ -149,7 +149,7 @@ def test_weights_that_were_not_counted_are_refused() -> None:
 def test_weights_and_targets_that_change_after_they_were_counted_are_refused(weights: Any) -> None:
     index = build_index([{"input_ids": [1, 2, 3], "weights": 2.0}])
     for stop in (3, 2):  # whole, and cut
-        with pytest.raises(ValueError, match=r"0 has [\d.]+ as the sum of its weights, but 4.0 were"):
+        with pytest.raises(ValueError, match=r"0 has \([\d., ]+\) as the sum and .* weights, but \(4.0"):
             index.sample([{"input_ids": [1, 2, 3], "weights": weights}], 0, 0, stop)
         with pytest.raises(ValueError, match="has 1 loss tokens, but 2 were counted.*an IterableDataset"):
             index.sample([{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "weights": 4.0}], 0, 0, stop)

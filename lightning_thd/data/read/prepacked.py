@@ -90,7 +90,7 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
         row = rows[i]
         if other := sorted(name for name in set(row) - _READ if row[name] is not None):
             raise ValueError(
-                f"Row {i} carries {', '.join(other)}, which cannot be divided among its sequences. Drop it."
+                f"Row {i} carries {', '.join(other)}, which cannot be divided among sequences. Drop them."
             )
         lengths = _lengths_of(row, i)
         slots, labels, loss_tokens = len(row["input_ids"]), row.get("labels"), lengths - 1

@@ -179,9 +179,10 @@ class SequenceIndex:
         if (found := int(np.count_nonzero(labels[1:] != IGNORE_INDEX))) != self.loss_tokens[i]:
             raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
         if len(self.weights):
-            (total, whole), counted = whole_weight(sample, f"Sequence {i}"), float(self.weights[i])
-            if abs(total - counted) > 1e-6 * counted or whole != self.sequence_weights[i]:
-                raise _changed_error(i, "as the sum of its weights", total, counted)
+            total, own = whole_weight(sample, f"Sequence {i}")
+            counted = float(self.weights[i]), float(self.sequence_weights[i])
+            if abs(total - counted[0]) > 1e-6 * counted[0] or own != counted[1]:
+                raise _changed_error(i, "as the sum and the whole of its weights", (total, own), counted)
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
         """Return float64 ``[2, S]``: weight of a span's loss tokens, and its share of the sequence weight."""
@@ -387,7 +388,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
     def _measure(self, i: int) -> tuple[float, ...]:
         given: Any = counted_row(self._dataset, i)
         if isinstance(given, str):
-            raise ValueError(f"Sequence {i} is text and has no 'input_ids'. Give it one.")
+            raise ValueError(f"Sequence {i} is text; wanted a dict with 'input_ids'.")
         try:
             sample = check_sample(given, f"Sequence {i}", empty=True)
         except (TypeError, ValueError) as err:

@@ -132,8 +132,6 @@ class Sampler:
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
         """Check a sample, and drop keys that are not inputs of the model, such as text and names."""
         sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
-        if "next_label" in sample:
-            raise ValueError("it carries 'next_label', which a stream does not read. Drop the key.")
         sample.pop("attention_mask", None)  # checked to be all ones
         if self.one_each:
             refuse_restart(sample, "the record", "Give one sequence per record, or set packed='off'.")

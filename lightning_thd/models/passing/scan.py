@@ -103,7 +103,7 @@ class DeltaRule:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows before the entering state is known; an entering identity matrix becomes a row's change."""
+        """Run rows without the entering state; columns that enter as an identity matrix end as the change."""
         q, k, v, g, beta = inputs
         heads, keys, values = self.state_shape
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)

@@ -54,6 +54,7 @@ class Stage:
         self.device: torch.device | None = None  # device of the last hidden states
         self.made: list[Any] = []  # autograd nodes of the model's own loss values in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
+        self.in_loss = False  # whether the running pass computes a loss in place of the logits
         self._calls: list[str] = []  # the user's lines that computed a loss in the running pass
         self._received: Tensor | None = None  # hidden states of the running pass from the stage before
         self._is_again = False  # whether the running pass calls the model a second time
@@ -168,7 +169,7 @@ class Stage:
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
         """Broadcast the head's logits in prediction and evaluation; a forward hook."""
-        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses get LazyLogits, and share values
+        if not torch.is_grad_enabled() and not self.in_loss:  # a loss shares its values
             self.broadcast(logits.contiguous())
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -257,7 +258,7 @@ class Boundary(nn.Module):
         return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
 
     def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Refuse an output of a layer unless it is hidden states in a boundary's form; a forward hook."""
+        """Refuse an output of a layer that differs in form from its boundary's; a forward hook."""
         self._stage.in_layers = True
         first, *rest = output if isinstance(output, tuple) else (output,)
         length = len(rest) + 1 if isinstance(output, tuple) else None

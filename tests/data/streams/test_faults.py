@@ -233,7 +233,7 @@ def test_what_a_stream_would_lose() -> None:
     lost: list[tuple[dict[str, Any], str]] = [
         ({"lengths": [1, 2]}, "carries lengths, which marks several sequences in a row, but a sample is"),
         ({"position_ids": [0, 0, 1]}, "its position_ids begin again, as in a row of several"),
-        ({"next_label": 5}, "it carries 'next_label', which a stream does not read"),
+        ({"next_label": 5}, "the record carries 'next_label', which only"),
         ({"pixel_values": [[1.0]]}, "carries 'pixel_values' as list. Extras are tensors"),
         ({"audio": [1.0]}, "Samples carry 'audio': audio inputs cannot be packed"),
         ({"input_ids": np.ma.MaskedArray([1, 2, 3], [0, 0, 1])}, "input_ids is a masked array, whose mask"),
