@@ -83,8 +83,8 @@ def check_packing(
         forward: ``forward(model, batch)`` returns logits ``[T, V]`` or ``[1, T, V]``, or one row for each of
             S sequences. The default is ``model(**batch.hf_kwargs())`` if the model is from transformers or
             takes ``input_ids``, else ``model(batch)``.
-        tolerance: the largest allowed difference between a sequence in the pack and in a pack of one, relative
-            to the largest logit or gradient; None chooses it by the dtype.
+        tolerance: the largest allowed difference between a sequence in the pack and in a pack of one,
+            relative to the largest logit or gradient; None chooses it by the dtype.
         raise_on_leak: raise an error instead of returning a report that is not ok.
         seed: the seed of the random tokens.
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
