@@ -511,7 +511,7 @@ def test_callbacks_stop_and_save_by_the_metric_of_a_named_set(ranks: int, tmp_pa
 @pytest.mark.parametrize(("run", "name"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
 def test_an_evaluation_without_data_asks_for_its_argument(run: str, name: str) -> None:
     data = THDDataModule(SAMPLES, capacity=CAPACITY)
-    with pytest.raises(MisconfigurationException, match="was not set up for 'train'. Pass the data module"):
+    with pytest.raises(MisconfigurationException, match="was not set up for 'train'. Pass it as datamodule="):
         data.train_dataloader()
     with pytest.raises(MisconfigurationException, match=rf"no data for '{name}'. Pass .*, {name}="):
         getattr(data, f"{name}_dataloader")()
