@@ -142,14 +142,14 @@ class Intake:
         status = [(reader.exhausted, *reader.turn) for reader in self._readers.values()]
         forms = {x.sample.meta["form"]: x.sample.form for x in reads if x.sample is not None}
         sent = (failure and f"{failure}", self._table(reads), status, self._tallies, marks, forms)
-        messages, tables, statuses, tallies, *found = zip(*self._wire.objects(sent), strict=True)
+        messages, tables, statuses, tallies, marks_of, forms_of = zip(*self._wire.objects(sent), strict=True)
         if failed := [f"Rank {i}: {x}" for i, x in enumerate(messages) if x is not None]:
             raise ValueError(" ".join(failed)) from failure
-        for place, some in (item for marks in found[0] for item in marks.items()):
+        for place, some in (item for of_rank in marks_of for item in of_rank.items()):
             self.marks[place] = self.marks.get(place, []) + some
         self.exhausted, self.turns = np.array(statuses)[..., 0].T.astype(bool), np.array(statuses)[..., 1:]
         self._add_up(tallies)
-        return self._alike(_pooled(tables), {code: form for some in found[1] for code, form in some.items()})
+        return self._alike(_pooled(tables), {code: form for some in forms_of for code, form in some.items()})
 
     def _alike(self, table: Table, forms: dict[int, Form]) -> Table:
         """Leave out records that cannot be in a batch with most of the first, or raise; all ranks do."""
