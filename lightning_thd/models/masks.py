@@ -22,8 +22,11 @@ _UNDERSTOOD = (
     "causal_mask_function",
     "bidirectional_mask_function",
     "sliding_window_overlay",
+    "chunked_overlay",
     "blockwise_overlay",
 )
+# The part that transformers adds if it finds packs in position_ids, see ``skip_position_scan``.
+_FOUND_PACKS = "packed_sequence_mask_function"
 # Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
@@ -54,7 +57,7 @@ def thd_mask(
     # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
-        plain, is_read, window = _equals_plain(mask_function, kind)
+        plain, is_read, window = _equals_plain(mask_function, kind, config)
         local_size = local_size or window
         if is_read:
             raise ValueError(
@@ -104,11 +107,16 @@ def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
+def _equals_plain(
+    mask_function: Callable[..., Any] | None, kind: str, config: Any
+) -> tuple[bool, bool, int | None]:
     """Return whether a mask is the plain one of its ``kind``, whether the model reads it, and its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
-    parts = list(_parts(mask_function))
+    every_part = list(_parts(mask_function))
+    parts = [part for part in every_part if part.__qualname__.partition(".")[0] != _FOUND_PACKS]
+    if len(parts) < len(every_part) and not _asks_for_masks(config):
+        added = True  # "thd" keeps the sequences of a pack apart by itself
     for part in parts:
         variables = inspect.getclosurevars(part).nonlocals
         name = part.__qualname__.partition(".")[0]
@@ -118,13 +126,17 @@ def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[
             return False, False, None
         added = added or name == "blockwise_overlay"
         window = variables.get("sliding_window", window)
-    return len(parts) > 1 and added, bool(parts) and not added, window
+    return len(every_part) > 1 and added, bool(parts) and not added, window
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
     if mask_function is None:
         return
-    inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
+    variables = inspect.getclosurevars(mask_function).nonlocals
+    if mask_function.__qualname__.startswith("remap_positions_for_packed_sequence."):
+        yield from _parts(variables.get("mask_function"))
+        return
+    inner = variables.get("mask_functions")
     if inner is None:
         yield mask_function
     for part in inner or ():
@@ -137,36 +149,47 @@ _PASSES_WINDOW: dict[type, bool] = {}
 
 def learn_window(config: Any) -> None:
     """Search the modeling file of ``config`` for a window that is passed to its attention."""
+    # Layers pass the window as an argument, or hold it as an attribute that thd_attention reads.
+    passes = re.search(r"\bsliding_window=|self\.sliding_window =", _modeling_source(config))
+    _PASSES_WINDOW[type(config)] = passes is not None
+
+
+def _asks_for_masks(config: Any) -> bool:
+    """Return whether the modeling file of ``config`` asks for masks that a plain one would not need."""
+    return re.search(r"\ballow_is_causal_skip\b|\bindexed_attention\b", _modeling_source(config)) is not None
+
+
+def _modeling_source(config: Any) -> str:
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
-        source = inspect.getsource(sys.modules[name])
+        return inspect.getsource(sys.modules[name])
     except (KeyError, OSError, TypeError):  # a class of a notebook or of ``python -c`` has no file
-        source = ""
-    # Layers pass the window as an argument, or hold it as an attribute that thd_attention reads.
-    _PASSES_WINDOW[type(config)] = re.search(r"\bsliding_window=|self\.sliding_window =", source) is not None
+        return ""
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:
-    """Under "thd", skip transformers' search for packs in position_ids, because it reads the device."""
+    """Under "thd", skip transformers' search for packs in position_ids, because it reads the device.
+
+    This only saves time: ``thd_mask`` recognises what the search adds to a mask. So a release without this
+    private function, or with other arguments, is left as it is.
+    """
     namespace: Any = masking_utils
-    original: Callable[..., Any] = namespace._preprocess_mask_arguments
-    expected = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
-    if list(inspect.signature(original).parameters)[:5] != expected:
-        raise TypeError("_preprocess_mask_arguments takes other arguments")
+    original: Callable[..., Any] | None = getattr(namespace, "_preprocess_mask_arguments", None)
+    if original is None:
+        return
+    names = list(inspect.signature(original).parameters)
+    if names[0] != "config" or "position_ids" not in names:
+        return
+    place = names.index("position_ids")
 
     @functools.wraps(original)
-    def preprocess(
-        config: Any,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Any,
-        position_ids: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def preprocess(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config._attn_implementation == "thd":
-            position_ids = None
-        return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+            if "position_ids" in kwargs:
+                kwargs["position_ids"] = None
+            else:
+                args = (*args[: place - 1], None, *args[place:])
+        return original(config, *args, **kwargs)
 
     patch("masks", namespace, "_preprocess_mask_arguments", preprocess)
 

@@ -49,7 +49,7 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
 }
 # Layers that return several values per token: queries, keys and values.
 _SEVERAL_OUTPUTS: Final = frozenset({"ZayaCCAProjection"})
-_CACHES = ("cache_params", "past_key_values", "past_key_value", "state")
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "cache", "state")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -66,7 +66,11 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-    kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL_OUTPUTS
+    carried = adopt_functions(cls)
+    several = cls.__name__ in _SEVERAL_OUTPUTS
+    kernels = MIXERS[cls.__name__]
+    if kernels is not None and not _hands_boundaries_on(cls, forward):
+        kernels = None  # a release whose layers would drop them: groups of padded sequences are exact
     tokens_name = list(inspect.signature(forward).parameters)[1]
 
     @functools.wraps(forward)
@@ -122,6 +126,16 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
     if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
         return False  # fla's kernels copy values from the device, which a recorded step cannot do
     return bool(_usable(kernels, tokens.device.index or 0))
+
+
+def _hands_boundaries_on(layer: type, forward: Callable[..., Any]) -> bool:
+    """Return whether a layer passes keywords to its kernels, with ``cu_seq_lens_q`` renamed for fla."""
+    parameters = inspect.signature(forward).parameters.values()
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        return False
+    module = sys.modules[layer.__module__]
+    renames = hasattr(module, "torch_chunk_gated_delta_rule")  # Kimi's rule takes the kernel's own keyword
+    return not renames or "cu_seq_lens_q" in inspect.getsource(layer)
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:

@@ -39,10 +39,18 @@ def adopt_position_tables(model_class: type) -> None:
     """Patch a model class's RoBERTa position embeddings to restart in every sequence of a pack."""
     for cls in layer_classes(model_class):
         called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # faster than reading the source
-        skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
+        if _FROM_TOKENS_NAME not in getattr(called, "co_names", ()) or hasattr(cls.forward, "_thd_positions"):
+            continue
         names = inspect.signature(cls.forward).parameters
-        if "position_ids" in names and skips and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
-            patch_forward("position tables", cls, "_thd_positions", _from_padding_index)
+        taken = {"input_ids", "inputs_embeds", "position_ids"} <= names.keys()
+        if not taken or not _FROM_TOKENS.search(inspect.getsource(cls.forward)):
+            raise ValueError(
+                f"{cls.__name__} counts positions from padding tokens and, in this release of transformers, "
+                f"takes {', '.join(list(names)[1:])}, so 'thd' cannot give it positions inside sequences. "
+                "Use a release that `lightning-thd doctor` lists as tested, or padded rows with "
+                "attn_implementation='eager'."
+            )
+        patch_forward("position tables", cls, "_thd_positions", _from_padding_index)
 
 
 def _from_padding_index(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,12 +124,28 @@ def _starts_at_zero(pack: Pack) -> Tensor:
 # ---- Queries scaled by their position
 
 
+# The argument with a layer's cache: since transformers 5.24, before it, and in old layers.
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value")
+
+
 def adopt_row_scales(model_class: type) -> None:
     """Patch attention that numbers queries along the row, as Llama 4's layers without rope do."""
     for cls in layer_classes(model_class):
-        names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
-        if not hasattr(cls, "config_class") and {"arange", "get_seq_length"} <= {*names}:
-            patch_forward("row scales", cls, "_thd_scale", _scale_by_sequence)
+        names = {*getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())}
+        if hasattr(cls, "config_class") or hasattr(cls.forward, "_thd_scale"):
+            continue
+        if {"arange", "get_seq_length"} <= names:
+            patch_forward("row scales", cls, "_thd_scale", _scale_by_sequence(cls))
+        elif "floor_scale" in names:
+            raise ValueError(_unknown_scale(cls, "counts the tokens before a row in another way"))
+
+
+def _unknown_scale(cls: type, difference: str) -> str:
+    return (
+        f"{cls.__name__} scales queries by their position and, in this release of transformers, "
+        f"{difference}, so 'thd' cannot count positions inside sequences. Use a release of transformers that "
+        "`lightning-thd doctor` lists as tested, or padded rows with attn_implementation='eager'."
+    )
 
 
 class _CacheOfOffsets:
@@ -133,16 +157,26 @@ class _CacheOfOffsets:
     def get_seq_length(self, *_: Any) -> Tensor:
         return self.lengths
 
-    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value
 
 
-def _scale_by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _scale_by_sequence(cls: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the patch of an attention class's forward, which gets positions as a cache with lengths."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+    cache_name = next((name for name in _CACHE_ARGUMENTS if name in names), None)
+    if cache_name is None:
+        raise ValueError(_unknown_scale(cls, "takes no cache under a known name"))
+    return functools.partial(_scale_with_cache, names, cache_name)
+
+
+def _scale_with_cache(names: list[str], cache_name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
         pack = model_pack()
-        if pack is None or len(args) > 3 or kwargs.get("past_key_values") is not None:
-            return forward(self, *args, **kwargs)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if pack is None or kwargs.get(cache_name) is not None:
+            return forward(self, **kwargs)
         slots = torch.arange(pack.slots, device=pack.cu_seqlens_q.device)
         counted = _starts_at_zero(pack)
         if (shard := pack.shard) is not None:
@@ -150,7 +184,7 @@ def _scale_by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             if shard.longest >= limit:
                 pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
             counted = torch.zeros_like(slots)  # below the limit all positions have the same scale
-        return forward(self, *args, **{**kwargs, "past_key_values": _CacheOfOffsets(counted - slots)})
+        return forward(self, **{**kwargs, cache_name: _CacheOfOffsets(counted - slots)})
 
     return forward_in_pack
 
@@ -252,6 +286,14 @@ def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
 
 def _reset_frequencies(rotary: Any, prefix: str, device: torch.device) -> None:
     """Restore a dynamic rope's original frequencies; it keeps those of the longest sequence so far."""
+    names = [f"{prefix}{name}" for name in ("max_seq_len_cached", "original_inv_freq", "inv_freq")]
+    missing = [name for name in names if not hasattr(rotary, name)]
+    if missing:
+        raise ValueError(
+            f"{type(rotary).__name__} has frequencies that depend on length and, in this release of "
+            f"transformers, no {missing[0]}, so 'thd' cannot compute those of each sequence. Use a release "
+            "that `lightning-thd doctor` lists as tested, or another type of rope."
+        )
     setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
     original = getattr(rotary, f"{prefix}original_inv_freq")
     rotary.register_buffer(f"{prefix}inv_freq", original.to(device), persistent=False)

@@ -197,7 +197,7 @@ def refuse_changed_config(model: Any) -> None:
         )
 
 
-_CACHES: Final = ("past_key_values", "cache_params")
+_CACHES: Final = ("past_key_values", "cache", "cache_params")
 # Methods of PEFT 0.21 that are exact in tests/models/test_adapters.py, or that only change weights.
 _TOKEN_BY_TOKEN: Final = frozenset(
     {"ADALORA", "ADAMSS", "BEFT", "BOFT", "BONE", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA"}

@@ -44,7 +44,7 @@ def _installed() -> str:
 def _refusal(what: str) -> Callable[..., Any]:
     message = (
         f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
-        f"release from {'.'.join(map(str, OLDEST))} to 5.23, or a newer lightning_thd."
+        f"release from {'.'.join(map(str, OLDEST))} to 5.24, or a newer lightning_thd."
     )
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -25,7 +25,7 @@ def adopt_tower(model_class: Any) -> None:
     known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
     names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
     if not known or "get_vision_attention_seqlens" not in (names or ()) or not hasattr(module, _ASKED):
-        return  # not such a tower, or an earlier release, whose loop over images is exact too
+        return  # not such a tower, or another release, whose loop over images is exact too
     if hasattr(model_class.forward, "_thd_tower"):
         return
     patch("vision towers", model_class, "forward", _with_longest(model_class.forward))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -30,8 +31,10 @@ def causal(window: int | None = None, attention: str = "thd", **arguments: Any) 
     config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation, config.sliding_window = attention, window
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
-    given = {"attention_mask": None, "past_key_values": None, "position_ids": positions, **arguments}
-    return masking_utils.create_causal_mask(config, torch.zeros(1, 6, 16), **given)
+    mask = arguments.pop("attention_mask", None)
+    embeds = torch.zeros(1, 6, 16)
+    # By place, because 5.24 has another name for the cache, which is None here.
+    return masking_utils.create_causal_mask(config, embeds, mask, None, positions, **arguments)
 
 
 def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_alone() -> None:
@@ -59,7 +62,41 @@ def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_
 )
 def test_patterns_that_would_be_lost_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        causal(**arguments)
+        causal(**dict(arguments))
+
+
+@pytest.fixture
+def scanning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run transformers' search for packs, as in a release whose function cannot be replaced."""
+    original = inspect.unwrap(masking_utils._preprocess_mask_arguments)
+    assert original is not masking_utils._preprocess_mask_arguments
+    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", original)
+
+
+@pytest.mark.usefixtures("scanning")
+def test_without_the_patch_that_saves_time_masks_are_none_or_refused_as_with_it() -> None:
+    for given in ({}, {"attention_mask": torch.ones(1, 6)}, {"block_sequence_ids": NO_BLOCKS}):
+        assert causal(**given) is None
+    for given in ({"or_mask_function": lambda *_: True}, {"block_sequence_ids": NO_BLOCKS + 1}):
+        with pytest.raises(ValueError, match="mask with a special pattern"):
+            causal(**given)
+
+
+@pytest.mark.usefixtures("scanning")
+def test_without_the_patch_a_model_that_reads_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_modeling_source", lambda _: "create_causal_mask(allow_is_causal_skip=False)")
+    with pytest.raises(ValueError, match="chooses the keys of every token by an index"):
+        causal()
+
+
+@pytest.mark.parametrize("names", [["config", "positions"], ["settings", "position_ids"], None])
+def test_a_patch_that_only_saves_time_is_left_out_where_it_does_not_fit(names: list[str] | None) -> None:
+    module: Any = ModuleType("masking_utils")
+    if names is not None:
+        exec(f"def _preprocess_mask_arguments({', '.join(names)}): return 1", vars(module))
+    before = dict(vars(module))
+    masks.skip_position_scan(module)
+    assert vars(module) == before
 
 
 def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
@@ -116,7 +153,12 @@ def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size(
     ],
     ids=lambda made: made.model_type,
 )
-def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(made: Any) -> None:
+@pytest.mark.parametrize("scans", [False, True], ids=["", "scanning"])
+def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(
+    made: Any, scans: bool, request: pytest.FixtureRequest
+) -> None:
+    if scans:
+        request.getfixturevalue("scanning")
     # A release before 5.23 gives both models the same config, and the later one's attention.
     model, stock = (
         transformers.AutoModelForCausalLM.from_config(copy.deepcopy(made), attn_implementation=name).eval()

@@ -134,6 +134,32 @@ def running_sum(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.cumsum(1) if bias is None else (x + bias).cumsum(1)
 
 
+class TakesNothingMore(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class DropsOffsets(nn.Module):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+def test_a_layer_that_would_drop_the_boundaries_never_runs_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not mixers._hands_boundaries_on(TakesNothingMore, TakesNothingMore.forward)
+    assert mixers._hands_boundaries_on(DropsOffsets, DropsOffsets.forward)  # as Mamba2 does
+    # In a file with a delta rule, "cu_seq_lens_q" must be renamed for the kernel.
+    monkeypatch.setattr(sys.modules[__name__], "torch_chunk_gated_delta_rule", print, raising=False)
+    assert not mixers._hands_boundaries_on(DropsOffsets, DropsOffsets.forward)
+    monkeypatch.setitem(mixers.MIXERS, "DropsOffsets", FLA)
+    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels is not None)
+    monkeypatch.setattr(mixers, "_grouped", lambda *_, **__: "groups")
+    run = mixers._pack_aware(DropsOffsets, DropsOffsets.forward)
+    with announced(THDBatch.collate([{"input_ids": [1, 2]}, {"input_ids": [3]}])):
+        assert run(DropsOffsets(), torch.zeros(1, 3, 4)) == "groups"
+
+
 @given(lengths=LENGTHS)
 def test_a_causal_function_on_groups_is_the_function_on_every_sequence(lengths: list[int]) -> None:
     slots = sum(lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,48 @@ def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch
         given = shard.input_ids[None], shard.position_ids[None]
         got = positions.padded_positions(*given, 1, Pack.from_batch(shard))
         assert torch.equal(got, wanted[:, shard.layout.own])
+
+
+# ---- Releases that take what we hand over under other names
+
+
+class KeepsItsCacheElsewhere(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, kept: Any = None) -> torch.Tensor:
+        return torch.arange(hidden_states.shape[1]) + kept.get_seq_length()
+
+
+class CountsWithoutCache(torch.nn.Module):
+    floor_scale = 8192
+
+    def forward(self, hidden_states: torch.Tensor, seen: int) -> torch.Tensor:
+        return (hidden_states + seen) / self.floor_scale
+
+
+class NumbersTokensItself(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        return create_position_ids_from_input_ids(input_ids, self.padding_idx)  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("adopt", "cls", "message"),
+    [
+        (positions.adopt_row_scales, KeepsItsCacheElsewhere, "takes no cache under a known name"),
+        (positions.adopt_row_scales, CountsWithoutCache, "counts the tokens before a row in another way"),
+        (positions.adopt_position_tables, NumbersTokensItself, "takes input_ids, places, so 'thd' cannot"),
+    ],
+)
+def test_a_layer_that_takes_other_names_is_refused_when_it_is_patched(
+    monkeypatch: pytest.MonkeyPatch, adopt: Any, cls: type, message: str
+) -> None:
+    monkeypatch.setattr(positions, "layer_classes", lambda _: [cls])
+    with pytest.raises(ValueError, match=f"{cls.__name__} .*{message}"):
+        adopt(cls)
+
+
+def test_a_dynamic_rope_without_its_counter_is_refused() -> None:
+    rotary = SimpleNamespace(original_max_seq_len=4, longest_so_far=4, inv_freq=torch.ones(2))
+    with pytest.raises(ValueError, match="SimpleNamespace .* no max_seq_len_cached, so 'thd' cannot"):
+        positions._reset_frequencies(rotary, "", torch.device("cpu"))
 
 
 # ---- Ropes whose frequencies depend on length

@@ -45,5 +45,5 @@ def test_another_transformers_refuses_thd_alone(
     module: Any = SimpleNamespace(table=SimpleNamespace(register=table.__setitem__))
     register._register("table", install, module)
     assert install.called == (error is not None)
-    with pytest.raises(ValueError, match=f"{message}. Install a release from 5.17 to 5.23"):
+    with pytest.raises(ValueError, match=f"{message}. Install a release from 5.17 to 5.24"):
         table["thd"]()
