@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast
 
 import lightning.pytorch as L
 import torch
@@ -21,7 +21,7 @@ from lightning_thd._checks import choice, described, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.parallel.fsdp import layers_of
 from lightning_thd.strategies.checkpoints import read_folder
 
@@ -118,13 +118,13 @@ class CausalLMModule(L.LightningModule):
         warmup_fraction: float = 0.05,
         final_lr_fraction: float = 0.1,
         compile: Literal["off", "layers"] = "off",
-        router_balance: RouterBalance = "microbatch",
+        router_balance: RouterBalance | None = None,
     ) -> None:
         # Modules and functions are not saved.
         given = {name: value for name, value in locals().items() if value is not None and not callable(value)}
         super().__init__()
         choice(compile, "compile", "off", "layers")
-        choice(router_balance, "router_balance", *get_args(RouterBalance))
+        checked_balance(router_balance)
         if (model is None) == (config is None):
             raise ValueError(
                 f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly "
@@ -142,7 +142,7 @@ class CausalLMModule(L.LightningModule):
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
         self._compile = compile
-        self.router_balance: RouterBalance = router_balance
+        self.router_balance = router_balance
         self._losses: list[tuple[Tensor, float]] = []
         self._matrices = set[str]()  # names of the parameters with two or more dimensions
         self._accumulated: Tensor | float = 0.0  # sum of a step's batch losses, each divided by their number

@@ -37,7 +37,7 @@ def prepare_thd(
     scheduler: Any = None,
     *,
     loss_fn: LossFn = causal_lm_loss,
-    router_balance: RouterBalance = "microbatch",
+    router_balance: RouterBalance | None = None,
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,

@@ -34,7 +34,7 @@ def prepare_fabric(
     *,
     accumulate: int = 1,
     loss_fn: LossFn = causal_lm_loss,
-    router_balance: RouterBalance = "microbatch",
+    router_balance: RouterBalance | None = None,
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,

@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd._checks import choice, described
+from lightning_thd._checks import described
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
@@ -36,7 +36,7 @@ from lightning_thd.integrations.hf_options import precision_of, refuse_engines, 
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
-from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.models.announce import NAME
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
@@ -85,7 +85,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         *args: Any,
         capacity: int,
         peak: Literal["auto", "measure"] | float = "auto",
-        router_balance: RouterBalance = "microbatch",
+        router_balance: RouterBalance | None = None,
         data_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -105,8 +105,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
             unwrapped(self.model).router_aux_loss_coef = coefficient
         check_peak(peak, named=True)
-        choice(router_balance, "router_balance", *get_args(RouterBalance))
-        self._router_balance: RouterBalance = router_balance
+        checked_balance(router_balance)
+        self._router_balance = router_balance
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity

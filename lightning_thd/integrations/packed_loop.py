@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd._checks import choice, instance, whole_number
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
@@ -33,7 +33,7 @@ from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.across_ranks import ALONE, communication_device, group_size
 from lightning_thd.parallel.context.layout import Communication
@@ -365,10 +365,9 @@ def sum_over_packs(
     return torch.stack(losses).sum()
 
 
-def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
-    """Return ``loss_fn`` with ``router_balance``; refuse other losses unless that is "microbatch"."""
-    choice(router_balance, "router_balance", *get_args(RouterBalance))
-    if router_balance == "microbatch":
+def balancing(loss_fn: LossFn, router_balance: RouterBalance | None) -> LossFn:
+    """Return ``loss_fn`` with ``router_balance``; refuse other losses unless that is None."""
+    if checked_balance(router_balance) is None:
         return loss_fn
     if loss_fn is not causal_lm_loss:
         raise ValueError(

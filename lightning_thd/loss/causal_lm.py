@@ -45,7 +45,7 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     z_loss: float | None = None,
     mtp_weight: float = _MTP_WEIGHT,
-    router_balance: RouterBalance = "microbatch",
+    router_balance: RouterBalance | None = None,
     router_z_loss: float | None = None,
 ) -> Tensor:
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
@@ -66,10 +66,11 @@ def causal_lm_loss(
         z_loss: factor of each loss token's squared log-sum-exp (lse); None: ``config.z_loss_coefficient``.
         mtp_weight: weight of the mean loss of predictions beyond the next token, if the model calls its head
             several times. Call k + 1 predicts the token k places after the next token.
-        router_balance: the tokens over which experts are balanced. "microbatch" is the model's own loss over
-            all slots of the microbatch, if ``config.output_router_logits`` asks for it; it depends on the
-            packing. "sequence" averages the balancing losses of the step's sequences, weighted by input
-            tokens, whatever the packing. "step" balances all tokens of the step so far, on all ranks.
+        router_balance: the tokens over which experts are balanced. "sequence" averages the balancing losses
+            of the step's sequences, weighted by input tokens, whatever the packing. "step" balances all
+            tokens of the step so far, on all ranks. "microbatch" is the model's own loss over all slots of
+            the microbatch, if ``config.output_router_logits`` asks for it; it depends on the packing. None
+            means "sequence" if ``config.output_router_logits`` asks for a balancing loss, else no balance.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
             the layers; None: ``config.router_z_loss_coef``.
 
@@ -89,7 +90,7 @@ def causal_lm_loss(
     factors = loss_weights(batch, reduction, weights)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     routers = None
-    asked = router_balance != "microbatch" or router_z_loss is not None
+    asked = router_balance is not None or router_z_loss is not None
     names = ("output_router_logits", "router_z_loss_coef")
     if asked or any(getattr(call.config, name, None) for name in names):
         routers = routers_for(call, batch, router_balance, router_z_loss)
@@ -113,7 +114,7 @@ def causal_lm_loss_and_stats(
     batch: THDBatch,
     *,
     label_smoothing: float = 0.0,
-    router_balance: RouterBalance = "microbatch",
+    router_balance: RouterBalance | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """Compute ``causal_lm_loss``, and sums for entropy and accuracy of its tokens, in one forward pass.
 

@@ -139,22 +139,35 @@ class Routers:
         return total
 
 
+def checked_balance(balance: RouterBalance | None) -> RouterBalance | None:
+    """Return a ``router_balance`` argument; raise ValueError for an unknown one."""
+    if balance is not None:
+        choice(balance, "router_balance", *get_args(RouterBalance))
+    return balance
+
+
 def routers_for(
-    call: HeadCall, batch: THDBatch, balance: RouterBalance, z_loss: float | None = None
+    call: HeadCall, batch: THDBatch, balance: RouterBalance | None, z_loss: float | None = None
 ) -> Routers | None:
     """Return the object that computes a call's router loss; None leaves this loss to the model."""
-    choice(balance, "router_balance", *get_args(RouterBalance))
+    checked_balance(balance)
     if z_loss is None:
         z_loss = getattr(call.config, "router_z_loss_coef", None) or 0.0
     else:
         z_loss = real_number(z_loss, "router_z_loss", least=0, advice="It is a factor, such as 1e-3.")
-    inner, stage = call.inner, stage_of(call.inner)
+
+    inner = call.inner
+    stage = stage_of(inner)
+    model_balances = wants_balance(inner) and module_of_loss(inner) is not None
+    if balance is None:
+        balance = "sequence" if model_balances else "microbatch"
     wanted: RouterBalance | None = balance
     if balance == "microbatch":
-        balances = wants_balance(inner) and module_of_loss(inner) is not None
-        if not z_loss and not (balances and stage is not None):
+        if model_balances:
+            _refuse_balance_of_shard(batch, inner)
+        if not z_loss and not (model_balances and stage is not None):
             return None
-        wanted = "microbatch" if balances else None
+        wanted = "microbatch" if model_balances else None
     what = f"router_z_loss={z_loss}" if balance == "microbatch" and z_loss else f"router_balance={balance!r}"
     if call.experts is None:
         call.experts = _experts_of(inner, call.config, what)
@@ -178,6 +191,16 @@ def routers_for(
         )
     before = call.choices if batch.microbatch else None
     return Routers(wanted, coefficient or 0.0, z_loss, call.experts, batch, stage, before)
+
+
+def _refuse_balance_of_shard(batch: THDBatch, inner: Any) -> None:
+    """Refuse a model's own balancing loss on a shard: each rank would balance only its own slots."""
+    if isinstance(batch, THDShard):
+        raise ValueError(
+            f"router_balance='microbatch' got one rank's shard of a pack: {type(inner).__name__} would "
+            "balance its experts over the shard's slots, and the loss would differ from that of one process. "
+            "Set router_balance='sequence', or train without context parallelism."
+        )
 
 
 def _experts_of(inner: Any, config: Any, what: str) -> Experts:

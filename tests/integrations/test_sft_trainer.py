@@ -139,6 +139,7 @@ def balance(out: str) -> tuple[float, float]:
         train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
         processing_class=tokenizer,
         capacity=CAPACITY,
+        router_balance="microbatch",
     )
     inputs = next(iter(trainer.get_train_dataloader()))
     batch = inputs["batch"]

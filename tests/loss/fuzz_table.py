@@ -108,7 +108,7 @@ def _of_model(rng: random.Random) -> dict[str, Any]:
         "label_smoothing": rng.choice([0.0, 0.1]),
         "z_loss": rng.choice([None, 1e-4]),
         "mtp_weight": 0.3,
-        "router_balance": "microbatch",
+        "router_balance": None,
         "router_z_loss": 0.0,
         "temperature": 0.5,
         "entropy": True,

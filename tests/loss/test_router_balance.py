@@ -20,6 +20,7 @@ from lightning_thd.loss import router_balance
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.router_balance import routers_for
 from lightning_thd.parallel.routers import _is_switch
+from lightning_thd.parallel.shard import shard_batch
 from tests.strategies.jobs import family_model
 from tests.tiny import checkpoint_activations, largest_error, nll, sequences
 
@@ -149,7 +150,7 @@ def test_the_model_adds_nothing_of_its_own_beside() -> None:
     wanted = causal_lm_loss(model, batch, router_balance="sequence")
     model.config.output_router_logits = True
     assert causal_lm_loss(model, batch, router_balance="sequence") == wanted
-    # The z-loss leaves the balance to the model's formula, over all slots.
+    # The z-loss leaves the balance as it is.
     with_z = causal_lm_loss(model, batch, router_z_loss=Z) - causal_lm_loss(model, batch)
     model.config.output_router_logits = False
     only_z = causal_lm_loss(model, batch, router_z_loss=Z) - causal_lm_loss(model, batch)
@@ -157,6 +158,27 @@ def test_the_model_adds_nothing_of_its_own_beside() -> None:
     assert float(with_z) == pytest.approx(float(only_z), rel=1e-6)
     without = causal_lm_loss(model, batch, router_z_loss=0.0)
     assert float(causal_lm_loss(model, batch) - without) == pytest.approx(float(only_z), rel=1e-9)
+
+
+@torch.no_grad()
+def test_the_config_asks_for_the_balance_and_each_sequence_is_balanced_for_itself() -> None:
+    model = expert_model("qwen3_moe")
+    batch = THDBatch.collate(SAMPLES)
+    without = causal_lm_loss(model, batch)
+    model.config.output_router_logits = True
+    by_default = causal_lm_loss(model, batch)
+    over_all_slots = causal_lm_loss(model, batch, router_balance="microbatch")
+    assert by_default == causal_lm_loss(model, batch, router_balance="sequence")
+    assert float(by_default) == pytest.approx(float(one_at_a_time(model, SAMPLES)), rel=1e-9)
+    assert abs(float(over_all_slots - by_default)) > 1e-4
+    assert float(by_default - without) > 0.1
+
+
+def test_dense_models_and_models_without_a_balancing_function_need_no_choice() -> None:
+    for family in ("llama", "deepseek_v3"):
+        model = family_model(family)
+        model.config.output_router_logits = True
+        assert causal_lm_loss(model, THDBatch.collate(SAMPLES[:2])).isfinite()
 
 
 def over_a_step(model: Any, microbatches: Sequence[Sequence[dict[str, Any]]]) -> list[Tensor]:
@@ -234,6 +256,11 @@ def test_refusals() -> None:
     checkpoint_activations(recomputed, use_reentrant=True)
     recomputed.enable_input_require_grads()
     recomputed.config.output_router_logits = True
+    aligned = THDBatch.collate(SAMPLES, align=Alignment(sequence_multiple=4, total_multiple=4))
+    shard = shard_batch(aligned, group=None, cp=2, rank=0)
+    balancing = expert_model("qwen3_moe")
+    balancing.config.output_router_logits = True
+    cases.append((balancing, shard, {"router_balance": "microbatch"}, "one rank's shard.*'sequence'"))
     for one, packed, how, words in cases:
         with pytest.raises(ValueError, match=words):
             causal_lm_loss(one, packed, **how)

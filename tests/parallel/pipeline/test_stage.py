@@ -45,14 +45,14 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     stage = cut_model(model, channel, stages_per_rank=chunks, balance=another_channel)
     data = batches(n)
     with torch.no_grad():
-        values = [float(causal_lm_loss(model, batch)) for batch in data]
+        values = [float(loss_of(model, batch)) for batch in data]
         logp = causal_lm_logprobs(model, data[0]).logp
     losses: dict[Any, torch.Tensor] = {}
     most = 0
     for op in make_schedule(channel.ranks, n, chunks=chunks).programs[channel.rank]:
         stage.begin(op.chunk)
         if op.forward:
-            losses[op.microbatch, op.chunk] = causal_lm_loss(model, data[op.microbatch])
+            losses[op.microbatch, op.chunk] = loss_of(model, data[op.microbatch])
         else:
             losses.pop((op.microbatch, op.chunk)).backward()
         most = max(most, len(losses))  # each keeps the activations of its pass alive
@@ -62,6 +62,11 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
         stage.balance.channel.finish()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"values": values, "logp": logp, "gradients": gradients, "in_flight": most}
+
+
+def loss_of(model: Any, batch: THDBatch) -> torch.Tensor:
+    """Return a batch's loss with the balancing loss of a stock model, which a whole model computes itself."""
+    return causal_lm_loss(model, batch, router_balance="microbatch")
 
 
 def run_stages(cases: list[tuple[str, int]], n: int) -> list[dict[str, Any]]:
@@ -88,7 +93,7 @@ def test_stages_together_are_the_model(
 def compare(family: str, schedule: Schedule, found: list[dict[str, Any]]) -> None:
     """Compare the stages of a model, one a rank, with the whole model."""
     model, data = make_model(family), batches(schedule.microbatches)
-    wanted = [causal_lm_loss(model, batch) for batch in data]
+    wanted = [loss_of(model, batch) for batch in data]
     torch.stack(wanted).sum().backward()
     logp = causal_lm_logprobs(model, data[0]).logp
     gradients = {name: p.grad for name, p in model.named_parameters()}
