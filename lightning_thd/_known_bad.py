@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from lightning_thd._versions import installed_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +39,6 @@ TABLE: tuple[KnownBad, ...] = (
         instead="train without CUDAGraphCallback if it says that graphs are off and memory is short",
     ),
 )
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, or None if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def known_problems(

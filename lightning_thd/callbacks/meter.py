@@ -15,9 +15,10 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.data.trainer_link import recipe_of
@@ -415,9 +416,10 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
     old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
     looked_up = peak_flops(name, torch.float32 if dtype == "tf32" and old else dtype)
     if looked_up is None:
-        rank_zero_warn(
+        warn(
             f"No peak FLOP/s is known for {name!r} in {dtype}, so device/mfu and device/hfu are not logged. "
             "Set peak='measure' to time matmuls once, or peak=<dense FLOP/s>. "
-            "See docs/reference/messages.md#peaks."
+            "See docs/reference/messages.md#peaks.",
+            MeasureWarning,
         )
     return looked_up

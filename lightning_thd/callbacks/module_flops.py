@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
+from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
@@ -146,9 +147,10 @@ class ModuleFlops:
             self._shares.add(batch["labels"].numel() / slots)
             if len(self._shares) > 1:
                 self._models, self._decodes = {"": None}, False
-                rank_zero_warn(
+                warn(
                     "FLOPs are no longer logged: the decoder's share of the tokens varies, so a counted step "
-                    "says nothing about others. Pass flops_model=, or pad to fixed lengths."
+                    "says nothing about others. Pass flops_model=, or pad to fixed lengths.",
+                    MeasureWarning,
                 )
         if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES and len(self._shares) < 2:
             if not self._shapes:
@@ -354,8 +356,9 @@ def _warn_of_uncounted(
     if total and (towers or sum(rest.values()) > _UNCOUNTED * total):
         others = {name.split(".")[0] for name in rest if not _TOWER.search(name)}
         names = sorted(towers | others)
-        rank_zero_warn(
+        warn(
             f"FLOPs are counted for {', '.join(models) or type(module).__name__}, but "
             f"{sum(rest.values()) / total:.0%} of the weights are in {', '.join(names)}, whose cost is not "
-            "known: MFU is too low by what they cost. Pass flops_model= to count everything."
+            "known: MFU is too low by what they cost. Pass flops_model= to count everything.",
+            MeasureWarning,
         )

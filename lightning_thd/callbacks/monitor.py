@@ -12,11 +12,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_thd._checks import described, flags, whole_number
+from lightning_thd._versions import warn_of_newer
+from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -239,6 +241,7 @@ class THDThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the FLOPs model and the device's peak, and start measuring."""
+        warn_of_newer()
         self._open("train", trainer, pl_module)
         self._steps, self._graphs = 0, _compiled_graphs()
         self._marks = StepMarks(self._clock)
@@ -365,9 +368,10 @@ class THDThroughputMonitor(Callback):
         meter = self._meters[stage]
         if not meter.add(batch) and not self._warned:
             self._warned = True
-            rank_zero_warn(
+            warn(
                 f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
-                f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}."
+                f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}.",
+                MeasureWarning,
             )
         if stage != "train" and self._flops is not None:
             self._flops.end(stage, meter.steps[-1])

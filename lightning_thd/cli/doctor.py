@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from lightning_thd import __version__
 from lightning_thd._imports import available, trouble
-from lightning_thd._known_bad import installed_version, known_problems
+from lightning_thd._known_bad import known_problems
+from lightning_thd._versions import SUPPORTED, installed_version, is_newer, is_older, releases_of
 from lightning_thd.attention.support import SUPPORT, missing
 from lightning_thd.cli.arguments import Parser
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
 _DISTRIBUTIONS = (
-    *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
+    *("torch", "lightning", "torchmetrics", "numpy", "tensorboard", "transformers", "accelerate", "trl"),
+    *("peft", "datasets", "pyarrow", "ray"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
     *("jsonargparse", "matplotlib", "zstandard"),
@@ -51,6 +53,8 @@ class Diagnosis:
 
     machine: dict[str, str]
     packages: dict[str, str | None]
+    tested: dict[str, str]  # the releases that the tests ran with, ``5.19 to 5.24``
+    untested: list[str]  # what is installed and outside of them
     kernels: list[Kernel]
     problems: list[str]
 
@@ -60,16 +64,21 @@ class Diagnosis:
             (f"{x.serves}: {x.name.removeprefix('fused by ')}", "yes" if x.usable else f"no: {x.why_not}")
             for x in self.kernels
         ]
-        packages = [(name, found or "-") for name, found in self.packages.items()]
+        packages = [
+            (name, version or "-", f"tested: {self.tested[name]}" if name in self.tested else "")
+            for name, version in self.packages.items()
+        ]
         problems = [("PROBLEM", problem) for problem in self.problems]
+        problems += [("UNTESTED", release) for release in self.untested]
         return [
-            Table(columns=("", ""), rows=rows, text=(0, 1))
-            for rows in (
-                list(self.machine.items()),
-                packages,
-                kernels,
-                problems or [("No combination that is known to be bad.", "")],
-            )
+            Table(columns=("", ""), rows=list(self.machine.items()), text=(0, 1)),
+            Table(columns=("", "", ""), rows=packages, text=(0, 1, 2)),
+            Table(columns=("", ""), rows=kernels, text=(0, 1)),
+            Table(
+                columns=("", ""),
+                rows=problems or [("No combination that is known to be bad.", "")],
+                text=(0, 1),
+            ),
         ]
 
 
@@ -78,9 +87,12 @@ def diagnose() -> Diagnosis:
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = [] if capability is None else known_problems(capability=capability)  # all are about CUDA
     graphs = CudaBackend().unavailable(torch.device("cuda"))
+    packages = {name: installed_version(name) for name in _DISTRIBUTIONS}
     return Diagnosis(
         machine=_machine(),
-        packages={name: installed_version(name) for name in _DISTRIBUTIONS},
+        packages=packages,
+        tested={name: releases_of(name) for name in packages if name in SUPPORTED},
+        untested=_untested({"python": platform.python_version(), **packages}),
         kernels=[
             *_attention(capability),
             *_fused(capability),
@@ -90,6 +102,20 @@ def diagnose() -> Diagnosis:
         ],
         problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
     )
+
+
+def _untested(packages: Mapping[str, str | None]) -> list[str]:
+    """Say which packages are older or newer than every release that the tests ran with."""
+    said = []
+    for name, (oldest, newest, _) in SUPPORTED.items():
+        version = packages.get(name)
+        if version is not None and is_newer(version, newest):
+            said.append(
+                f"{name} {version} is newer than {newest}, the newest release that the tests ran with."
+            )
+        if version is not None and is_older(version, oldest):
+            said.append(f"{name} {version} is too old: install {oldest} or newer.")
+    return said
 
 
 def _machine() -> dict[str, str]:

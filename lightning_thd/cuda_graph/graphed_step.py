@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_thd._checks import flags, instance
 from lightning_thd._static import trial_runs
+from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -254,9 +255,10 @@ class GraphedStep:
         self.close()
         if self.require:
             raise CaptureError(error.message, error.where)  # without the traceback, which keeps the batch
-        rank_zero_warn(
+        warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
-            "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists what cannot be captured."
+            "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists what cannot be captured.",
+            SlowWarning,
         )
 
     def _through_ddp(self, batch: Any, *rest: Any) -> Any:

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
+from lightning_thd._warnings import DataWarning, warn
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
@@ -260,9 +260,10 @@ class THDLoader:
         """Queue a stream's steps that were handed out but not trained; warn if planned steps are repeated."""
         repeats = self.source.resumes or getattr(self.source, "fixed_order", False)
         if self._iterating and self._progress is None and self._handed_out > 1 and not repeats:
-            rank_zero_warn(
+            warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} in epoch "
-                f"{self.epoch}, and repeats them. To continue with the rest, keep one iterator."
+                f"{self.epoch}, and repeats them. To continue with the rest, keep one iterator.",
+                DataWarning,
             )
         done = self._num_done()
         dropped = [(before, step) for handed, before, step in self._unfinished if handed > done]

@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance, whole_number
+from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.batch.thd_batch import THDBatch, collate_checked
@@ -264,9 +265,10 @@ def announce(data: DataSet, planner: Planner, job: Job) -> None:
     )
     learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
     if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
-        rank_zero_warn(
+        warn(
             "train: no token is learned, because all labels are -100 or all weights are 0. "
-            "The label of a token that the model should learn is its id."
+            "The label of a token that the model should learn is its id.",
+            DataWarning,
         )
     for logger in job.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

@@ -14,11 +14,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, text_config
+from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -209,9 +210,10 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         )
     recipe = recipe_of(job.model)
     if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
-        rank_zero_warn(
+        warn(
             "The model was converted to Transformer Engine's FP8, but this Trainer has no FP8Precision: its "
-            "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...)."
+            "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...).",
+            SlowWarning,
         )
     # A module with manual optimization decides how many batches make a step.
     manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)

@@ -14,9 +14,9 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.flops.terms import Layer, Term
 from lightning_thd.stats import SeqStats, combine, window_pairs
 
@@ -129,9 +129,10 @@ def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str)
             "a batch with tokens; kernels that torch cannot count need FlopsModel.register."
         )
     if counter.unknown:
-        rank_zero_warn(
+        warn(
             f"FLOPs of {name} are too few: torch has no formula for {', '.join(sorted(counter.unknown))}. "
-            "Add the family with FlopsModel.register, or pass flops_model=."
+            "Add the family with FlopsModel.register, or pass flops_model=.",
+            MeasureWarning,
         )
     per_pair = 0.0
     for (operator, rows, length), flops in counter.attention.items():

@@ -50,7 +50,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "packing": (_OFF, _PACKS),
         "padding_free": (_OFF, _PACKS),
         "eval_packing": (_OFF, _PACKS),
-        "loss_type": (("nll", None), "is another loss. Use prepare_thd(loss_fn=loss.dft_loss) for 'dft'"),
+        # TRL 1.7 to 1.14 calls the same loss "chunked_nll" if it makes logits of few tokens at a time.
+        "loss_type": (
+            ("nll", "chunked_nll", None),
+            "is another loss. Use prepare_thd(loss_fn=loss.dft_loss) for 'dft'",
+        ),
         "neftune_noise_alpha": ((None,), "scales its noise by the pack's length. Leave it at None"),
         "use_liger_kernel": (_OFF, "replaces the forward pass and the loss over packs. Leave it at False"),
         "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack. Lower capacity"),

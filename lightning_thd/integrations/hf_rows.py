@@ -53,6 +53,25 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 }
 
 
+def refuse_old_rows(trainer_class: type, name: str) -> None:
+    """Refuse a trainer of pairs or groups from TRL before 1.15, which takes log-probabilities from logits."""
+    if name == "RewardTrainer" or _has_fused_head():
+        return
+    import trl
+
+    raise ValueError(
+        f"packed_trainer({trainer_class.__name__}) needs TRL 1.15 or newer, and {trl.__version__} is "
+        "installed, whose trainer makes the logits of padded rows. Upgrade TRL, or write the loop with "
+        "prepare_thd and a loss of causal_lm_logprobs, as examples/rl_logprobs.py does."
+    )
+
+
+def _has_fused_head() -> bool:
+    from trl import trainer
+
+    return hasattr(trainer, "add_fused_lm_head")
+
+
 class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     """Makes a TRL trainer's models run padded rows as packs (``pack_rows``); see ``packed_trainer``."""
 

@@ -33,7 +33,7 @@ from lightning_thd.integrations.hf_data import (
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
 from lightning_thd.integrations.hf_options import precision_of, refuse_engines, refuse_options, refuse_trainer
-from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
+from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin, refuse_old_rows
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
@@ -71,6 +71,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     trl: Any = sys.modules.get("trl")  # a user who passes a class of TRL has imported it
     for name in ROW_TRAINERS if trl is not None else ():
         if issubclass(base, getattr(trl, name)):
+            refuse_old_rows(base, name)
             return type(f"Packed{base.__name__}", (PackedRowsMixin, base), {"__doc__": base.__doc__})
     refuse_trainer(base, (transformers.Trainer, *([trl.SFTTrainer] if trl is not None else [])))
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
@@ -101,8 +102,12 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if (given := kwargs.get("args", args[1] if len(args) > 1 else None)) is not None:
             refuse_options(given)  # before the base class warns about them or acts on them
         super().__init__(*args, **kwargs)
-        # TRL keeps the balancing loss's factor in the trainer; causal_lm_loss reads it from the model.
-        if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
+        # TRL keeps the balancing loss's factor in the trainer, before 1.14 in its arguments; causal_lm_loss
+        # reads it from the model.
+        coefficient = getattr(self, "router_aux_loss_coef", None)
+        if coefficient is None and getattr(self, "aux_loss_enabled", False):
+            coefficient = getattr(self.args, "router_aux_loss_coef", None)
+        if coefficient is not None:
             unwrapped(self.model).router_aux_loss_coef = coefficient
         check_peak(peak, named=True)
         checked_balance(router_balance)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd._user_code import users_function
+from lightning_thd._warnings import SlowWarning, THDWarning, warn
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
@@ -334,9 +334,10 @@ class HeadCall:
     def _warn_of_memory(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            rank_zero_warn(
+            warn(
                 f"causal_lm_loss computes the logits of {type(self.inner).__name__} whole, in memory for all "
-                f"slots times the vocabulary, because {why}."
+                f"slots times the vocabulary, because {why}.",
+                SlowWarning,
             )
 
 
@@ -361,9 +362,10 @@ def _check_slots(job: _Job, rows: Tensor) -> None:
 
 @functools.cache
 def _warn_of_labels() -> None:
-    rank_zero_warn(
+    warn(
         "Samples carry a label: causal_lm_loss does not use the label, but because of it self.log weighs a "
-        "batch by its number of sequences, not of loss tokens. Drop the key or column if you do not need it."
+        "batch by its number of sequences, not of loss tokens. Drop the key or column if you do not need it.",
+        THDWarning,
     )
 
 

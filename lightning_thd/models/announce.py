@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
 from lightning_thd._patches import patch
+from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
 from lightning_thd.models.pack import (
@@ -135,6 +136,7 @@ def install(model: Any) -> None:
     """Hook ``model``, a PreTrainedModel under construction or finished, so that it announces its packs."""
     if getattr(model, "_thd_installed", False):
         return
+    warn_of_newer()
     model._thd_installed = True
     note_construction(model)
     names = _parameter_names(type(model))

@@ -16,13 +16,13 @@ from functools import cache
 from typing import Any, Final
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
 from lightning_thd._known_bad import known_problems
 from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
+from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
@@ -163,7 +163,7 @@ def _is_sound(kernel: str, capability: int | None) -> bool:
     """Return whether no wrong results are known of a kernel's installed version; else warn."""
     found = known_problems(kernel, capability=capability)
     for entry in found:
-        rank_zero_warn(f"{entry.problem}: {entry.instead}. Until then, layers run on padded groups.")
+        warn(f"{entry.problem}: {entry.instead}. Until then, layers run on padded groups.", SlowWarning)
     return not found
 
 

@@ -9,15 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Final
 
+from lightning_thd._versions import SUPPORTED, installed_version, is_older, numbers, releases_of
+
 NAME = "thd"
-# The oldest release that may run "thd". 5.14 leaks in Mamba2 silently, 5.15 does not show that the LM head is
-# sharded over ranks, and 5.16 is untested. setup.cfg asks for 5.19, the oldest release in tests. With 5.18,
-# balancing DeepSeek's experts raises an error, because that release does not return the router logits.
-OLDEST: Final = (5, 17)
+OLDEST: Final = SUPPORTED["transformers"].oldest
 Callback = Callable[[ModuleType], None]
 _done: set[str] = set()
 
@@ -35,16 +33,13 @@ def register_thd() -> None:
 
 
 def _installed() -> str:
-    try:
-        return version("transformers")
-    except PackageNotFoundError:  # transformers is a source tree on the path
-        return "of unknown version"
+    return installed_version("transformers") or "of unknown version"
 
 
 def _refusal(what: str) -> Callable[..., Any]:
     message = (
         f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
-        f"release from {'.'.join(map(str, OLDEST))} to 5.24, or a newer lightning_thd."
+        f"release from {releases_of('transformers')}, or a newer lightning_thd."
     )
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -58,8 +53,8 @@ def _register(table: str, install: Callable[[ModuleType], Callable[..., Any]], m
     entries = getattr(module, table, None)
     if entries is None:
         return  # transformers has no such table and refuses the name
-    numbers = tuple(int(part) for part in _installed().split(".")[:2] if part.isdigit())
-    if len(numbers) == 2 and numbers < OLDEST:
+    release = numbers(_installed())
+    if release and is_older(_installed(), OLDEST):
         entries.register(NAME, _refusal("it is too old"))
         return
     try:

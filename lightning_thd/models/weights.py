@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
+from lightning_thd._warnings import THDWarning
 
 # ---- Drawn
 
@@ -305,7 +306,7 @@ def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> Non
     missing = [name for name, tensor in kept.items() if id(tensor) not in read and name in persistent]
     if missing:
         what = f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values."
-        warnings.warn(what, stacklevel=2)
+        warnings.warn(what, THDWarning, stacklevel=2)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_thd._warnings import THDWarning, warn
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.axes import cuts_weights, gathers_once
 from lightning_thd.strategies.guards import refuse_static_graph
@@ -154,7 +154,8 @@ def warn_of_extras(output: object, microbatches: int) -> None:
     """Warn that callbacks get only one microbatch's outputs of ``training_step``, apart from the loss."""
     extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
     if extras and microbatches > 1:
-        rank_zero_warn(
+        warn(
             f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
-            "on_train_batch_end gets the values of only one microbatch. Log them by self.log."
+            "on_train_batch_end gets the values of only one microbatch. Log them by self.log.",
+            THDWarning,
         )

@@ -14,6 +14,7 @@ import torch
 
 from lightning_thd._imports import trouble
 from lightning_thd._known_bad import known_problems
+from lightning_thd._versions import SUPPORTED, releases_of
 from lightning_thd.attention.support import SUPPORT
 from lightning_thd.cli import doctor, main
 from lightning_thd.cli.doctor import Diagnosis, diagnose
@@ -65,6 +66,22 @@ def test_on_hopper_all_runs_but_what_is_known_to_be_wrong(monkeypatch: pytest.Mo
     assert not any(kernel(found, name).usable for name in ("torch", "torchao", "transformer-engine"))
 
 
+def test_releases_outside_the_tested_ones_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = {"torch": "99.1.0", "transformers": "5.18.2", "trl": "1.0.0"}
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
+    newest, oldest = SUPPORTED["torch"].newest, SUPPORTED["transformers"].oldest
+    assert diagnose().untested == [
+        f"torch 99.1.0 is newer than {newest}, the newest release that the tests ran with.",
+        f"transformers 5.18.2 is too old: install {oldest} or newer.",
+    ]
+    main(["doctor"])
+    shown = capsys.readouterr().out
+    assert "UNTESTED" in shown
+    assert f"tested: {releases_of('trl')}" in shown
+
+
 def test_a_build_for_another_torch_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "causal_conv1d.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -79,6 +96,6 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert metadata.version("torch") in shown
     main(["doctor", "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "packages", "kernels", "problems"}
+    assert set(found) == {"machine", "packages", "tested", "untested", "kernels", "problems"}
     assert found["packages"]["torch"] == metadata.version("torch")
     assert {"serves", "name", "usable", "why_not"} == set(found["kernels"][0])

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.integrations import packed_trainer
+from lightning_thd.integrations import hf_rows, packed_trainer
 from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows
 from tests.data.chats import PLAIN, make_tokenizer
 from tests.ranks import run_ranks
@@ -27,6 +27,9 @@ from tests.wide import nothing_narrower
 trl = pytest.importorskip("trl")
 
 STEPS = 2
+# Since 1.15 the trainers of pairs and groups ask the model for log-probabilities, which packs can give.
+FUSED = hasattr(trl.trainer, "add_fused_lm_head")
+needs_fused = pytest.mark.skipif(not FUSED, reason=f"TRL {trl.__version__} takes them from logits")
 # TRL's fused head and the balancing loss of experts compute in fp32, over as many tokens as they are given.
 OF_TRL = (1e-6, 1e-5)  # of losses, and of what is made of gradients or differences
 EXACT = (1e-10, 1e-9)
@@ -160,6 +163,8 @@ def both(kind: str, out: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
 
 def check(kind: str, folder: Path, world: int = 1, to: tuple[float, float] = OF_TRL, **options: Any) -> None:
     losses_to, others_to = to
+    if kind != "reward" and not FUSED:
+        pytest.skip(f"TRL {trl.__version__} takes log-probabilities from logits")
     for found, wanted in run_ranks(both, world, kind, str(folder), options):
         assert len(found["logs"]) >= STEPS
         for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
@@ -209,6 +214,7 @@ def test_options_of_dpo_mean_what_they_mean(options: dict[str, Any], tmp_path: P
     check("dpo", tmp_path, **options)
 
 
+@needs_fused
 def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
     for option, why in REFUSED_FOR_ROWS.items():
@@ -232,7 +238,17 @@ def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixtu
         model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=ids)
 
 
+@pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer"])
+def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if FUSED:
+        monkeypatch.setattr(hf_rows, "_has_fused_head", lambda: False)
+    with pytest.raises(ValueError, match=rf"packed_trainer\({name}\) needs TRL 1.15 or newer, and "):
+        packed_trainer(getattr(trl, name))
+    packed_trainer(trl.RewardTrainer)
+
+
 @pytest.mark.filterwarnings("ignore")
+@needs_fused
 def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, save_strategy="no")
@@ -247,6 +263,7 @@ def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
+@needs_fused
 def test_a_call_with_shared_prefixes_keeps_its_divisor_and_balances_no_experts() -> None:
     from trl.trainer.utils import add_fused_lm_head
 

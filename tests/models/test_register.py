@@ -32,7 +32,7 @@ def test_after_import_runs_once_for_a_later_import(tmp_path: object, monkeypatch
 @pytest.mark.parametrize(
     ("installed", "error", "message"),
     [
-        ("5.16.0", None, "5.16.0: it is too old"),
+        ("5.18.4", None, "5.18.4: it is too old"),
         ("5.99.0", TypeError("no config"), r"5.99.0: its internals have changed \(no config\)"),
     ],
 )
@@ -45,5 +45,5 @@ def test_another_transformers_refuses_thd_alone(
     module: Any = SimpleNamespace(table=SimpleNamespace(register=table.__setitem__))
     register._register("table", install, module)
     assert install.called == (error is not None)
-    with pytest.raises(ValueError, match=f"{message}. Install a release from 5.17 to 5.24"):
+    with pytest.raises(ValueError, match=f"{message}. Install a release from 5.19 to 5.24"):
         table["thd"]()

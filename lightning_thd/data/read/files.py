@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import require
+from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
 Kind = Literal["JSONL", "JSON", "column", "table", "text", "refused"]
@@ -109,7 +110,7 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
     files = [_fetched(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
     if twice := [path for path, count in times.items() if count > 1]:
-        rank_zero_warn(f"{twice[0]} was given twice, perhaps by a link, so its records are used twice.")
+        warn(f"{twice[0]} was given twice, perhaps by a link, so its records are used twice.", DataWarning)
     return files
 
 

@@ -15,8 +15,9 @@ from uuid import uuid4
 
 import numpy as np
 from filelock import FileLock
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
+
+from lightning_thd._warnings import DataWarning, warn
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -174,7 +175,7 @@ def reopen(folder: Path, *, version: int) -> Arrays | None:
     try:
         return open_arrays(folder, version=version)
     except ValueError as err:
-        rank_zero_warn(f"{str(err).rpartition(' Delete')[0]} It is built again now.")
+        warn(f"{str(err).rpartition(' Delete')[0]} It is built again now.", DataWarning)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
@@ -203,7 +204,7 @@ def cached_arrays(
     try:
         build_once(folder, write)
     except CacheError as err:  # go on without a cache; only the next start takes longer
-        rank_zero_warn(f"{err} The next run builds it again.")
+        warn(f"{err} The next run builds it again.", DataWarning)
         return built or dict(build())
     return open_arrays(folder, version=version)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
+from lightning_thd._warnings import DataWarning, warn
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
@@ -325,7 +325,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
         )
     if len(index.bad) == len(index.lengths):
         raise ValueError(f"All {len(index.bad)} rows are bad; the first: {first} Fix the data.")
-    rank_zero_warn(f"{len(index.bad)} bad rows are left out; the first: {first}")
+    warn(f"{len(index.bad)} bad rows are left out; the first: {first}", DataWarning)
 
 
 def _fault_of(dataset: MapDataset, i: int) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
+from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked, without_query
 from lightning_thd.data.read.records import as_written, parse_line
 
@@ -214,9 +214,10 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
             raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
         count = int(source.num_shards)
         if count > 1 and (why := _counts_across_shards(source)) is not None:
-            rank_zero_warn(
+            warn(
                 f"{kind} has {why}, which counts rows over all its {count} shards. One process reads it, "
-                "front to back. To read shards side by side, use filter(), and a mixture of THDDataModule."
+                "front to back. To read shards side by side, use filter(), and a mixture of THDDataModule.",
+                SlowWarning,
             )
             count = 1
         begins = [partial(_part, source, i, count) for i in range(count)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._checks import choice, real_number, whole_number
+from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
@@ -241,9 +241,10 @@ class StreamedSteps:
             read = {*np.flatnonzero(ledger_of(at).cursors).tolist(), *at["pending"][:, 0].tolist()}
             read -= {shard for shard, _ in at["marks"]}
         if not all(self._settings.shards[i].replays for i in read):
-            rank_zero_warn(
+            warn(
                 "The stream cannot save its position, because it is a generator or similar. It begins again "
-                "and skips the used records. That is exact only if it gives the same records again."
+                "and skips the used records. That is exact only if it gives the same records again.",
+                DataWarning,
             )
         self._ahead.stop()
         self.engine, self._error, self._pass_open = None, None, True
