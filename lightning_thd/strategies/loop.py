@@ -80,10 +80,17 @@ class StepLoop:
         self._logs.finish()
         return result
 
+    def mean_loss(self) -> Tensor | None:
+        """Return the mean of the losses of this rank's microbatches, or None if no step has run."""
+        if not self._losses:
+            return None
+        return sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+
     def report(self, result: Any) -> None:
         """Report the step's mean loss to callbacks; for a learning-rate finder, the mean over all ranks."""
-        if self._losses:
-            result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+        mean = self.mean_loss()
+        if mean is not None:
+            result.loss = mean
         callbacks = self._strategy._trainer.callbacks
         if result.loss is not None and any(isinstance(c, _LRCallback) for c in callbacks):
             result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")

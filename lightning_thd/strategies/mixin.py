@@ -28,6 +28,7 @@ from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
 from lightning_thd.strategies.checkpoints import Checkpoints
+from lightning_thd.strategies.closure import closure_of_step
 from lightning_thd.strategies.guards import (
     refuse_callbacks,
     refuse_compiled_module,
@@ -286,8 +287,9 @@ class THDStrategyMixin(Strategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update the weights as the base strategy does, and report the step's mean loss to callbacks."""
+        run = closure_of_step(self, optimizer, closure, self._loop)
         with contextlib.nullcontext() if self._pipeline is None else refused_norms_of_a_stage():
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, run, model, **kwargs)
         if isinstance(closure, Closure) and closure._result is not None:
             self._loop.report(closure._result)
         self._loop.end()
