@@ -1,137 +1,173 @@
-"""The size of the package, and what one training step walks through.
+"""What a reader meets beside the subject: other people's private names, hidden states, variants.
 
-``python -m benchmarks.house`` prints lines and modules of ``lightning_thd``, lines of the tests, and the
-calls and files of this package in a plain training step of a one-layer model on one CPU: named functions and
-resumed generators of all threads, packs of 256 slots, no callback of ours. ``--calls`` lists them by file.
+``python -m benchmarks.house`` prints these counts of this checkout, each defined by a function of
+``house_text.py``, which reads the code, or of ``house_run.py``, which runs it:
+
+- attributes of other packages that the import changes, and those more that building and training change;
+- private names of other packages, distinct and by use, those used at import, aten operators apart;
+- functions that decide by reading source, bytecode, an AST, a stack or autograd's graph;
+- ambient states: values of modules and classes that functions change;
+- questions which variant a batch, plan or step is; files that know shared prefixes, or shards;
+- calls and files of this package in a plain training step of a one-layer model on one CPU.
+
+``--at`` takes the path of a checkout, or a commit of this repository; several stand side by side.
+``--list`` names every place, ``--calls`` the calls of a step by file. Nothing here counts lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import io
+import json
+import os
+import subprocess
 import sys
-import threading
-from collections import Counter
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import lightning as L
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
-
+from benchmarks import house_text as text
+from benchmarks.house_run import FIRST_STEP, LAST_STEP
 from benchmarks.results import less
-from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = str(ROOT / "lightning_thd") + "/"
-# Steps before the first are left out because caches fill in them.
-FIRST_STEP, LAST_STEP = 20, 40
-# Goals of the third round: the package shrank from 58,811 lines in 369 modules, its tests from 52,294 lines.
-LINES, MODULES, TEST_LINES, CALLS, FILES = 44_000, 220, 40_000, 200, 30
+# What this script counts at commit d5ed5429, 2026-11-28: goals are shares of it.
+BEFORE = {
+    "private names of others": 142,
+    "ambient states": 25,
+    "questions which variant it is": 54,
+    "files that know shared prefixes": 25,
+    "files that know shards": 25,
+    "calls of a plain step": 195,
+    "files of a plain step": 29,
+}
+GOALS = {
+    # The one door: the method in which transformers chooses a model's attention.
+    "attributes of others changed by import": 1,
+    "attributes of others changed by building and training": 0,
+    "private names of others": BEFORE["private names of others"] * 2 // 5,
+    "places that use private names at import": 0,
+    "functions that decide by source, bytecode, AST or stack": 0,
+    "ambient states": BEFORE["ambient states"] // 4,
+    "questions which variant it is": BEFORE["questions which variant it is"] // 4,
+    "files that know shared prefixes": BEFORE["files that know shared prefixes"] // 3,
+    "files that know shards": BEFORE["files that know shards"] // 3,
+    "calls of a plain step": BEFORE["calls of a plain step"],
+    "files of a plain step": BEFORE["files of a plain step"],
+}
 
 
-def sources(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """The counts of one checkout: each number, the places behind it, and the calls of a step."""
+
+    numbers: dict[str, int]
+    places: dict[str, list[str]]
+    calls: list[tuple[str, str, int]]
 
 
-def lines(folder: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in sources(folder))
-
-
-class Counted(L.Callback):
-    """Counts the calls of this package while it is active, as ``sys.setprofile`` reports them."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self.calls: Counter[tuple[str, str]] = Counter()
-
-    def see(self, frame: FrameType, event: str, _: Any) -> None:
-        """Count a call, as ``sys.setprofile`` hands it over."""
-        code = frame.f_code
-        ours = code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<"
-        if self.active and ours and event == "call":
-            self.calls[code.co_filename.removeprefix(PACKAGE), code.co_name] += 1
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Begin and end with the steps that are counted."""
-        self.active = FIRST_STEP <= trainer.global_step < LAST_STEP
-
-
-class OneLayer(L.LightningModule):
-    """A Qwen3 of one layer."""
-
-    def configure_model(self) -> None:
-        """Build the model."""
-        config = Qwen3Config(
-            vocab_size=260,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
-
-    def training_step(self, batch: THDBatch, _: int) -> torch.Tensor:
-        """Return the loss of a pack."""
-        return causal_lm_loss(self.model, batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
-        return torch.optim.SGD(self.model.parameters(), lr=1e-3)
-
-
-def count_step() -> Counter[tuple[str, str]]:
-    """Return the calls of the steps that are counted, by file and function."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    counted = Counted()
-    dataset = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 3)} for i in range(2_000)]
-    trainer = L.Trainer(
-        max_steps=LAST_STEP + 5,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[counted],
+def run_in(checkout: Path, count: str) -> Any:
+    """Run one count of ``house_run.py`` in a process that imports the package from a checkout."""
+    # -P keeps the folder of the script off the path: its files have names such as loss.py.
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).with_name("house_run.py")), count],
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    threading.setprofile(counted.see)
-    sys.setprofile(counted.see)
-    try:
-        trainer.fit(OneLayer(), THDDataModule(dataset, capacity=256))
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return counted.calls
+    if done.returncode:
+        raise RuntimeError(f"Counting the {count} of {checkout} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def count(checkout: Path) -> Counts:
+    """Count everything in a checkout."""
+    files = text.read_package(checkout)
+    inherited = {file: set(names) for file, names in run_in(checkout, "inherited").items()}
+    private, at_import, operators = text.foreign_names(files, inherited)
+    changes = run_in(checkout, "changes")
+    calls = [tuple(call) for call in run_in(checkout, "calls")]
+    places: dict[str, list[Any]] = {
+        "attributes of others changed by import": changes["by import"],
+        "attributes of others changed by building and training": changes["by building and training"],
+        "uses of private names of others": private,
+        "places that use private names at import": at_import,
+        "uses of private aten operators": operators,
+        "functions that decide by source, bytecode, AST or stack": text.readers_of_code(files),
+        "ambient states": text.ambient_states(files),
+        "questions which variant it is": text.questions_of_variants(files),
+        "files that know shared prefixes": text.files_that_know(files, text.is_of_prefixes),
+        "files that know shards": text.files_that_know(files, text.is_of_shards),
+    }
+    steps = LAST_STEP - FIRST_STEP
+    numbers = {
+        "private names of others": len({place.name for place in private}),
+        **{what: len(where) for what, where in places.items()},
+        "calls of a plain step": round(sum(number for *_, number in calls) / steps),
+        "files of a plain step": len({file for file, *_ in calls}),
+    }
+    return Counts(
+        numbers=numbers,
+        places={what: [str(place) for place in where] for what, where in places.items()},
+        calls=calls,
+    )
+
+
+@contextmanager
+def checkout_of(at: str) -> Iterator[Path]:
+    """Give the folder of a checkout: a path as it is, a commit written into a temporary folder."""
+    if Path(at).is_dir():
+        yield Path(at).resolve()
+        return
+    archive = subprocess.run(["git", "archive", at], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        raise SystemExit(f"--at {at} is no folder, and git says: {archive.stderr.decode().strip()}")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def print_calls(counts: Counts) -> None:
+    """Print the calls of a step by file."""
+    steps = LAST_STEP - FIRST_STEP
+    for file in sorted({file for file, *_ in counts.calls}):
+        here = [(name, number / steps) for other, name, number in counts.calls if other == file]
+        names = ", ".join(f"{name} {number:.1f}" for name, number in here)
+        print(f"{sum(number for _, number in here):7.1f} {file}: {names}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--at", action="append", metavar="CHECKOUT", help="a path or a commit; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="name every place that is counted")
     parser.add_argument("--calls", action="store_true", help="list the calls of a step by file")
     args = parser.parse_args(argv)
-    modules = [path for path in sources("lightning_thd") if path.name != "__init__.py"]
-    calls = count_step()
-    steps = LAST_STEP - FIRST_STEP
-    by_file: Counter[str] = Counter()
-    for (file, _), number in calls.items():
-        by_file[file] += number
-    found = [
-        ("lines of the package", lines("lightning_thd"), LINES),
-        ("modules of the package", len(modules), MODULES),
-        ("lines of the tests", lines("tests"), TEST_LINES),
-        ("calls of a plain step", round(sum(calls.values()) / steps), CALLS),
-        ("files of a plain step", len(by_file), FILES),
-    ]
-    for what, number, goal in found:
-        print(f"{what}: {number:,} (goal <= {goal:,})")
-        less(what, number, "", goal)
+    columns = args.at or [str(ROOT)]
+    counts = []
+    for at in columns:
+        with checkout_of(at) as checkout:
+            counts.append(count(checkout))
+    width = max(map(len, counts[0].numbers))
+    print(" " * width, *(f"{at[-16:]:>16}" for at in columns), f"{'goal':>8}")
+    for what in counts[0].numbers:
+        goal = f"<= {GOALS[what]}" if what in GOALS else ""
+        print(f"{what:{width}}", *(f"{each.numbers[what]:16,}" for each in counts), f"{goal:>8}")
+        if args.list:
+            for place in counts[-1].places.get(what, []):
+                print(f"    {place}")
     if args.calls:
-        for file, number in sorted(by_file.items()):
-            here = [(name, n) for (f, name), n in sorted(calls.items()) if f == file]
-            names = ", ".join(f"{name} {n / steps:.1f}" for name, n in here)
-            print(f"{number / steps:7.1f} {file}: {names}")
+        print_calls(counts[-1])
+    for what, number in counts[-1].numbers.items():
+        if what in GOALS:
+            less(what, number, "", GOALS[what])
 
 
 if __name__ == "__main__":
