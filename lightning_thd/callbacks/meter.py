@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.data.trainer_link import recipe_of
@@ -29,6 +28,7 @@ from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.precision.report import fp8_share
 from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, window_pairs
+from lightning_thd.warnings import MeasureWarning, warn
 
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 

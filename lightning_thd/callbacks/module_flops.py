@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
@@ -26,6 +25,7 @@ from lightning_thd.flops.terms import Basis, Causal, Recompute, Tokens, lone, ma
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.stats import combine
+from lightning_thd.warnings import MeasureWarning, warn
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 

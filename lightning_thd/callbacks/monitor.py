@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd._versions import warn_of_newer
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -28,6 +27,7 @@ from lightning_thd.flops.rates import Work, check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
 from lightning_thd.report.page import PARTS
+from lightning_thd.warnings import MeasureWarning, warn
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.

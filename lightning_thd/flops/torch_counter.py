@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.flops.terms import Layer, Term
 from lightning_thd.stats import SeqStats, combine, window_pairs
+from lightning_thd.warnings import MeasureWarning, warn
 
 _Shape: TypeAlias = Any  # torch.Size: torch's own formulas are untyped
 

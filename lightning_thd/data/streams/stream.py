@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import choice, real_number, whole_number
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
@@ -34,6 +33,7 @@ from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
 from lightning_thd.packing.planner import fingerprint
+from lightning_thd.warnings import DataWarning, warn
 
 _AHEAD = 2  # steps that are made while one runs
 
