@@ -192,4 +192,7 @@ $(KERNELS)/.installed: .venv/.installed constraints-kernels.txt
 	touch $@
 
 test-kernels: $(KERNELS)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m slow tests/interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m "slow or not slow" \
+		tests/interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -p tests.loss.forced \
+		tests/loss/test_fused.py -k "cross_entropy or log_probabilities"

@@ -40,6 +40,7 @@ NAMES = (
     "attention",
     "attention_kernels",
     "loss",
+    "loss_counts",
     "loss_curves",
     "prefixes",
     "profile_step",
