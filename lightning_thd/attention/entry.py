@@ -7,6 +7,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, known_spec, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose, known_choice
+from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
 from lightning_thd.parallel.context import layout
 
 _RAW: dict[Kernel, raw.RawKernel] = {
@@ -76,10 +78,30 @@ def varlen_attention(
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     longest_q, longest_kv = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
+    if LISTENERS and not torch.compiler.is_compiling():
+        with _reported(q_THD, k_THD, v_THD, at, spec):
+            return _attend(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+    return _attend(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> Tensor:
     if layout.in_use:  # a batch of this process is split for context parallelism
-        out: Tensor = _attend_shard(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+        out: Tensor = _attend_shard(q, k, v, at, spec, sinks, backend)
         return out
-    return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
+    return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)
+
+
+def _reported(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+) -> AbstractContextManager[Any]:
+    """Tell the counters of FLOPs about a call; its kernel runs inside the returned context."""
+    shard = layout.layout_of(at.cu_q) if layout.in_use else None
+    if shard is None:
+        return attending(AttentionCall.of(q, k, v, at.cu_q, at.cu_kv, spec))
+    whole, shards = shard.padded_lengths, shard.cp
+    return attending(AttentionCall.of(q, k, v, at.cu_q, at.cu_kv, spec, whole, shards))
 
 
 # q, k and v ``[1, H, T, D]`` (as in transformers), sinks or None -> ``[1, T, H, E]``.
@@ -112,10 +134,24 @@ def bind(
     _check_sinks(sinks, q)
     spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
-    bound = _bind(q, k, v, Offsets(cu_seqlens_q, cu_seqlens_kv, *longest), spec, sinks, keys)
+    at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
+    bound = _bind(q, k, v, at, spec, sinks, keys)
+    if LISTENERS and not torch.compiler.is_compiling():
+        bound = _reporting(bound, at, spec)
     if dtype is None:
         return bound
     return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
+
+
+def _reporting(attend: Bound, at: Offsets, spec: AttentionSpec) -> Bound:
+    """Wrap a bound function so that the counters of FLOPs see its calls."""
+
+    def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        with _reported(q_THD, k_THD, v_THD, at, spec):
+            return attend(q, k, v, sinks)
+
+    return attend_and_report
 
 
 def _bind(

@@ -352,7 +352,8 @@ class THDThroughputMonitor(Callback):
     def _meter(self, stage: str) -> Meter:
         """Return the meter of a stage, updated with the FLOPs model that is known by now."""
         meter = self._meters[stage]
-        meter.model = None if self._flops is None else self._flops.model(stage)
+        if self._flops is not None:
+            meter.use(self._flops, stage)
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -366,7 +367,8 @@ class THDThroughputMonitor(Callback):
 
     def _add(self, stage: str, batch: Any) -> None:
         meter = self._meters[stage]
-        if not meter.add(batch) and not self._warned:
+        calls = [] if self._flops is None else self._flops.calls()
+        if not meter.add(batch, calls) and not self._warned:
             self._warned = True
             warn(
                 f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
@@ -408,7 +410,7 @@ class THDThroughputMonitor(Callback):
         graphs, meter = _compiled_graphs(), self._meters["train"]
         leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
         counted = self._flops is not None and self._flops.end("train", meter.steps[-1], discard=self._exclude)
-        meter.end_step()
+        meter.end_step(None if self._flops is None else self._flops.products)
         if leave_out or counted:  # a step under torch's FLOP counter is slow
             meter.leave_out()
             self._marks.close()
