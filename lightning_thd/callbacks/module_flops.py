@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-<<<<<<< HEAD
-from lightning_thd.callbacks.seen import Seen, microbatches, resolve
-=======
-from lightning_thd.warnings import MeasureWarning, warn
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
->>>>>>> 090e603d (FLOPs of models without a config are exact (windows, chunks, cross-attention, experts; 20 random models x 5 orders within 1e-6, where a window counted 1.18 to 1.62 times too high), and counting them changes no bit of the training, also in bf16 and in the loops of Fabric and Accelerate, which logged none)
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.listen import AttentionCall
@@ -31,11 +26,7 @@ from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.pairs import AttentionPattern
 from lightning_thd.flops.terms import Basis, Causal, Recompute, Tokens, lone, matmul
 from lightning_thd.parallel.pipeline.cut import stages_in
-<<<<<<< HEAD
-from lightning_thd.stats import combine
 from lightning_thd.warnings import MeasureWarning, warn
-=======
->>>>>>> 090e603d (FLOPs of models without a config are exact (windows, chunks, cross-attention, experts; 20 random models x 5 orders within 1e-6, where a window counted 1.18 to 1.62 times too high), and counting them changes no bit of the training, also in bf16 and in the loops of Fabric and Accelerate, which logged none)
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 

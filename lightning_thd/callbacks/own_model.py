@@ -13,13 +13,13 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd.warnings import MeasureWarning, warn
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.pairs import AttentionPattern
 from lightning_thd.flops.torch_counter import CallListener, Counted, StepCounter, counted, counted_layers
 from lightning_thd.stats import combine
+from lightning_thd.warnings import MeasureWarning, warn
 
 _MOST_STEPS = 4  # a counted step is slow; if steps disagree, a mean of so many is used
 

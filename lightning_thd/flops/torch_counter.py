@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_thd.warnings import MeasureWarning, warn
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
 from lightning_thd.flops.pairs import visible_pairs
 from lightning_thd.flops.terms import Basis, Kind, Layer, Term
 from lightning_thd.stats import SeqStats, combine
+from lightning_thd.warnings import MeasureWarning, warn
 
 _Cost: TypeAlias = tuple[int, int]  # FLOPs of the forward pass, and of the backward pass
 
@@ -473,8 +473,8 @@ def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
     rank_zero_info(
         f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
         f"{', '.join(changed)} took {before:.4g} FLOPs a slot in a step of {steps[0].stats.slots} slots and "
-        f"{after:.4g} in one of {steps[other].stats.slots}. Counting costs some microseconds for every call of "
-        "torch. Attention by varlen_attention or scaled_dot_product_attention is counted by its lengths; to "
+        f"{after:.4g} in one of {steps[other].stats.slots}. Counting costs some microseconds for every call "
+        "of torch. Attention by varlen_attention or scaled_dot_product_attention is counted by lengths. To "
         "count nothing, pass flops_model=."
     )
 
