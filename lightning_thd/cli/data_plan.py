@@ -40,6 +40,7 @@ class Expected:
     padded_fill: float  # real tokens / slots, if batches of 8 sequences were padded
     imbalance: float  # the slowest rank's work / the mean of the ranks, averaged over steps
     tokens_per_s: float | None  # speed of one device at the assumed MFU; None without a device
+    mfu: float | None  # the assumed MFU; None without a device
     lost: dict[str, int]  # sequences of the data set that policies left out or changed, and tokens_lost
     documents: int  # number of documents in the data set
     distinct: int  # computed tokens; with shared prefixes, fewer than ``tokens``
@@ -73,6 +74,7 @@ class Expected:
             rows.append(("vision tower's share of the work", f"{self.vision:.1%}"))
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
+            rows.append(("its MFU, assumed (--mfu)", f"{self.mfu:.0%}"))
         lost = [(name.replace("_", " "), n) for name, n in self.lost.items() if n]
         rows += [(name if name == "tokens lost" else f"sequences: {name}", f"{n:,}") for name, n in lost]
         return Table(columns=("", ""), rows=rows)
@@ -155,6 +157,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         tokens_per_s=None
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
+        mfu=None if peak is None else given.mfu or _MFU,
         lost=dict(data.counts["train"]),
         documents=len(data._sets["train"].index.lengths),
         patches=patches,
