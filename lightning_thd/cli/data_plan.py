@@ -24,6 +24,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
+_METADATA = "keys of conversations that may be dropped"
 _MFU = 0.4  # the MFU that is assumed for a device's speed if --mfu is not given
 
 
@@ -119,6 +120,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         oversize=given.oversize or ("error" if given.share_prefixes else "split"),
         share_prefixes=given.share_prefixes,
         text_key=given.text_key,
+        metadata_keys=given.metadata_keys,
         tokenizer=given.tokenizer,
         processor=given.processor,
         max_patches=given.max_patches,
@@ -241,6 +243,7 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--share-prefixes", action="store_true", help="compute common prefixes once")
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
+    parser.add_argument("--metadata-keys", nargs="+", default=(), metavar="KEY", help=_METADATA)
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")
     parser.add_argument("--max-patches", type=whole(1), help="largest number of image patches of a pack")
@@ -263,6 +266,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
     parser.add_argument("data", help="a path for THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
+    parser.add_argument("--metadata-keys", nargs="+", default=(), metavar="KEY", help=_METADATA)
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument(
         "--max-sequences", type=whole(1), nargs="+", metavar="N", help="sequences of your buckets, to compare"
@@ -275,6 +279,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
         oversize="truncate",
         empty="drop",
         text_key=given.text_key,
+        metadata_keys=given.metadata_keys,
         tokenizer=given.tokenizer,
     )
     data.prepare_data()

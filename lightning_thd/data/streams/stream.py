@@ -282,7 +282,11 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
     if opener.packed in ("sequences", "packs"):
         raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot. Pass a dataset.")
     slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
-    chat = None if opener.processor is None else VisionChat(opener.processor, opener.records)
+    chat = (
+        None
+        if opener.processor is None
+        else VisionChat(opener.processor, opener.records, opener.metadata_keys)
+    )
     shards, sources = streams.open(opener, job.ranks)
     return Settings(
         shards=shards,
@@ -299,6 +303,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
             append_eos=opener.append_eos,
             # With a processor, a stream outside a mixture reads only messages: ids cannot be rendered.
             records="messages" if chat is not None and "" in streams.streams else opener.records,
+            metadata_keys=opener.metadata_keys,
             one_each=opener.packed != "off",
             vocab_size=settings.vocab_size or vocab_size(job.model),
             extras_cost=settings.extras_cost,
