@@ -13,8 +13,9 @@ from lightning_thd._imports import available
 from lightning_thd.attention import SUPPORT, varlen_attention
 from lightning_thd.attention.entry import describe, run
 from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
-from lightning_thd.attention.spec import Offsets, make_spec
+from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Kernel, missing, why_not
+from lightning_thd.boundaries import KernelCall
 
 # bf16 keeps 8 bits; out is rounded once, weights and gradients a few times on the way.
 TOLERANCE = 2e-2
@@ -62,7 +63,7 @@ def worst_error(kernel: Kernel, case: str, sizes: tuple[int, int, int, int]) -> 
     at = offsets(LENGTHS)
     on_gpu = at.cuda()
     longest = max(LENGTHS)
-    out = run(kernel, q, k, v, Offsets(on_gpu, on_gpu, longest, longest), spec, sinks)
+    out = run(kernel, q, k, v, KernelCall(on_gpu, on_gpu, longest, longest), spec, sinks)
     got = [out, *torch.autograd.grad(out, leaves, grad)]
     key = (case, sizes)
     if key not in _WANTED:  # the same for every kernel, and the CPU takes seconds for it

@@ -25,8 +25,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: THDBatch) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [T, H, D] each
-        cu, longest = batch.cu_seqlens_padded, batch.max_seqlen
-        attended = varlen_attention(q, k, v, cu, cu, longest, longest, window=256)
+        attended = varlen_attention(q, k, v, batch.boundaries, window=256)
         x = x + self.out(attended.flatten(1))
         return x + self.mlp(self.norms[1](x))
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_thd.attention.kernels.raw import RawKernel, gathered
 from lightning_thd.attention.merge import KeySource, joined, merged_attention, split
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.costs import LayerSizes, cheapest_way
 from lightning_thd.parallel.context.layout import ShardLayout
@@ -105,7 +106,9 @@ def context_parallel_attention(
         k, v = (gathered(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
         longest, offsets = max(layout.padded_lengths), layout.pack_offsets
         rank_sinks = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
-        out = attend(q, k, v, Offsets(offsets, offsets, longest, longest), sinks=rank_sinks)
+        lengths = layout.padded_lengths
+        whole = KernelCall(offsets, offsets, longest, longest, q_lengths=lengths, kv_lengths=lengths)
+        out = attend(q, k, v, whole, sinks=rank_sinks)
         return heads_to_rows(gathered(out, layout.gathered), layout.group)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
@@ -119,9 +122,8 @@ def context_parallel_attention(
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
         call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
-    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, call.kv_index)
-    at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
-    return attend(q_NHD, k, v, at, sinks=sinks)
+    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, call.keys)
+    return attend(q_NHD, k, v, call._replace(keys=None), sinks=sinks)
 
 
 def _fetch(

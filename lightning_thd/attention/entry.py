@@ -1,4 +1,4 @@
-"""varlen_attention: packed q, k, v and offsets -> packed output, by the fastest or a given kernel.
+"""varlen_attention: packed q, k, v and boundaries -> packed output, by the fastest or a given kernel.
 
 Only the CPU kernel checks the values of cu_seqlens, because reading them from a GPU would wait for the GPU.
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
@@ -7,7 +7,6 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
-from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, known_spec, make_spec
+from lightning_thd.attention.spec import AttentionSpec, Window, known_spec, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose, known_choice
-from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
-from lightning_thd.parallel.context import layout
+from lightning_thd.boundaries import Boundaries, KernelCall
 
 _RAW: dict[Kernel, raw.RawKernel] = {
     "cpu": cpu.CpuKernel(),
@@ -37,10 +35,10 @@ def varlen_attention(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor | Boundaries,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     *,
     causal: bool = True,
     window: Window = None,
@@ -51,14 +49,20 @@ def varlen_attention(
 ) -> Tensor:
     """Attend within every sequence of a pack and never across.
 
+    ``varlen_attention(q, k, v, batch.boundaries)`` is the form for a batch. It is also right if ranks share
+    the pack, if sequences share prefixes, and, without ``causal``, if sequences are padded. With offsets of
+    your own, ``varlen_attention(q, k, v, cu_seqlens, max_seqlen_q=longest)`` attends from a sequence to
+    itself; give both sides for cross-attention.
+
     Args:
         q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence. Autocast casts q, k and v.
         k_THD: ``[Tkv, G, D]``; G divides H.
         v_THD: ``[Tkv, G, E]``; E may differ from D.
-        cu_seqlens_q: int32 ``[S + 1]`` on the device of q, first entry 0, last Tq. Sequences may be empty.
-        cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv.
-        max_seqlen_q: longest query sequence or more, an int known on the host.
-        max_seqlen_kv: longest key sequence or more.
+        cu_seqlens_q: a batch's ``boundaries``. Or offsets, int32 ``[S + 1]`` on the device of q, first entry
+            0, last Tq. Sequences may be empty.
+        cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv; by default ``cu_seqlens_q``.
+        max_seqlen_q: longest query sequence or more, an int known on the host; needed with offsets.
+        max_seqlen_kv: longest key sequence or more; by default ``max_seqlen_q``.
         causal: hide later keys; query i of Lq is at key ``i + Lkv - Lq`` (bottom-right, as in flash-attn).
         window: None for no window. With ``causal``, an int W lets a query see the last W keys, its own
             included. ``(left, right)`` counts keys before and after its own, -1 for all; ``causal``
@@ -71,37 +75,72 @@ def varlen_attention(
     Returns:
         ``[Tq, H, E]`` in q's dtype or autocast's; 0 for a query that sees no key.
     """
-    if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
-        q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
-    _check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
-    _check_sinks(sinks, q_THD)
-    spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    longest_q, longest_kv = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
-    at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
-    if LISTENERS and not torch.compiler.is_compiling():
-        with _reported(q_THD, k_THD, v_THD, at, spec):
-            return _attend(q_THD, k_THD, v_THD, at, spec, sinks, backend)
-    return _attend(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+    if isinstance(cu_seqlens_q, Boundaries):
+        if not (cu_seqlens_kv is None and max_seqlen_q is None and max_seqlen_kv is None):
+            raise TypeError(
+                "varlen_attention got boundaries and, beside them, offsets or a longest length. Pass "
+                "varlen_attention(q, k, v, batch.boundaries), or offsets of queries and keys."
+            )
+        _check_slots(q_THD, k_THD, cu_seqlens_q)
+        at = cu_seqlens_q.call(causal=causal)
+    else:
+        at = _call_of_offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+    return attend_call(q_THD, k_THD, v_THD, at, sinks=sinks, backend=backend, **options)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+def attend_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: KernelCall,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: Backend = "auto",
 ) -> Tensor:
-    if layout.in_use:  # a batch of this process is split for context parallelism
+    """Check and run one kernel call, after the exchange of keys between ranks, if it has one."""
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        q, k, v = _autocast(q, k, v)
+    _check_call(q, k, v, at)
+    _check_sinks(sinks, q)
+    spec = make_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    if at.exchange is not None:
         out: Tensor = _attend_shard(q, k, v, at, spec, sinks, backend)
         return out
-    return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)
+    name = choose(backend, describe(q, v, spec, sinks))
+    if at.keys is None:
+        return run(name, q, k, v, at, spec, sinks)
+    if name == "te":
+        raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
+    return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
 
 
-def _reported(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-) -> AbstractContextManager[Any]:
-    """Tell the counters of FLOPs about a call; its kernel runs inside the returned context."""
-    shard = layout.layout_of(at.cu_q) if layout.in_use else None
-    if shard is None:
-        return attending(AttentionCall.of(q, k, v, at.cu_q, at.cu_kv, spec))
-    whole, shards = shard.padded_lengths, shard.cp
-    return attending(AttentionCall.of(q, k, v, at.cu_q, at.cu_kv, spec, whole, shards))
+def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != boundaries.slots:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows, but the boundaries have {boundaries.slots} slots. Pass the "
+                "boundaries of this batch, and q, k and v of all its slots."
+            )
+
+
+def _call_of_offsets(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, max_seqlen_q: int | None, max_seqlen_kv: int | None
+) -> KernelCall:
+    if max_seqlen_q is None:
+        raise TypeError(
+            "varlen_attention got cu_seqlens_q without max_seqlen_q, the longest sequence, an int known on "
+            "the host. Pass it, or pass batch.boundaries, which holds both."
+        )
+    longest_q = _host_int(max_seqlen_q, "max_seqlen_q")
+    longest_kv = longest_q if max_seqlen_kv is None else _host_int(max_seqlen_kv, "max_seqlen_kv")
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+    return KernelCall(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
 
 
 # q, k and v ``[1, H, T, D]`` (as in transformers), sinks or None -> ``[1, T, H, E]``.
@@ -112,65 +151,35 @@ def bind(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
+    at: KernelCall,
     *,
     causal: bool,
     window: int | tuple[int, int] | None,
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None = None,
-    keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call; return a function for tensors of its shapes, on rows ``keys`` of k and v (or all)."""
+    """Check a call; return a function for tensors of its shapes."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
-    if keys is not None:  # views of the right size; the checks below read no value
-        k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
-    _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    _check_call(q, k, v, at)
     _check_sinks(sinks, q)
     spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
-    at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
-    bound = _bind(q, k, v, at, spec, sinks, keys)
-    if LISTENERS and not torch.compiler.is_compiling():
-        bound = _reporting(bound, at, spec)
+    bound = _bind(q, k, v, at, spec, sinks)
     if dtype is None:
         return bound
     return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
 
 
-def _reporting(attend: Bound, at: Offsets, spec: AttentionSpec) -> Bound:
-    """Wrap a bound function so that the counters of FLOPs see its calls."""
-
-    def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        with _reported(q_THD, k_THD, v_THD, at, spec):
-            return attend(q, k, v, sinks)
-
-    return attend_and_report
-
-
 def _bind(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    at: Offsets,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-    keys: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Bound:
-    if keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
+    if at.exchange is not None:
+        return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto"))
+    if at.keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
         kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
-        return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks, keys))
-    if layout.in_use:
-        shard = layout.layout_of(at.cu_q)
-        if shard is not None:
-            return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto"))
-        layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
+        return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks))
     name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec).heads_first
@@ -192,21 +201,22 @@ def _heads_first(attend: Bound) -> Bound:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_shard(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: KernelCall,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    backend: Backend,
 ) -> Tensor:
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, at: KernelCall, *, sinks: Tensor | None) -> Tensor:
         return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)
-
-    shard = layout.layout_of(at.cu_q)
-    if shard is None:
-        layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
-        return attend(q, k, v, at, sinks=sinks)
 
     def raw_kernel() -> raw.RawKernel:  # partial results are merged by their log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
-    return context_parallel_attention(attend, raw_kernel, q, k, v, layout=shard, spec=spec, sinks=sinks)
+    return context_parallel_attention(attend, raw_kernel, q, k, v, layout=at.exchange, spec=spec, sinks=sinks)
 
 
 def describe(
@@ -227,7 +237,7 @@ def describe(
 
 
 def run(
-    name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+    name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Run a given kernel on checked tensors, without context parallelism; return ``[Tq, H, E]``."""
     if name == "cpu":
@@ -235,7 +245,7 @@ def run(
     if name == "torch":
         return torch_cuda.attend(q, k, v, at, spec, sinks)
     if name == "te":
-        attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
+        attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_seqlens_q is at.cu_seqlens_kv)
         return attended
     return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
 
@@ -263,7 +273,8 @@ def _capability_of(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> None:
+def _check_call(q: Any, k: Any, v: Any, at: KernelCall) -> None:
+    cu_seqlens_q, cu_seqlens_kv = at.cu_seqlens_q, at.cu_seqlens_kv
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")

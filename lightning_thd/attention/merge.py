@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, sinks_gradient
 from lightning_thd.attention.kernels.raw import widen as widen_heads
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
@@ -148,7 +149,7 @@ class _Merged(torch.autograd.Function):
         for step, calls in enumerate(source.calls):
             rows = source.rows(step)
             for call in calls:
-                k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
+                k_part, v_part = split(rows.index_select(0, call.keys), k, v)
                 part = kernel.forward(_rows_of(q, call), k_part, v_part, _offsets(call), _spec_of(spec, call))
                 _merge(out, lse, *part, call)
         source.release()
@@ -171,11 +172,11 @@ class _Merged(torch.autograd.Function):
             rows = source.rows(step)
             drows = torch.zeros_like(rows, dtype=lse.dtype)
             for call in calls:
-                k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
+                k_part, v_part = split(rows.index_select(0, call.keys), k, v)
                 saved = Saved(_rows_of(q, call), k_part, v_part, _rows_of(out, call), _rows_of(finite, call))
                 parts = ctx.kernel.backward(_rows_of(grad, call), saved, _offsets(call), _spec_of(spec, call))
                 _add(dq, parts[0], call)
-                drows.index_add_(0, call.kv_index, joined(parts[1], parts[2]).to(drows.dtype))
+                drows.index_add_(0, call.keys, joined(parts[1], parts[2]).to(drows.dtype))
             source.return_gradient(step, drows)
         dk, dv = split(source.total(), k, v)
         source.release()
@@ -211,8 +212,8 @@ def _rows_of(x: Tensor, call: BlockCall) -> Tensor:
     return x if call.q_rows is None else x.index_select(0, call.q_rows)
 
 
-def _offsets(call: BlockCall) -> Offsets:
-    return Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
+def _offsets(call: BlockCall) -> KernelCall:
+    return KernelCall(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
 
 
 def _spec_of(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:

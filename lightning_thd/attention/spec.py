@@ -1,14 +1,12 @@
-"""The options and offsets of a call -> one checked, frozen description that every kernel understands."""
+"""The options of a call -> one checked, frozen description that every kernel understands."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_thd._checks import instance
 
@@ -79,54 +77,3 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
         sides = window // 2, window // 2
         raise ValueError(f"window={window} with causal=False: give two sides, for example window={sides}.")
     return window - 1, -1
-
-
-class Offsets(NamedTuple):
-    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and max_seqlens as ints on the host."""
-
-    cu_q: Tensor
-    cu_kv: Tensor
-    max_q: int
-    max_kv: int
-
-    def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return CPU offsets as ints; raise if they miss rows, fall, or have a length over max_seqlen."""
-        cu_q = _checked(self.cu_q, rows, self.max_q, "q")
-        if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
-            return cu_q, cu_q
-        return cu_q, _checked(self.cu_kv, keys, self.max_kv, "kv")
-
-
-def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tuple[int, ...]:
-    offsets, longest, fall = read_offsets(cu_seqlens)
-    name = f"cu_seqlens_{side}"
-    if offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(
-            f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
-            f"{'q' if side == 'q' else 'k and v'}. Count padding at the end as one more sequence."
-        )
-    if fall is not None:
-        raise ValueError(
-            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; "
-            "offsets must never fall."
-        )
-    if longest > max_seqlen:
-        raise ValueError(
-            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {longest}: pass its length or more."
-        )
-    return offsets
-
-
-def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return CPU offsets as ints, the longest length, and the index where they fall most, None if nowhere."""
-    array = cu_seqlens.numpy()
-    return _parse(array.tobytes(), array.dtype.str)  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=32)
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo takes no array over bytes
-def _parse(raw: bytes, dtype: str) -> tuple[tuple[int, ...], int, int | None]:
-    offsets = np.frombuffer(raw, dtype)
-    lengths = np.diff(offsets)
-    lowest = int(lengths.argmin())
-    return tuple(offsets.tolist()), int(lengths.max()), lowest if lengths[lowest] < 0 else None

@@ -28,6 +28,7 @@ from lightning_thd.batch.samples import (
     sample_weights,
     sequence_label,
 )
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.seqlens import INT32_MAX
 from lightning_thd.stats import SeqStats, Vision, Window
 
@@ -128,10 +129,7 @@ def lay_out(
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(targets),
         "position_ids": _positions(samples, padded, starts, lengths, slots),
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens_padded,
-        "lengths": lengths,
-        "padded_lengths": padded,
+        "boundaries": Boundaries.laid_out(cu_seqlens, cu_seqlens_padded, lengths, padded),
         "stats": SeqStats.from_lengths(
             np.array(lengths, np.int64),
             slots=slots,

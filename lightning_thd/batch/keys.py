@@ -46,7 +46,7 @@ _NAMES: dict[Role, str] = {
     "other_boundary": "segment_ids document_ids doc_ids seq_idx sequence_lengths seq_lens seqlens doc_lens "
     "doc_lengths document_lengths input_pos seq_start_id seq_boundaries cumulative_len cu_lens cu_doc_lens "
     "cu_seq_lens",
-    "made": "cu_seq_lens_q cu_seq_lens_k cu_seq_lens_real max_length_q max_length_k use_cache targets",
+    "made": "boundaries cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k use_cache targets",
 }
 KEYS: dict[str, Role] = {name: role for role, row in _NAMES.items() for name in row.split()}
 

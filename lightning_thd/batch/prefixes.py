@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,23 +25,13 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
-from lightning_thd.batch.thd_batch import Immutable, THDBatch, rows_of_slots
-from lightning_thd.batch.upload import PinnedBatch, know_offsets
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+from lightning_thd.batch.thd_batch import THDBatch
+from lightning_thd.boundaries import Boundaries, KernelCall
+from lightning_thd.boundaries.core import Need
+from lightning_thd.boundaries.immutable import Immutable
 from lightning_thd.stats import SeqStats
 
 _Ints = NDArray[np.int64]
-
-
-class Predictions(NamedTuple):
-    """The predictions of a batch's slots: one row per distinct pair of slot and target, ``[R]`` each.
-
-    ``slots`` are in ascending order; ``weights`` are sums over all tokens of a row.
-    """
-
-    slots: Tensor
-    targets: Tensor
-    weights: Tensor
 
 
 _INDICES = ("token_slots", "token_rows", "slots", "targets", "keys")
@@ -51,8 +41,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 class Prefixes(Immutable):
     """The mapping from sequences to the slots that they share; tensors are on the device of the batch.
 
-    In your own model, call ``varlen_attention(q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv,
-    max_seqlen_q, max_seqlen_kv)``.
+    In your own model, call ``varlen_attention(q, k, v, batch.boundaries)``, which gathers the keys.
 
     Attributes:
         token_slots: int64 ``[N]``, the slot of each token of the sequences laid end to end.
@@ -116,26 +105,20 @@ class Prefixes(Immutable):
         return blank.index_add(0, self.token_rows, tokens)[:-1]
 
 
-def _refused(name: str) -> property:
-    def read(_: SharedBatch) -> Any:
-        raise ValueError(
-            f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
-            "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
-            "batch.unpack(...), or collate with share_prefixes=False."
-        )
-
-    return property(read)
+_REASONS: dict[Need, str] = {
+    "recurrent": "carries a state or a convolution along each sequence",
+    "both_ways": "lets tokens see later tokens, which differ between the sequences",
+    "chunked": "attends in chunks, which differ between the sequences",
+    "pooled": "its pooler reads the first token of every sequence",
+    "own_loss": "its own loss would count the slots of a prefix only once",
+}
 
 
-_REFUSED = ("targets", "cu_seqlens", "cu_seqlens_padded", "padded_lengths", "max_seqlen", "max_targets")
-_KEPT = tuple(name for name in THDBatch.__slots__ if name not in _REFUSED)
+class SharedBoundaries(Boundaries):
+    """The boundaries of sequences that share the slots of their common prefixes.
 
-
-class SharedBatch(THDBatch):
-    """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
-
-    ``input_ids`` and ``position_ids`` have T slots: a token of a common prefix has only one. ``weights``
-    are ``[N]``. ``stats`` count the computed tokens, and ``stats.shared_tokens`` those that are not computed.
+    Entries are the leaves of the prefix tree, and a trailing pad. Their queries attend to the keys of the
+    path from the root, which ``prefixes.keys`` gathers.
     """
 
     __slots__ = ("prefixes",)
@@ -143,88 +126,122 @@ class SharedBatch(THDBatch):
     prefixes: Prefixes
 
     @classmethod
-    def _from_state(cls, state: Mapping[str, Any]) -> SharedBatch:
-        batch = object.__new__(cls)
-        batch.__setstate__(dict(state))
-        return batch
+    def of(cls, prefixes: Prefixes, slots: int) -> SharedBoundaries:
+        """Make the boundaries of a row of slots that sequences share."""
+        boundaries = cls(
+            offsets=prefixes.cu_seqlens_q,
+            slots=slots,
+            max_seqlen=prefixes.max_seqlen_q,
+            lengths=prefixes.query_lengths,
+            sequence_lengths=prefixes.lengths,
+            longest=prefixes.max_seqlen_kv,
+        )
+        boundaries._set(prefixes=prefixes)
+        return boundaries
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_KEPT, "prefixes")}
+    def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:
+        """Return the kernel call of a kind of attention layer; see ``Boundaries.call``."""
+        if chunk is not None:
+            self.require("chunked", layer)
+        if not causal:
+            self.require("both_ways", layer)
+        prefixes = self.prefixes
+        return KernelCall(
+            prefixes.cu_seqlens_q,
+            prefixes.cu_seqlens_kv,
+            prefixes.max_seqlen_q,
+            prefixes.max_seqlen_kv,
+            keys=prefixes.keys,
+            q_lengths=prefixes.query_lengths,
+            kv_lengths=prefixes.key_lengths,
+        )
+
+    def require(self, need: Need, layer: object) -> None:
+        """Raise ValueError if a layer that needs something does not run on these boundaries."""
+        self.refuse_prefixes(layer, _REASONS[need])
+
+    def refuse_prefixes(self, layer: object, why: str) -> None:
+        """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
+        what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
+        raise ValueError(f"{what}. Set share_prefixes=False for this model.")
+
+    def refuse_field(self, name: str) -> NoReturn:
+        """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
+        raise ValueError(
+            f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
+            "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
+            "batch.unpack(...), pass batch.boundaries, or collate with share_prefixes=False."
+        )
 
     @property
-    def token_targets(self) -> Tensor:
-        """Return the target of each token of the sequences laid end to end, ``[N]``."""
-        return self.prefixes.of_tokens(self.prefixes.targets, IGNORE_INDEX)
+    def cu_seqlens(self) -> Tensor:
+        """Refuse: sequences have no slots of their own."""
+        self.refuse_field("cu_seqlens")
 
     @property
-    def token_offsets(self) -> Tensor:
-        """Return the offsets of the sequences among ``token_targets``, int32 ``[S + 1]``."""
-        return self.prefixes.offsets
+    def cu_seqlens_padded(self) -> Tensor:
+        """Refuse: sequences have no slots of their own."""
+        self.refuse_field("cu_seqlens_padded")
 
     @property
-    def predictions(self) -> Predictions:
-        """Return the rows of (slot, target, weight); losses of rows times weights add up to the batch's."""
-        ones = torch.ones_like(self.prefixes.token_rows, dtype=torch.float32)
-        weights = self.prefixes.of_rows(ones if self.weights is None else self.weights)
-        return Predictions(self.prefixes.slots, self.prefixes.targets, weights)
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Refuse: sequences have no slots of their own."""
+        self.refuse_field("padded_lengths")
 
-    def replace(self, **changes: Any) -> SharedBatch:
-        """Return a copy with some fields changed; fields that derive from them are not updated."""
-        changes.pop("max_targets", None)
-        return SharedBatch._from_state({**self.__getstate__(), **changes})
+    @property
+    def cu_seqlens_k(self) -> Tensor:
+        """Return the offsets of the keys."""
+        return self.prefixes.cu_seqlens_kv
 
-    def _pin(self) -> PinnedBatch:
-        return PinnedBatch(self._tensors(), ())
+    @property
+    def max_length_k(self) -> int:
+        """Return the longest keys of an entry."""
+        return self.prefixes.max_seqlen_kv
 
-    def _tensors(self) -> dict[str, Tensor]:
-        found = {"input_ids": self.input_ids, "position_ids": self.position_ids}
-        found |= {f"prefixes.{name}": value for name, value in self.prefixes.tensors().items()}
-        if self.weights is not None:
-            found["weights"] = self.weights
-        return found | {f"extras.{key}": value for key, value in self.extras.items()}
+    @property
+    def real_slots(self) -> Tensor:
+        """Return which slots hold tokens, bool ``[T]``."""
+        return self.once(_token_slots)
 
-    def _with(self, tensors: dict[str, Tensor]) -> SharedBatch:
-        parts: dict[str, dict[str, Any]] = {"": {}, "prefixes": {}, "extras": {}}
-        for name, tensor in tensors.items():
-            owner, _, key = name.rpartition(".") if name.startswith("prefixes.") else name.partition(".")
-            parts[owner if key else ""][key or name] = tensor
-        prefixes = Prefixes(**{**self.prefixes.__getstate__(), **parts["prefixes"]})
-        know_offsets(prefixes.cu_seqlens_q, prefixes.query_lengths)
-        know_offsets(prefixes.cu_seqlens_kv, prefixes.key_lengths)
-        return self.replace(**parts[""], extras=parts["extras"], prefixes=prefixes)
+    @property
+    def counted_lengths(self) -> tuple[int, ...]:
+        """Return no lengths, because a leaf's positions go on from its prefix."""
+        return ()
 
-    def _boundaries(self) -> dict[str, Any]:
-        return {"shared_prefixes": self.prefixes}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return self.prefixes.tensors()
 
-    def unpack(self, x: Tensor) -> list[Tensor]:
-        """Split values of slots or of tokens into tensors ``[length, ...]``, in order of ``sequence_ids``.
+    def with_tensors(self, tensors: dict[str, Tensor]) -> SharedBoundaries:
+        """Return a copy with other tensors of the same values."""
+        return SharedBoundaries.of(Prefixes(**{**self.prefixes.__getstate__(), **tensors}), self.slots)
 
-        ``x`` has one value per slot, ``[T, ...]`` or ``[1, T, ...]``, as a model returns them. Or it has one
-        value per token of the sequences laid end to end, ``[N, ...]``, as ``causal_lm_logprobs`` returns
-        them. If padding makes T equal to N, only ``[1, T, ...]`` is accepted, for values of slots.
-        """
-        slots, tokens = self.input_ids.shape[-1], sum(self.lengths)
-        given, x = x, rows_of_slots(x, slots)
-        if slots == tokens and given.shape[:1] == (slots,):
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Return the boundaries only: transformers has no name for the keys of shared prefixes."""
+        return {"boundaries": self}
+
+    def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
+        """Split values of slots or of tokens into tensors ``[length, ...]``, in order of the sequences."""
+        slots, tokens = self.slots, sum(self.prefixes.lengths)
+        if slots == tokens and not single and rows.shape[:1] == (slots,):
             raise ValueError(
-                f"unpack() got a tensor of shape {tuple(x.shape)}, but padding made slots and tokens equally "
-                "many. Pass values of slots as [1, T, ...], or collate with another pad_to."
+                f"unpack() got a tensor of shape {tuple(rows.shape)}, but padding made slots and tokens "
+                "equally many. Pass values of slots as [1, T, ...], or collate with another pad_to."
             )
-        if x.ndim == 0 or x.shape[0] not in (slots, tokens):
+        if rows.ndim == 0 or rows.shape[0] not in (slots, tokens):
             raise ValueError(
-                f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots for "
+                f"unpack() got a tensor of shape {tuple(rows.shape)}, but the batch has {slots} slots for "
                 f"{tokens} tokens. Pass [{slots}, ...], [1, {slots}, ...] or [{tokens}, ...]."
             )
-        values = x.index_select(0, self.prefixes.token_slots) if x.shape[0] == slots else x
-        return list(torch.split(values, list(self.lengths)))
-
-    def token_sequences(self) -> Tensor:
-        """Return the index of each token's sequence in the batch, int64 ``[N]``."""
-        return seq_idx_from_cu_seqlens(self.prefixes.offsets, sum(self.lengths)).flatten().long()
+        values = rows
+        if rows.shape[0] == slots:
+            values = rows.index_select(0, self.prefixes.token_slots)
+        return list(torch.split(values, list(self.prefixes.lengths)))
 
 
-for _name in _REFUSED:
-    setattr(SharedBatch, _name, _refused(_name))
+def _token_slots(boundaries: SharedBoundaries) -> Tensor:
+    blank = torch.zeros(boundaries.slots, dtype=torch.bool, device=boundaries.offsets.device)
+    return blank.index_fill(0, boundaries.prefixes.token_slots, True)
 
 
 class _Tree(NamedTuple):
@@ -282,7 +299,7 @@ def lay_out_shared(
 ) -> THDBatch:
     """Collate checked samples with every distinct prefix once; return a plain batch if none is shared."""
     plain = lay_out(samples, **options)
-    lengths: list[int] = plain["lengths"]
+    lengths = list(plain["boundaries"].sequence_lengths)
     tree, holders = _tree_of(samples, plain)
     if tree is None:
         if align is not None or pad_to is not None:
@@ -307,7 +324,7 @@ def lay_out_shared(
         **{name: torch.from_numpy(x) for name, x in zip(_INDICES, indices, strict=True)},
         cu_seqlens_q=cumulative(query_lengths),
         cu_seqlens_kv=cumulative([len(part) for part in keys]),
-        offsets=plain["cu_seqlens"],
+        offsets=plain["boundaries"].cu_seqlens,
         lengths=tuple(lengths),
         query_lengths=tuple(query_lengths),
         key_lengths=tuple(len(part) for part in keys),
@@ -323,19 +340,18 @@ def lay_out_shared(
         windows=options.get("windows", ()),
         **counted(extras, options.get("vision")),
     )
-    changed = {
+    fields = {
         "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),
+        "targets": None,
         "position_ids": torch.cat([positions, tail], dim=-1),
-        "lengths": tuple(lengths),
-        "sequence_ids": tuple(plain["sequence_ids"]),
-        "sequence_shares": tuple(plain["sequence_shares"]),
+        "boundaries": SharedBoundaries.of(prefixes, slots),
         "stats": stats,
         "extras": extras,
+        "max_targets": None,
         "set_name": set_name,
         "microbatch": microbatch,
-        "prefixes": prefixes,
     }
-    return SharedBatch._from_state({**{name: plain[name] for name in _KEPT if name in plain}, **changed})
+    return THDBatch(**{**plain, **fields})
 
 
 def _padded(row: NDArray[Any], pad: int) -> Tensor:
@@ -355,7 +371,7 @@ def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
 
 def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tuple[_Tree | None, list[int]]:
     """Return the tree over ids, types, given positions and images, and the leaves that keep their images."""
-    lengths: list[int] = plain["lengths"]
+    lengths = list(plain["boundaries"].sequence_lengths)
     columns = [plain["input_ids"].numpy()]
     columns += [plain["extras"][key][0].numpy() for key in TYPES if key in plain["extras"]]
     if any("position_ids" in sample for sample in samples):

@@ -6,7 +6,7 @@ T slots in a pack, S sequences. Collation keeps on the host every integer that a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,39 +15,19 @@ from torch import Tensor
 from lightning_thd._checks import as_tensor, choice, described, flags, host_ints, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
-from lightning_thd.batch.upload import PinnedBatch, know_offsets, version
+from lightning_thd.batch.keys import IGNORE_INDEX
+from lightning_thd.batch.upload import PinnedBatch, version
+from lightning_thd.boundaries import Boundaries
+from lightning_thd.boundaries.immutable import Immutable
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
-_TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
-_HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
-_SCALES = ("sequence_scale", "token_scale", "microbatch")
-_FURTHER = ("weights", "sequence_shares", *_SCALES, "set_name", "max_targets")
+_TENSORS = ("input_ids", "targets", "position_ids", "weights")
+_FIELDS = (
+    *(*_TENSORS, "boundaries", "stats", "sequence_ids", "loss_scale", "extras", "sequence_shares"),
+    *("sequence_scale", "token_scale", "microbatch", "set_name", "max_targets"),
+)
 _ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
-
-
-class Immutable:
-    """Base of immutable classes with slots. Dataclasses would not do, because Lightning sets their fields."""
-
-    __slots__ = ()
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object = None) -> NoReturn:
-        raise AttributeError(
-            f"{type(self).__name__}.{name} cannot be assigned or deleted: batches are immutable. "
-            "Make a changed copy of a THDBatch with .replace(...)."
-        )
-
-    __delattr__ = __setattr__
-
-    def __getstate__(self) -> dict[str, Any]:
-        names: tuple[str, ...] = self.__slots__
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(**state)
 
 
 class _Rows(Tensor):
@@ -78,7 +58,8 @@ def epoch_weight(batch: THDBatch) -> float:
     """Return the weight of a batch's logged values in epoch means."""
     # With 1 / loss_scale, the epoch mean of causal_lm_loss is the exact mean over all loss tokens. With
     # labels, a batch's loss is a mean over its sequences, so their number is the weight.
-    tokens = 1 / batch.loss_scale if batch.loss_scale else 0.0
+    # The mean of the losses of ranks that share a pack is the pack's loss, so all give the pack's weight.
+    tokens = batch.boundaries.ranks / batch.loss_scale if batch.loss_scale else 0.0
     return float(len(batch.lengths)) if "labels" in batch.extras else tokens
 
 
@@ -101,6 +82,17 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
     return x[0] if row else x
 
 
+class Predictions(NamedTuple):
+    """The predictions of a batch's slots: one row per distinct pair of slot and target, ``[R]`` each.
+
+    ``slots`` are in ascending order; ``weights`` are sums over all tokens of a row.
+    """
+
+    slots: Tensor
+    targets: Tensor
+    weights: Tensor
+
+
 class _Pinned(Immutable):
     """Base of batches that may have a second copy of their tensors in page-locked memory."""
 
@@ -116,6 +108,7 @@ class THDBatch(_Pinned):
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, the next token of the same sequence, else -100.
         position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; the samples' own, else counted from 0.
+        boundaries: where every sequence begins, for layers and kernels; the next five are read from it.
         cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.
         cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T. A trailing pad counts in S.
         lengths: real length of every sequence, on the host, without a trailing pad.
@@ -135,16 +128,12 @@ class THDBatch(_Pinned):
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
     """
 
-    __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
+    __slots__ = tuple("_targets" if name == "targets" else name for name in _FIELDS)
 
     input_ids: Tensor
-    targets: Tensor
+    _targets: Tensor | None
     position_ids: Tensor
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor
-    lengths: tuple[int, ...]
-    padded_lengths: tuple[int, ...]
-    max_seqlen: int
+    boundaries: Boundaries
     stats: SeqStats
     sequence_ids: tuple[int, ...]
     loss_scale: float
@@ -161,12 +150,9 @@ class THDBatch(_Pinned):
         self,
         *,
         input_ids: Tensor,
-        targets: Tensor,
+        targets: Tensor | None,
         position_ids: Tensor,
-        cu_seqlens: Tensor,
-        cu_seqlens_padded: Tensor,
-        lengths: Sequence[int],
-        padded_lengths: Sequence[int],
+        boundaries: Boundaries,
         stats: SeqStats,
         sequence_ids: Sequence[int],
         loss_scale: float,
@@ -177,18 +163,13 @@ class THDBatch(_Pinned):
         token_scale: float | None = None,
         microbatch: int = 0,
         set_name: str = "",
-        max_seqlen: int | None = None,
         max_targets: int | None = None,
     ) -> None:
         self._set(
             input_ids=input_ids,
-            targets=targets,
+            _targets=targets,
             position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_padded=cu_seqlens_padded,
-            lengths=tuple(lengths),
-            padded_lengths=tuple(padded_lengths),
-            max_seqlen=max(1, max(padded_lengths, default=1)) if max_seqlen is None else max_seqlen,
+            boundaries=boundaries,
             stats=stats,
             sequence_ids=tuple(sequence_ids),
             loss_scale=float(loss_scale),
@@ -203,7 +184,7 @@ class THDBatch(_Pinned):
         )
         if len(self.sequence_ids) != len(self.lengths):
             raise ValueError(
-                f"{len(lengths)} lengths have {len(self.sequence_ids)} sequence_ids; want one each."
+                f"{len(self.lengths)} lengths have {len(self.sequence_ids)} sequence_ids; want one each."
             )
 
     @classmethod
@@ -237,7 +218,7 @@ class THDBatch(_Pinned):
             token_scale: see the class; computed from this batch if neither it nor ``loss_scale`` is given.
             windows: the attention windows of the model for which ``stats`` counts query-key pairs.
             share_prefixes: store and compute tokens of common prefixes only once. If samples have common
-                prefixes, the batch is a ``SharedBatch`` with the same loss and gradient.
+                prefixes, ``batch.prefixes`` maps them to their slots; loss and gradient are the same.
             vision: ``FlopsModel.vision`` of the model, with which ``stats`` counts the work on images.
 
         Returns:
@@ -278,25 +259,100 @@ class THDBatch(_Pinned):
         return batch.to(input_ids.device) if isinstance(input_ids, Tensor) else batch
 
     @property
+    def targets(self) -> Tensor:
+        """Return the next token of the same sequence for every slot, int64 ``[T]``, else -100."""
+        if self._targets is None:
+            self.boundaries.refuse_field("targets")
+        return self._targets
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Return the cumulative real lengths, int32 ``[S + 1]``."""
+        return self.boundaries.cu_seqlens
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Return the offsets in memory, int32 ``[S + 1]``, last entry T."""
+        return self.boundaries.cu_seqlens_padded
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the real length of every sequence, without a trailing pad."""
+        lengths = self.boundaries.sequence_lengths
+        assert lengths is not None
+        return lengths
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Return the slots of every sequence, and of a trailing pad."""
+        return self.boundaries.padded_lengths
+
+    @property
+    def max_seqlen(self) -> int:
+        """Return the slots of the longest sequence or of the trailing pad, at least 1."""
+        if self.boundaries.prefixes is not None:
+            self.boundaries.refuse_field("max_seqlen")
+        return self.boundaries.max_seqlen
+
+    @property
+    def prefixes(self) -> Any:
+        """Return the ``Prefixes`` that sequences share; None if they share none."""
+        return self.boundaries.prefixes
+
+    @property
     def token_targets(self) -> Tensor:
         """Return ``targets``; for a batch with shared prefixes, the target of each token of its sequences."""
-        return self.targets
+        prefixes = self.boundaries.prefixes
+        return self.targets if prefixes is None else prefixes.of_tokens(prefixes.targets, IGNORE_INDEX)
 
     @property
     def token_offsets(self) -> Tensor:
         """Return the offsets of the sequences among ``token_targets``, int32 ``[S + 1]``."""
-        return self.cu_seqlens_padded
+        prefixes = self.boundaries.prefixes
+        return self.boundaries.offsets if prefixes is None else prefixes.offsets
+
+    @property
+    def token_slots(self) -> int:
+        """Return how many ``token_targets`` the batch has: its slots, or all tokens of shared prefixes."""
+        return self.input_ids.shape[-1] if self.boundaries.prefixes is None else sum(self.lengths)
+
+    def token_sequences(self) -> Tensor:
+        """Return the sequence of each of ``token_targets``, int64; a trailing pad is one more."""
+        return seq_idx_from_cu_seqlens(self.token_offsets, self.token_slots).flatten().long()
+
+    @property
+    def predictions(self) -> Predictions:
+        """Return the rows of (slot, target, weight); losses of rows times weights add up to the batch's."""
+        prefixes = self.boundaries.prefixes
+        if prefixes is None:
+            weights = (self.targets != IGNORE_INDEX).float() if self.weights is None else self.weights
+            return Predictions(torch.arange(len(weights), device=weights.device), self.targets, weights)
+        ones = torch.ones_like(prefixes.token_rows, dtype=torch.float32)
+        weights = prefixes.of_rows(ones if self.weights is None else self.weights)
+        return Predictions(prefixes.slots, prefixes.targets, weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in THDBatch.__slots__}
 
     def replace(self, **changes: Any) -> THDBatch:
         """Return a copy with some fields changed; fields that derive from them are not updated."""
         if "targets" in changes:
+            changes["_targets"] = changes.pop("targets")
             changes.setdefault("max_targets", None)
-        return THDBatch(**{**self.__getstate__(), **changes})
+        if unknown := changes.keys() - set(THDBatch.__slots__):
+            raise TypeError(
+                f"replace() got {sorted(unknown)}; wanted fields of a batch: {', '.join(_FIELDS)}."
+            )
+        copy = object.__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), **changes})
+        return copy
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
         """Move the tensors to a device; from CPU to CUDA, this is one copy that by default does not block."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
+        if self.boundaries.stays(device):
+            return self
         tensors = self._tensors()
         if device.type == "cpu" and all(x.is_cpu for x in tensors.values()):
             return self
@@ -316,34 +372,37 @@ class THDBatch(_Pinned):
         return copy
 
     def _pin(self) -> PinnedBatch:
-        return PinnedBatch(self._tensors(), self.padded_lengths)
+        return PinnedBatch(self._tensors(), self.boundaries.counted_lengths)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, extras as ``extras.<key>``; identical offsets appear only once."""
-        names = _TENSORS[:-1] if self.cu_seqlens_padded is self.cu_seqlens else _TENSORS
-        found: dict[str, Tensor] = {name: getattr(self, name) for name in names}
+        """Return all tensors by name, those of ``boundaries`` and ``extras`` as ``extras.<key>``."""
+        tensors = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        if self._targets is not None:
+            tensors["targets"] = self._targets
         if self.weights is not None:
-            found["weights"] = self.weights
-        return found | {f"extras.{key}": value for key, value in self.extras.items()}
+            tensors["weights"] = self.weights
+        tensors |= {f"boundaries.{name}": x for name, x in self.boundaries.tensors().items()}
+        return tensors | {f"extras.{key}": value for key, value in self.extras.items()}
 
     def _with(self, tensors: dict[str, Tensor]) -> THDBatch:
-        fields: dict[str, Any] = {k: x for k, x in tensors.items() if not k.startswith("extras.")}
-        fields.setdefault("cu_seqlens_padded", fields["cu_seqlens"])
-        know_offsets(fields["cu_seqlens"], (*self.lengths, *self.padded_lengths[len(self.lengths) :]))
-        know_offsets(fields["cu_seqlens_padded"], self.padded_lengths)
-        fields["max_targets"] = None if version(self.targets) > 0 else self.max_targets
-        return self.replace(**fields, extras={key: tensors[f"extras.{key}"] for key in self.extras})
+        fields: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
+        if self._targets is not None:  # the number of targets is unknown if they were written in place
+            fields["max_targets"] = None if version(self._targets) > 0 else self.max_targets
+        moved = {name: tensors[f"boundaries.{name}"] for name in self.boundaries.tensors()}
+        extras = {key: tensors[f"extras.{key}"] for key in self.extras}
+        return self.replace(**fields, boundaries=self.boundaries.with_tensors(moved), extras=extras)
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model: the pack as a batch of one row.
 
         Returns:
-            ``input_ids`` is ``[1, T]``, ``position_ids`` is ``[1, T]`` or ``[3, 1, T]``. ``cu_seq_lens_q/k``
-            are the offsets in memory, ``max_length_q/k`` Python ints, and ``attention_mask`` is None.
-            ``use_cache`` is False, because the default True makes transformers ignore the boundaries. The
-            extras follow, with ``labels``, one per sequence, if samples had a ``label``. If any sequence is
-            padded, ``cu_seq_lens_real`` has the cumulative lengths without padding. With shared prefixes,
-            ``shared_prefixes`` replaces the offsets; models without thd attention raise an error for it.
+            ``input_ids`` is ``[1, T]``, ``position_ids`` is ``[1, T]`` or ``[3, 1, T]``. ``boundaries`` says
+            where every sequence begins. Beside it are transformers' own names for it, for kernels that read
+            them: ``cu_seq_lens_q/k``, the offsets in memory, and ``max_length_q/k``, Python ints. If ranks
+            share a pack, or sequences share prefixes, these would be wrong: only ``boundaries`` is passed.
+            ``attention_mask`` is None. ``use_cache`` is False, because the default True makes transformers
+            ignore the boundaries. The extras follow, with ``labels``, one per sequence, if samples had a
+            ``label``.
         """
         position_ids = self.position_ids
         return {
@@ -351,37 +410,21 @@ class THDBatch(_Pinned):
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
             "attention_mask": None,
             "use_cache": False,
-            **self._boundaries(),
+            **self.boundaries.hf_kwargs(),
             **self.extras,
         }
 
-    def _boundaries(self) -> dict[str, Any]:
-        """Return the arguments of a transformers model that mark where each sequence begins."""
-        offsets, longest, real = self.cu_seqlens_padded, self.max_seqlen, self._real_offsets()
-        found: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-        found |= {"max_length_q": longest, "max_length_k": longest}
-        return found if real is None else {**found, "cu_seq_lens_real": real}
-
-    def _real_offsets(self) -> Tensor | None:
-        return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
-
     def unpack(self, x: Tensor) -> list[Tensor]:
-        """Split a per-token tensor into one view per sequence, without padding.
+        """Split a per-token tensor into one tensor per sequence, without padding.
 
         ``x`` is ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it. The tensors
-        ``[length, ...]`` are in the order of ``sequence_ids``.
+        ``[length, ...]`` are in the order of ``sequence_ids``. If ranks share the pack, this gathers the
+        slots of all ranks. If sequences share prefixes, ``x`` may also have one value per token of the
+        sequences laid end to end, as ``causal_lm_logprobs`` returns them; if padding makes slots and tokens
+        equally many, values of slots must be ``[1, T, ...]``.
         """
-        slots = sum(self.padded_lengths)
-        x = rows_of_slots(x, slots)
-        if x.ndim == 0 or x.shape[0] != slots:
-            raise ValueError(
-                f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots. "
-                f"Pass [{slots}, ...] or [1, {slots}, ...]."
-            )
-        rows = torch.split(x, list(self.padded_lengths))
-        if self.padded_lengths == self.lengths:
-            return list(rows)
-        return [row[:length] for row, length in zip(rows, self.lengths, strict=False)]
+        rows = rows_of_slots(x, self.boundaries.slots)
+        return self.boundaries.unpack(rows, single=rows is not x)
 
     def pool(self, x: Tensor, how: Literal["last", "mean", "first"] = "last") -> Tensor:
         """Reduce a per-token tensor to one row per sequence, without reading from the device.
@@ -396,7 +439,7 @@ class THDBatch(_Pinned):
             raise ValueError(f"Sequence {empty} of the batch has no tokens to pool. Remove empty rows.")
         rows = self.unpack(x)
         if not rows:
-            return rows_of_slots(x, sum(self.padded_lengths))[:0]
+            return rows_of_slots(x, self.boundaries.slots)[:0]
         if how == "mean":
             dtype = torch.promote_types(rows[0].dtype, torch.float32)
             return torch.stack([row.mean(0, dtype=dtype) for row in rows]).to(rows[0].dtype)

@@ -1,29 +1,25 @@
 """The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy.
 
 Int64 tensors are sent as int32 if their values fit. Positions that count from 0 in every sequence are
-computed on the GPU. The host remembers the values of uploaded offsets, so nothing reads them back.
+computed on the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
 _ALIGNMENT = 16  # in bytes; enough for every dtype
 _INT32 = np.iinfo(np.int32)
 _POSITIONS = "position_ids"
-# Offsets on a device -> the tensor's version, and its lengths or values on the host.
-_KNOWN: Any = WeakTensorKeyDictionary()
+_OFFSETS = "boundaries.offsets"
 
 
 class _Part(NamedTuple):
@@ -62,13 +58,12 @@ class PinnedBatch:
         buffer = self._buffer.to(device, non_blocking=non_blocking)
         found = {name: _view(buffer, part).to(part.dtype) for name, part in self._parts.items()}
         if self._computes_positions:
-            offsets = found.get("cu_seqlens_padded", found["cu_seqlens"])
-            found[_POSITIONS] = position_ids_from_cu_seqlens(offsets, self._slots)
+            found[_POSITIONS] = position_ids_from_cu_seqlens(found[_OFFSETS], self._slots)
         return found | {k: x.to(device, non_blocking=non_blocking) for k, x in self._separate.items()}
 
 
 def uploaded(found: Any, device: torch.device) -> Any:
-    """Copy arrays in nested tuples and lists to a device; remember int32 vectors, which are offsets."""
+    """Copy arrays in nested tuples and lists to a device, without waiting for it."""
     leaves, structure = tree_flatten(found)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}
@@ -79,25 +74,7 @@ def uploaded(found: Any, device: torch.device) -> Any:
     for i, tensor in tensors.items():
         # A copy to MPS that does not block would read freed memory.
         leaves[i] = tensor.to(device, non_blocking=device.type != "mps")
-        if arrays[i].dtype == np.int32 and arrays[i].ndim == 1 and device.type != "cpu":
-            know_offsets(leaves[i], arrays[i])
     return tree_unflatten(leaves, structure)
-
-
-def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember the values of offsets on a device: ``lengths`` of sequences, or an array of the offsets."""
-    _KNOWN[cu_seqlens] = version(cu_seqlens), lengths
-
-
-def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints, read from the device if unknown or changed; inference tensors hide changes."""
-    known, found = _KNOWN.get(cu_seqlens, (None, None))
-    if found is None or known != version(cu_seqlens):
-        read = tuple(cu_seqlens.tolist())
-        if not cu_seqlens.is_inference():
-            know_offsets(cu_seqlens, np.asarray(read, np.int32))
-        return read
-    return tuple(found.tolist() if isinstance(found, np.ndarray) else accumulate(found, initial=0))
 
 
 def version(tensor: Tensor) -> int:

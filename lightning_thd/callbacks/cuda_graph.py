@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph import (
     Bucket,
@@ -162,7 +161,7 @@ class CUDAGraphCallback(L.Callback):
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
-            eager = not packs or isinstance(batch, SharedBatch) or batch.extras or batch.weights is not None
+            eager = not packs or batch.prefixes is not None or batch.extras or batch.weights is not None
             self._seen.append(None if eager else Layout.of_batch(batch))  # any type: ranks vote together
             if len(self._seen) < _OBSERVED:
                 return False

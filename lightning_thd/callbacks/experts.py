@@ -17,7 +17,7 @@ from lightning_thd._checks import real_number
 from lightning_thd._static import shapes_are_static
 from lightning_thd.callbacks.seen import kept_slots
 from lightning_thd.cuda_graph.fingerprint import only_looking
-from lightning_thd.models.pack import current_scope, real_slots
+from lightning_thd.models.pack import current_scope
 from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
 from lightning_thd.parallel.routers import routers_of
 
@@ -61,7 +61,7 @@ class ExpertChoices:
             return
         counts = self._tensor(chosen.device)
         scope = current_scope()
-        real = None if scope is None or scope.pack is None else real_slots(scope.pack)
+        real = None if scope is None or scope.pack is None else scope.pack.real_slots
         mask = self._mask if real is None else None
         if isinstance(mask, Tensor) and mask.numel() == len(chosen):  # padded rows
             real = kept_slots(mask).flatten()

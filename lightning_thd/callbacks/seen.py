@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_thd.batch.media import GRIDS, PIXELS, counted
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.stats import SeqStats, Vision
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
@@ -53,7 +52,7 @@ class Shared(tuple[int, ...]):
     held: tuple[int, ...]  # for each sequence, how many of its first tokens an earlier one stores
 
     @classmethod
-    def of(cls, batch: SharedBatch) -> Shared:
+    def of(cls, batch: Any) -> Shared:
         """Return the lengths of a batch's sequences; those without slots of their own come last."""
         prefixes = batch.prefixes
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
@@ -79,8 +78,9 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
-        shared = isinstance(batch, SharedBatch)
-        return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
+        if getattr(batch, "prefixes", None) is not None:
+            return [(stats, Shared.of(batch))]
+        return [(stats, getattr(batch, "lengths", None))]
     look: _Lookup = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
     if (ids := look("input_ids")) is not None:
         return _rows(ids, look, pad_id)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.collate import cumulative
-from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.cuda_graph.errors import refuse
 from lightning_thd.seqlens import pad_cu_seqlens
 
@@ -44,9 +44,10 @@ class Layout(NamedTuple):
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
         """Return the layout of a batch without its trailing padding, which a bucket's tail replaces."""
-        if isinstance(batch, SharedBatch):
-            return cls.of(batch.prefixes.query_lengths)
-        return cls.of(batch.padded_lengths[: len(batch.lengths)])
+        boundaries = batch.boundaries
+        if boundaries.prefixes is not None:
+            return cls.of(boundaries.lengths)
+        return cls.of(boundaries.lengths[: len(batch.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -121,15 +122,13 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
 
 
 # The fields that a captured step may read.
-_KEPT = (
-    *("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
-    *("max_seqlen", "loss_scale", "extras", "weights"),
-)
+_KEPT = ("input_ids", "_targets", "position_ids", "_static", "loss_scale", "extras", "weights")
 # The host fields of a batch, which a graph cannot update.
 _HIDDEN = (
-    *("lengths", "padded_lengths", "stats", "sequence_ids"),
-    *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
+    *("stats", "sequence_ids", "sequence_shares", "sequence_scale"),
+    *("token_scale", "microbatch", "set_name"),
 )
+_HIDDEN_LENGTHS = ("lengths", "padded_lengths")  # properties, which read ``boundaries``
 _ADVICE = (
     "which the host knows and which changes from batch to batch; a captured step would keep the value of "
     "the batch at its capture. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or "
@@ -140,15 +139,34 @@ _ADVICE = (
 def _refused(name: str) -> property:
     def read(self: StaticBatch) -> Any:
         refuse(f"the step reads batch.{name}, {_ADVICE}")
-        return THDBatch.__dict__[name].__get__(self)  # reached only in lint_capture, which stores the value
+        if name in _HIDDEN:  # reached only in lint_capture, which stores the value
+            return THDBatch.__dict__[name].__get__(self)
+        return getattr(self._watched, name)
 
     return property(read)
+
+
+class StaticBoundaries(Boundaries):
+    """The boundaries of a step that is recorded: offsets with fixed addresses, which replays overwrite.
+
+    Padding inside sequences is possible in every batch. ``lengths`` are those of a real batch, for a lint
+    that reports their reads; None in a captured step.
+    """
+
+    __slots__ = ()
+
+    def fresh(self) -> StaticBoundaries:
+        """Return the boundaries without values that layers computed, which must be recorded too."""
+        return self.with_tensors({})
 
 
 class StaticBatch(THDBatch):
     """A batch of tensors with fixed addresses; except for ``max_seqlen``, reads of host values raise."""
 
-    __slots__ = ()
+    __slots__ = ("_static", "_watched")
+
+    _static: StaticBoundaries
+    _watched: THDBatch  # the real batch whose host values a lint hands out
 
     max_targets = None  # not known at capture, because it changes from batch to batch
 
@@ -159,12 +177,21 @@ class StaticBatch(THDBatch):
         batch._set(**{"extras": {}, "weights": None, **fields})
         return batch
 
+    @property
+    def boundaries(self) -> Boundaries:  # type: ignore[override]
+        """Return the boundaries, new ones at every read: a replay computes again what layers ask of them."""
+        return self._static.fresh()
+
     @classmethod
     def watching(cls, batch: THDBatch) -> StaticBatch:
         """Build a static batch from a real one; it reports reads of host values, and returns the values."""
-        fields = {name: getattr(batch, name) for name in _KEPT}
+        fields = {name: getattr(batch, name) for name in _KEPT if name != "_static"}
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
-        watching = cls.build(**{**fields, "loss_scale": scale})
+        real = batch.boundaries
+        static = StaticBoundaries(
+            offsets=real.offsets, slots=real.slots, max_seqlen=real.max_seqlen, real_offsets=real.cu_seqlens
+        )
+        watching = cls.build(**{**fields, "loss_scale": scale, "_static": static, "_watched": batch})
         for name in _HIDDEN:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
@@ -172,17 +199,15 @@ class StaticBatch(THDBatch):
     def replace(self, **changes: object) -> Any:
         """Return a copy with some tensors changed."""
         changes.pop("max_targets", None)  # None for all static batches
+        if "targets" in changes:
+            changes["_targets"] = changes.pop("targets")
         return StaticBatch.build(**{**{name: getattr(self, name) for name in _KEPT}, **changes})
-
-    def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens even if no sequence is padded, because a later batch may be."""
-        return self.cu_seqlens
 
     def __repr__(self) -> str:
         return f"StaticBatch({self.input_ids.shape[-1]} slots)"
 
 
-for _name in (*_HIDDEN, "loss_tokens"):
+for _name in (*_HIDDEN, *_HIDDEN_LENGTHS, "loss_tokens"):
     setattr(StaticBatch, _name, _refused(_name))
 
 
@@ -204,13 +229,13 @@ class StaticInputs:
         offsets = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self.batch = StaticBatch.build(
             input_ids=torch.zeros(slots, dtype=torch.int64, device=device),
-            targets=torch.full((slots,), IGNORE_INDEX, device=device),
+            _targets=torch.full((slots,), IGNORE_INDEX, device=device),
             position_ids=torch.zeros(
                 (slots,) if axes is None else (axes, slots), dtype=torch.int64, device=device
             ),
-            cu_seqlens=offsets,
-            cu_seqlens_padded=offsets.clone(),
-            max_seqlen=bucket.max_seqlen,
+            _static=StaticBoundaries(
+                offsets=offsets, real_offsets=offsets.clone(), slots=slots, max_seqlen=bucket.max_seqlen
+            ),
             loss_scale=torch.ones((), dtype=scale_dtype, device=device),
         )
 
@@ -229,8 +254,9 @@ class StaticInputs:
         static, layout = self.batch, Layout.of_batch(batch)
         used, tail = layout.slots, self.bucket.slots - layout.slots
         lengths = padded_lengths_of(batch, self.bucket)
-        _copy(static.cu_seqlens_padded, cumulative(lengths.tolist()))
-        _copy(static.cu_seqlens, cumulative(real_lengths_of(batch, lengths).tolist()))
+        buffers = static.boundaries
+        _copy(buffers.cu_seqlens_padded, cumulative(lengths.tolist()))
+        _copy(buffers.cu_seqlens, cumulative(real_lengths_of(batch, lengths).tolist()))
         for name, blank in (("input_ids", 0), ("targets", IGNORE_INDEX)):
             target: Tensor = getattr(static, name)
             target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)

@@ -19,8 +19,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_thd._checks import flags, instance
 from lightning_thd._static import trial_runs
+from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
 from lightning_thd.cuda_graph.capture import (
@@ -37,8 +37,6 @@ from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
 from lightning_thd.parallel.across_ranks import all_agree, gather_ints, group_size
-from lightning_thd.parallel.shard import THDShard
-from lightning_thd.warnings import SlowWarning, warn
 
 # Stop after this many captures of all buckets: if parameters move every few steps, captures are useless.
 _MOST_CAPTURES = 4
@@ -276,9 +274,9 @@ class GraphedStep:
 def _unsupported(batch: Any) -> str | None:
     if not isinstance(batch, THDBatch):
         return "batch_type"
-    if isinstance(batch, SharedBatch):  # the number of gathered keys differs between batches
+    if batch.boundaries.prefixes is not None:  # the number of gathered keys differs between batches
         return "shared_prefixes"
-    if isinstance(batch, THDShard):  # the sizes of exchanges between ranks differ between batches
+    if batch.boundaries.ranks > 1:  # the sizes of exchanges between ranks differ between batches
         return "context_parallel"
     if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
         return "watched"

@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.buckets import StaticBatch
 from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import as_capture_error, reporting_to
@@ -31,7 +30,6 @@ from lightning_thd.cuda_graph.guards import (
 from lightning_thd.cuda_graph.recording import RefuseReads, record
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.models.positions import keep_frequencies
-from lightning_thd.parallel.shard import THDShard
 
 _AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 
@@ -79,15 +77,15 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     Raises:
         ValueError: if ``batch`` is not a ``THDBatch``, is a shard of one, or shares prefixes.
     """
-    if not isinstance(batch, THDBatch) or isinstance(batch, SharedBatch):
+    if not isinstance(batch, THDBatch) or batch.prefixes is not None:
         raise ValueError(
-            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch without shared prefixes, with "
-            "which steps always run eagerly. See THDBatch.collate."
+            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch without shared prefixes, "
+            "with which steps always run eagerly. See THDBatch.collate."
         )
-    if isinstance(batch, THDShard):
+    if batch.boundaries.ranks > 1:
         raise ValueError(
-            "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch. "
-            "Pass the batch before it is cut into shards."
+            "lint_capture got a shard of a pack, whose attention needs the other ranks; wanted the whole "
+            "THDBatch. Pass the batch before it is cut into shards."
         )
     found: dict[str, Finding] = {}
 

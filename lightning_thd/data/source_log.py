@@ -17,7 +17,6 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
 class SourceLog:
@@ -63,9 +62,8 @@ class SourceLog:
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
         """Return the index of each slot's source, int64 ``[T]``; padding gets K, after those of K sources."""
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
-        of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.targets.device)
-        sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
-        return of_sequence.index_select(0, sequence.flatten())
+        of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.input_ids.device)
+        return of_sequence.index_select(0, batch.token_sequences())
 
     def flush(self, trainer: L.Trainer) -> None:
         """Log the steps since the last log; a collective."""

@@ -13,7 +13,6 @@ from lightning_thd.flops.families.registry import read_config, register
 from lightning_thd.flops.terms import (
     Basis,
     Causal,
-    Cost,
     FlopsBreakdown,
     Kind,
     Layer,
@@ -22,13 +21,13 @@ from lightning_thd.flops.terms import (
     Tokens,
     units,
 )
-from lightning_thd.flops.torch_counter import StepCounter, call_terms, counted, counted_layers
+from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.stats import COUNTS, SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
 
-_Table: TypeAlias = dict[tuple[str, Basis, Window | None], Cost]
+_Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
 
 # Which terms of a checkpointed layer run again, by checkpointing policy.
 _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
@@ -124,15 +123,9 @@ class FlopsModel:
             stats: the counts of the batch that ``run`` uses.
         """
         name = type(module).__name__
-        counter = StepCounter()
-        counter.start()
-        try:
+        with StepCounter() as counter:
             run()
-        finally:
-            counter.stop()
-        layers, _ = counted_layers([counted(counter, [stats], [stats.sequences])], name=name)
-        calls = Layer(path="", terms=call_terms(counter.calls, stats), recomputable=False)
-        return FlopsModel(name=name, layers=(*layers, calls), tokens="slots")
+        return FlopsModel(name=name, layers=counted_layers(counter, [stats], name=name), tokens="slots")
 
     register = staticmethod(register)
 
@@ -212,7 +205,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], Cost]) -> _Table:
+def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
     """Merge terms that multiply the same count, so that a batch is counted with a few products."""
     counts = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
@@ -224,7 +217,7 @@ def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], Cost]) -> _Table
     return table
 
 
-def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> Cost:
+def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
     if not layer.recomputable or not runs_again(term):
         return 0
     return term.forward if term.again is None else term.again

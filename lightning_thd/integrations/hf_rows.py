@@ -20,7 +20,6 @@ from lightning_thd._checks import flags
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
@@ -180,7 +179,7 @@ def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) ->
         measure.count(model, batch)
     if not given.get("fused_lm_head"):
         return run_as_pack(model, forward, batch, **passed_on)
-    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    shared = batch.prefixes
     targets = batch.targets if shared is None else shared.targets
     with contextlib.nullcontext() if shared is None else _hidden_at(model, shared.slots):
         passed_on |= {"fused_lm_head": True, "shift_labels": targets[None]}

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import choice, instance, real_number, shaped, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
-from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.head_call import HeadCall, HeadOperands
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
@@ -27,7 +25,7 @@ from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_fo
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.watch import RECORDED, WATCHER, SlotLosses, watching
-from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
+from lightning_thd.parallel.shard import pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
@@ -174,20 +172,17 @@ def _loss(
         loss = loss + torch.stack(further).mean() * mtp_weight
     if "aux_loss" in found:
         loss = loss + found["aux_loss"]
-    if isinstance(batch, THDShard):
-        loss = pack_value(loss, batch)
-    return loss, TokenStats(*(value.detach() for value in sums)) if stats else None
+    return pack_value(loss, batch), TokenStats(*(value.detach() for value in sums)) if stats else None
 
 
 @torch.no_grad()
 def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     """Sum entropies, correct predictions and ones over the loss tokens of a batch, ``[3]``."""
     prepared = prepare(args)
-    with projecting():  # the model needs none of these products
-        rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
+    rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(each).flatten(0, -2)
-    if isinstance(batch, SharedBatch):  # several tokens may share a row
+    if batch.prefixes is not None:  # several tokens may share a row
         tokens = batch.prefixes.token_rows
         counted = torch.ones_like(tokens) if batch.weights is None else (batch.weights != 0).long()
         sums = sums * batch.prefixes.of_rows(counted)[:, None]
@@ -219,7 +214,7 @@ def causal_lm_logprobs(
         results = linear_logprobs(args, entropy=entropy)
         return torch.cat([part.flatten() for part in results if part is not None])
 
-    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    shared = batch.prefixes
     rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
     found = HeadCall.of(model).run(model, batch, values, size=wide * rows)
     columns = list(found["values"].chunk(wide))
@@ -249,7 +244,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
     if reduction != "tokens":
         choice(reduction, "reduction", *get_args(Reduction))
     given = [part for part in (batch.weights, weights) if part is not None]
-    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    shared = batch.prefixes
     if not given and reduction == "tokens" and shared is None:
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
@@ -286,10 +281,7 @@ def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
     precise = np.float64 if dtype == torch.float64 else np.float32  # MPS has no fp64
     on_host = np.array([*batch.sequence_shares, 0.0], precise)
     shares: Tensor = uploaded(on_host, batch.input_ids.device).to(dtype)
-    if isinstance(batch, SharedBatch):
-        return shares.index_select(0, batch.token_sequences())
-    sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
-    return shares.index_select(0, sequence.flatten().clamp(0, len(shares) - 1))
+    return shares.index_select(0, batch.token_sequences().clamp(0, len(shares) - 1))
 
 
 def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
@@ -317,7 +309,7 @@ def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
     """Return operands and targets of slots, or of rows of ``Prefixes``; and the most loss tokens, or None."""
-    if not isinstance(batch, SharedBatch):
+    if batch.prefixes is None:
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:
         raise ValueError("The model predicts beyond the next token. Collate with share_prefixes=False.")
@@ -326,9 +318,6 @@ def predicting(
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; for a shard, gather the pack's targets in one collective."""
-    if not isinstance(batch, THDShard):
-        return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
-    layout = batch.layout
-    whole = mtp_targets(gather_pack(batch.targets, layout), layout.pack_offsets, depth)
-    return whole.index_select(0, layout.own)
+    """Shift a batch's targets by ``depth``; ranks that share a pack gather its targets in one collective."""
+    boundaries = batch.boundaries
+    return boundaries.part(mtp_targets(boundaries.whole(batch.targets), boundaries.whole_offsets, depth))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd._user_code import users_function
+from lightning_thd._warnings import SlowWarning, THDWarning, warn
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
@@ -31,7 +32,6 @@ from lightning_thd.models.pack import STATE, announced
 from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 from lightning_thd.parallel.routers import require_gradients
-from lightning_thd.warnings import SlowWarning, THDWarning, warn
 
 _ATTRIBUTE = "_thd_head_call"
 LINEAR_FORWARD = nn.Linear.forward
@@ -171,7 +171,7 @@ class HeadCall:
         own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
-        scope = STATE.scope = announced(batch, kwargs)
+        scope = STATE.scope = announced(kwargs)
         self._here.job, self._own = job, (job.model_forward, job.head.forward)
         if job.stage is not None:
             job.stage.in_loss = True
@@ -188,9 +188,9 @@ class HeadCall:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
-        if scope.pack is not None and "sees_later" in scope.pack.cache:
+        if scope.sees_later is not None:
             raise ValueError(
-                f"{scope.pack.cache['sees_later']} of {type(inner).__name__} attends to later tokens, so "
+                f"{scope.sees_later} of {type(inner).__name__} attends to later tokens, so "
                 "each token would see its own target. Set is_decoder=True in its config, if it has that. Or "
                 "call loss.fused_linear_cross_entropy on the last hidden states with your own targets."
             )

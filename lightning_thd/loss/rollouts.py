@@ -18,7 +18,6 @@ from lightning_thd._checks import choice
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
-from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
 
@@ -166,7 +165,7 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)
     lengths = torch.tensor(batch.lengths)
-    slots_of = torch.tensor(batch.lengths if isinstance(batch, SharedBatch) else batch.padded_lengths)
+    slots_of = torch.tensor(batch.padded_lengths if batch.prefixes is None else batch.lengths)
     padded = slots_of[:sequences]
     real_starts, slot_starts = lengths.cumsum(0) - lengths, padded.cumsum(0) - padded
     slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)

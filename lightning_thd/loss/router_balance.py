@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.prefixes import SharedBatch
-from lightning_thd.models.pack import sequence_of_slots
+from lightning_thd.boundaries.core import sequence_of_slots
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
 from lightning_thd.parallel.routers import (
     FUNCTION,
@@ -33,7 +32,6 @@ from lightning_thd.parallel.routers import (
     scores_of,
     wants_balance,
 )
-from lightning_thd.parallel.shard import THDShard
 
 if TYPE_CHECKING:
     from lightning_thd.loss.head_call import HeadCall
@@ -104,11 +102,11 @@ class Routers:
     def _groups(self) -> tuple[Tensor, Tensor | None]:
         """Return each slot's sequence, S for padding; of shared prefixes, each token's sequence and slot."""
         batch = self.batch
-        if isinstance(batch, SharedBatch):
+        if batch.prefixes is not None:
             return batch.token_sequences(), batch.prefixes.token_slots
-        real = None if batch.lengths == batch.padded_lengths else batch.cu_seqlens
-        slots = batch.input_ids.shape[-1]
-        return sequence_of_slots(len(batch.lengths), slots, batch.cu_seqlens_padded, real), None
+        places = batch.boundaries
+        count = len(batch.lengths)
+        return sequence_of_slots(count, places.slots, places.offsets, places.real_offsets), None
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
         """Compute the loss from sums of probabilities, choices and squared lse, ``[S + 1, E + E + 1]``."""
@@ -124,8 +122,8 @@ class Routers:
         layers = (chosen.sum() / top_k / tokens.clamp_min(1)).clamp_min(1.0)
         total = total + self.z_loss * sums[:-1, -1].sum() * (scale / layers)
         if self.balance == "sequence":
-            if isinstance(batch, THDShard) and batch.layout.group is not None:
-                dist.all_reduce(chosen := chosen.contiguous(), group=batch.layout.group)
+            if batch.boundaries.group is not None:
+                dist.all_reduce(chosen := chosen.contiguous(), group=batch.boundaries.group)
             each = balance_of(likely, chosen, top_k) * chosen.sum(1)  # not @, which autocast would round
             total = total + self.coefficient * each.sum() * (scale / layers / top_k)
         if self.balance == "step":
@@ -178,7 +176,7 @@ def routers_for(
         )
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
         wanted = None
-    if wanted == "microbatch" and isinstance(batch, SharedBatch):
+    if wanted == "microbatch" and batch.prefixes is not None:
         raise ValueError(
             f"{what} got sequences that share prefixes, and the model's balancing loss counts their slots "
             "once. Set router_balance='sequence' or share_prefixes=False."
@@ -195,7 +193,7 @@ def routers_for(
 
 def _refuse_balance_of_shard(batch: THDBatch, inner: Any) -> None:
     """Refuse a model's own balancing loss on a shard: each rank would balance only its own slots."""
-    if isinstance(batch, THDShard):
+    if batch.boundaries.ranks > 1:
         raise ValueError(
             f"router_balance='microbatch' got one rank's shard of a pack: {type(inner).__name__} would "
             "balance its experts over the shard's slots, and the loss would differ from that of one process. "

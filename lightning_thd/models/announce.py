@@ -26,9 +26,8 @@ from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
 from lightning_thd.models.pack import (
+    BOUNDARIES,
     PACK_KWARGS,
-    REAL,
-    SHARED,
     STATE,
     Caller,
     Pack,
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME: Final = "thd"
-_OF_PACKS: Final = ("cu_seq_lens_q", SHARED)
+_OF_PACKS: Final = ("cu_seq_lens_q", BOUNDARIES)
 # Hooked models by ``id``, for ``_reason_of``; a copy of a model is missing until ``adopt`` adds it.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # Class names of all models ever hooked. While the set is empty, the guard need not watch other models.
@@ -233,7 +232,7 @@ def enter(
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
         if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
-            return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS and k != SHARED}
+            return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS}
         text = None
     else:
         kind: Any = type(config)
@@ -241,12 +240,14 @@ def enter(
         plain = plain and TEXT_CONFIGS.isdisjoint(vars(config))
         text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
-    pack, offsets = None if outer is None else outer.pack, kwargs.get("cu_seq_lens_q")
-    inner = text is None and offsets is None  # some models do not pass the boundaries to inner models
-    if pack is None or not (inner or pack.cu_seqlens_q is offsets):
+    pack: Pack | None = kwargs.get(BOUNDARIES)
+    inner = text is None and kwargs.get("cu_seq_lens_q") is None
+    if pack is None and inner and outer is not None:  # some models do not pass them to inner models
+        pack = outer.pack
+    if pack is None or (BOUNDARIES in kwargs and (outer is None or outer.pack is not pack)):
         pack = find_pack(outer, args, kwargs)
-    if REAL in kwargs or SHARED in kwargs:  # models do not accept these arguments
-        kwargs = {name: value for name, value in kwargs.items() if name not in (REAL, SHARED)}
+    if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
+        kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
     if pack is not None:
         refuse_call(model, kwargs)
         if torch.compiler.is_compiling() or not model._thd_checked:
@@ -384,9 +385,13 @@ def guard(model_class: Any) -> None:
             return _call_announced(self, functools.partial(forward, self), args, kwargs)
         if _mentions_thd(self.config):
             _refuse_unannounced(self)
-        if SHARED in kwargs:
+        boundaries = kwargs.get(BOUNDARIES)
+        if boundaries is not None and "cu_seq_lens_q" not in kwargs:  # transformers has no name for them
+            what = "whose sequences share prefixes"
+            if boundaries.prefixes is None:
+                what = "that context-parallel ranks share"
             raise ValueError(
-                f"{type(self).__name__} got a batch whose sequences share prefixes and runs "
+                f"{type(self).__name__} got a batch {what} and runs "
                 f"attn_implementation={self.config._attn_implementation!r}, which cannot share them. Build "
                 "it with attn_implementation='thd', or collate with share_prefixes=False."
             )

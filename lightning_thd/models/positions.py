@@ -29,7 +29,7 @@ from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
-from lightning_thd.parallel.shard import gather_pack
+from lightning_thd.parallel.context.layout import gather_pack
 
 _FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
 _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")

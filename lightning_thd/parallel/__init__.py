@@ -1,5 +1,5 @@
 """Which rank holds which tokens and weights, and the collectives between ranks."""
 
-from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
+from lightning_thd.parallel.shard import shard_batch, shard_step
 
-__all__ = ["THDShard", "shard_batch", "shard_step"]
+__all__ = ["shard_batch", "shard_step"]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment, Layout
-from lightning_thd.batch import THDStep
+from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.trainer_link import alignment_of, recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.across_ranks import group_size, stage_group
-from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision.convert import (
     KEEP,
     Converted,
@@ -206,6 +205,7 @@ class FP8Precision(Precision):
         """Check the slots of a batch's packs, because a kernel's own error would not say what to do."""
         for batch in data.microbatches if isinstance(data, THDStep) else [data]:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-            if isinstance(ids, Tensor) and not isinstance(batch, THDShard):
+            whole = not isinstance(batch, THDBatch) or batch.boundaries.ranks == 1
+            if isinstance(ids, Tensor) and whole:
                 assert self._rules is not None
                 self._rules.check(ids.numel())

@@ -93,8 +93,7 @@ def _linear_macs(model: nn.Module, active: float) -> float:
         groups = weights_by_layer(model, active)
         return sum(w.macs for path, weights in groups.items() if path != "lm_head" for w in weights)
     terms = [term for layer in flops.layers for term in layer.terms]
-    macs = sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear")
-    return float(macs) / 2
+    return sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear") / 2
 
 
 def _sizes(child: nn.Module) -> tuple[int, int]:

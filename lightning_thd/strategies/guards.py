@@ -18,7 +18,6 @@ from torch.optim import LBFGS
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import TENSOR, AxisSizes
-from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
@@ -76,11 +75,12 @@ def packs(batch: Any) -> list[Any]:
 
 def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on shards without an attention that sees other ranks' slots."""
-    layouts = [pack.layout for pack in packs(batch) if isinstance(pack, THDShard)]
+    several = [x for pack in packs(batch) for x in getattr(pack, "microbatches", (pack,))]
+    layouts = [pack.boundaries.layout for pack in several if pack.boundaries.ranks > 1]
     if layouts and not any(layout.used for layout in layouts):
         raise MisconfigurationException(
             f"context_parallel_size={layouts[0].cp}, but the model ran without calling varlen_attention. "
-            "Call it with batch.cu_seqlens_padded, or use attn_implementation='thd'."
+            "Call it with batch.boundaries, or use attn_implementation='thd'."
         )
 
 

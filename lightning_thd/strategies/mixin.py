@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +23,7 @@ from lightning_thd.batch.thd_batch import epoch_weight
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.context.layout import Communication, end_job
+from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
@@ -52,8 +51,6 @@ from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, earlier_st
 from lightning_thd.strategies.shards import WeightShards
 
 _NOT_GIVEN: Any = object()
-# The exit status of a process that a signal ended, as shells count it: 143.
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
@@ -216,19 +213,12 @@ class THDStrategyMixin(Strategy):
         else:
             self._pipeline.make_optimizers(super().setup_optimizers, trainer)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Let a job that SIGTERM stopped end with a status that says so; Lightning's would say success."""
-        if isinstance(exception, SIGTERMException) and exception.code is None:
-            exception.code = _ENDED_BY_SIGTERM
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Wait for this rank's part of the last checkpoint, and release the state of the job."""
         if self._synced is not None:
             self._synced.close()
         self._synced, self._frozen = None, ()
         super().teardown()
-        end_job()  # shards that are still alive no longer make attention refuse other packs
         traffic.read_and_reset()  # a later job logs only its own exchanges
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not do this

@@ -23,10 +23,10 @@ from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.across_ranks import broadcast_object, check_agreement, on_host
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
-from lightning_thd.parallel.context.layout import Communication, know_whole_pack
+from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
-from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
+from lightning_thd.parallel.shard import shard_batch, shard_step
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import Axes, gathers_once
 from lightning_thd.strategies.guards import packs, refuse_other_attention, refuse_second_context_parallelism
@@ -78,14 +78,12 @@ class PackCut:
                     "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
                     f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
                 )
-            # While shards of a training step exist, attention refuses whole packs that are not registered.
-            apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
             return moved
         found: list[Any] = []
 
         def cut_one(batch: THDBatch | THDStep) -> THDBatch | THDStep:
             found.append(batch)
-            if isinstance(batch, THDShard):
+            if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
                 return batch
             assert self._axes.meshes is not None
             options = {"group": self._axes.meshes.group(CONTEXT), **self._options}

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.attention import varlen_attention
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.context.layout import ShardLayout, layout_of
+from lightning_thd.parallel.context.layout import ShardBoundaries, ShardLayout, gather_pack
 from lightning_thd.parallel.context.needs import need_counts
-from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 from tests.ranks import run_ranks
 
@@ -71,6 +71,10 @@ def shard_of(layout: str = "dual_chunk", communication: str = "auto") -> ShardLa
     )
 
 
+def boundaries_of(at: ShardLayout) -> ShardBoundaries:
+    return ShardBoundaries.of(Boundaries.from_lengths(LENGTHS), at)
+
+
 def sharded(
     heads: int, kv_heads: int, value_size: int, options: dict[str, Any], layout: str, communication: str
 ) -> list[Tensor]:
@@ -78,9 +82,7 @@ def sharded(
     q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, value_size))
     sinks = sinks_of(options, heads)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    offsets = at.offsets()
-    assert layout_of(offsets) is at
-    out = varlen_attention(*inputs, offsets, offsets, 40, 40, **{**options, "sinks": sinks})
+    out = varlen_attention(*inputs, boundaries_of(at), **{**options, "sinks": sinks})
     out.backward(grad)
     found = [gather_pack(x, at) for x in (out.detach(), *(x.grad for x in inputs))]
     if sinks is not None:
@@ -120,22 +122,6 @@ def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: i
     assert max(run_ranks(compare_all, cp, heads, kv_heads, value_size, every, one_in)) < 1e-13
 
 
-def test_shards_kept_by_a_cycle_alone_refuse_nothing() -> None:
-    q, k, v, _ = tensors(4, 2, 8)
-    shard = ShardLayout([8, 40, 16], cp=2, rank=0)
-    own, offsets = shard.own, shard.offsets()
-    made_anew = cu_seqlens_from_lengths([8, 24])
-
-    def attend() -> Tensor:
-        return varlen_attention(q[own], k[own], v[own], made_anew, made_anew, 24, 24)
-
-    with pytest.raises(ValueError, match="not those of the batch"):
-        attend()
-    shard.cache["itself"] = shard
-    del shard, offsets
-    assert attend().shape == (32, 4, 8)
-
-
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
     *((way, 4, AHEAD, f"'{way}' supports only.*'ulysses'") for way in ("all_gather", "needed", "ring")),
     ("ulysses", 3, AHEAD, "3 query heads.*multiple of 2"),
@@ -144,23 +130,22 @@ REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
 
 
 def all_refusals() -> None:
-    """Windows that look ahead, a backend whose results cannot be merged, and offsets of another batch."""
+    """Windows that look ahead, a backend whose results cannot be merged, and other numbers of slots."""
     q, k, v, _ = tensors(4, 2, 8)
     for communication, heads, options, message in REFUSED:
         at = shard_of(communication=communication)
-        given, offsets = (q[at.own, :heads], k[at.own, :1], v[at.own, :1]), at.offsets()
+        given = q[at.own, :heads], k[at.own, :1], v[at.own, :1]
         with pytest.raises(ValueError, match=message):
-            varlen_attention(*given, offsets, offsets, 40, 40, **options)
+            varlen_attention(*given, boundaries_of(at), **options)
     at = shard_of("striped", "ring")
     inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
-    out = varlen_attention(*inputs, at.offsets(), at.offsets(), 40, 40, softcap=3.0)
+    out = varlen_attention(*inputs, boundaries_of(at), softcap=3.0)
     for made in (out, gather_pack(inputs[0], at)):
         (grad,) = torch.autograd.grad(made.square().sum(), inputs[0], create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.sum().backward()
-    made_anew = offsets.clone()
-    with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
-        varlen_attention(*given, made_anew, made_anew, 40, 40)
+    with pytest.raises(ValueError, match="rows, but the boundaries have .* slots. Pass the boundaries"):
+        varlen_attention(q, k, v, boundaries_of(at))
 
 
 def test_refusals() -> None:
@@ -173,9 +158,10 @@ def half_precision(communication: str, layout: str) -> float:
     for dtype, cut in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         q, k, v, grad = (x.to(dtype) for x in tensors(4, 2, 8))
         at = shard_of(layout, communication)
-        own, offsets = (at.own, at.offsets()) if cut else (slice(None), cu_seqlens_from_lengths(LENGTHS))
+        boundaries = boundaries_of(at) if cut else Boundaries.from_lengths(LENGTHS)
+        own = at.own if cut else slice(None)
         inputs = [x[own].requires_grad_() for x in (q, k, v)]
-        out = varlen_attention(*inputs, offsets, offsets, 40, 40)
+        out = varlen_attention(*inputs, boundaries)
         out.backward(grad[own])
         found = [out.detach(), *(x.grad for x in inputs)]
         assert all(x.dtype == dtype for x in found)
@@ -197,8 +183,8 @@ def exchanged_bytes() -> None:
     """Bytes received by an attention that is checkpointed, as ``traffic`` counts and as formulas say."""
     for layout, way in product(LAYOUTS, ("needed", "ring")):
         at = shard_of(layout, way)
-        inputs, offsets = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]], at.offsets()
-        attend = partial(varlen_attention, *inputs, offsets, offsets, 40, 40)
+        inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
+        attend = partial(varlen_attention, *inputs, boundaries_of(at))
         traffic.read_and_reset()
         checkpoint(attend, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
         counts = need_counts(LENGTHS, cp=dist.get_world_size(), layout=layout)

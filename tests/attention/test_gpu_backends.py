@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_thd.attention import entry, varlen_attention
 from lightning_thd.attention.kernels import raw, torch_cuda
-from lightning_thd.attention.spec import Offsets, make_spec
+from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Request, choose
+from lightning_thd.boundaries import KernelCall
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
 
@@ -163,7 +164,7 @@ def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
     q, k, v = (
         torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
     )
-    at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
+    at = KernelCall(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
     sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
     spec = make_spec(16, **options)
     assert raw.attend(torch_cuda.AtenEfficient(), q, k, v, at, spec, sink).shape == (10, 4, 16)

@@ -91,10 +91,8 @@ TABLE = {
     ),
     "THDStep": Entry(THDStep, lambda rng: {"microbatches": [BATCH] * rng.randint(1, 3)}),
     "THDBatch": Entry(
-        lambda **changes: THDBatch(
-            **{n: getattr(BATCH, n) for n in BATCH.__slots__ if n != "max_seqlen"} | changes
-        ),
-        lambda rng: {"input_ids": BATCH.input_ids, "sequence_ids": (1, 2), "cu_seqlens": BATCH.cu_seqlens},
+        lambda **changes: THDBatch(**{n.lstrip("_"): getattr(BATCH, n) for n in BATCH.__slots__} | changes),
+        lambda rng: {"input_ids": BATCH.input_ids, "sequence_ids": (1, 2), "boundaries": BATCH.boundaries},
     ),
     "junk in a sample": Entry(
         lambda key, value: THDBatch.collate([{"input_ids": [1, 2], key: value}]),

@@ -16,7 +16,6 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.callbacks import ExpertBias
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.loss.router_balance import RouterBalance
-from lightning_thd.models.pack import find_pack, real_slots
 from lightning_thd.parallel.shard import shard_batch
 from tests.strategies.jobs import family_model
 from tests.tiny import checkpoint_activations, quiet_trainer, sequences
@@ -119,7 +118,7 @@ def test_a_shard_of_a_pack_has_no_choices_of_padding() -> None:
         kept: list[Any] = []
         for rank in range(2):
             shard = shard_batch(batch, group=None, cp=2, rank=rank, layout=kind)
-            kept += shard.input_ids[real_slots(find_pack(None, (), shard.hf_kwargs()))].tolist()
+            kept += shard.input_ids[shard.boundaries.real_slots].tolist()
         assert sorted(kept) == sorted(i for sample in SAMPLES[:4] for i in sample["input_ids"])
 
 

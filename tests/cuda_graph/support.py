@@ -13,6 +13,7 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.batch.collate import cumulative
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
 from lightning_thd.cuda_graph.buckets import Layout, choose, padded_lengths_of, real_lengths_of
 from lightning_thd.cuda_graph.recording import RecordingBackend
@@ -45,10 +46,14 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
         input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
         targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),
         position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
-        cu_seqlens=real.to(device),
-        cu_seqlens_padded=padded.to(device),
-        padded_lengths=tuple(lengths.tolist()),
-        max_seqlen=bucket.max_seqlen,
+        boundaries=Boundaries(
+            offsets=padded.to(device),
+            real_offsets=None if same else real.to(device),
+            slots=bucket.slots,
+            max_seqlen=bucket.max_seqlen,
+            lengths=lengths.tolist(),
+            sequence_lengths=batch.lengths,
+        ),
         max_targets=batch.max_targets,
     )
 

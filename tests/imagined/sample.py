@@ -10,12 +10,11 @@ import warnings
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
-from lightning_thd.batch.upload import host_offsets, uploaded
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks import ExpertBias
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
 from lightning_thd.integrations.hf_evaluation import Rows
@@ -80,7 +79,12 @@ def check_uploads(log: Any) -> None:
             assert not log.reads, (name, log.reads)
             if name in ("plain", "labels"):
                 assert upload[1] <= MOST_BYTES_A_TOKEN * batch.stats.slots, (name, upload)
-            both = [(k, getattr(batch, k), getattr(there, k)) for k in THDBatch.__slots__]
+            fields = [name for name in THDBatch.__slots__ if name != "boundaries"]
+            both = [(name, getattr(batch, name), getattr(there, name)) for name in fields]
+            ours, theirs = batch.boundaries, there.boundaries
+            both += [(name, x, theirs.tensors()[name]) for name, x in ours.tensors().items()]
+            host = ("slots", "longest", "max_seqlen", "lengths", "sequence_lengths")
+            both += [(name, getattr(ours, name), getattr(theirs, name)) for name in host]
             both += [(k, batch.extras[k], there.extras[k]) for k in batch.extras]
             for field, a, b in both:
                 if isinstance(a, torch.Tensor):
@@ -89,26 +93,18 @@ def check_uploads(log: Any) -> None:
                     assert torch.equal(a, data(b)), (name, field)
                 elif field != "extras":
                     assert a == b, (name, field)
-            assert (batch.cu_seqlens is batch.cu_seqlens_padded) == (
-                there.cu_seqlens is there.cu_seqlens_padded
-            )
-            log.reads.clear()
-            for offsets in ("cu_seqlens", "cu_seqlens_padded"):
-                assert host_offsets(getattr(there, offsets)) == tuple(getattr(batch, offsets).tolist())
             assert not log.reads, (name, log.reads)
 
 
 def check_offsets(log: Any) -> None:
-    """The host knows offsets that it uploaded, and reads others once, and changed ones again."""
-    values = np.array([0, 3, 8], np.int32)
-    ours, others = uploaded(values, torch.device("cuda")), torch.from_numpy(values).cuda()
+    """Boundaries know the lengths that they were made of; offsets alone are read once."""
+    ours = Boundaries.from_lengths([3, 5], device="cuda")
+    others = Boundaries(offsets=ours.offsets, slots=8, max_seqlen=5)
     log.reads.clear()
-    assert host_offsets(ours) == (0, 3, 8)
+    assert ours.lengths == (3, 5)
     assert not log.reads
-    assert host_offsets(others) == host_offsets(others) == (0, 3, 8)
+    assert others.lengths == others.lengths == (3, 5)
     assert len(log.reads) == 1, log.reads
-    ours += 1
-    assert host_offsets(ours) == (1, 4, 9)
 
 
 def check_whole_sets(log: Any) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_thd._imports import installed
-
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 else:
@@ -26,10 +24,7 @@ else:
         sys.modules.setdefault(_name, types.ModuleType(_name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no device for Triton
-        if installed("fla"):
-            import fla.ops.gated_delta_rule  # noqa: F401
-        else:  # the losses need Triton alone
-            collect_ignore_glob = ["test_kernels.py"]
+        import fla.ops.gated_delta_rule  # noqa: F401
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -44,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _report(rows: list[tuple[str, float]]) -> str:
-    names = ("triton", "numpy", "torch", "fla-core", "mamba-ssm", "liger-kernel")
+    names = ("triton", "numpy", "torch", "fla-core", "mamba-ssm")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     lines = "\n".join(f"| {what} | {error:.1e} |" for what, error in rows)
     return f"""# Kernels run for real on a CPU by Triton's interpreter
@@ -69,8 +64,6 @@ def counted(*limits: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the first configuration of a kernel, and stay on the CPU."""
-    if not installed("fla"):
-        return
     from fla.ops.common import chunk_delta_h
     from triton.runtime.autotuner import Autotuner
 

@@ -163,7 +163,7 @@ def sharded_targets() -> bool:
     assert (whole != -100).sum() == 3 + 7 + 11 - 3
     layouts = ("dual_chunk", "contiguous")
     shards = [shard_batch(batch, group=dist.group.WORLD, layout=layout) for layout in layouts]  # type: ignore[arg-type]
-    return all(torch.equal(targets_after(shard, 2), whole[shard.layout.own]) for shard in shards)
+    return all(torch.equal(targets_after(shard, 2), whole[shard.boundaries.layout.own]) for shard in shards)
 
 
 def test_further_targets_of_context_parallel_shards() -> None:

@@ -111,7 +111,7 @@ def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) 
     for rank in range(cp):
         shard = shard_batch(batch, group=None, cp=cp, rank=rank)
         _, own = loss_weights(shard, reduction, None)(shard.targets, 0)
-        parts[shard.layout.own] += own / cp
+        parts[shard.boundaries.layout.own] += own / cp
     torch.testing.assert_close(parts, whole)
     assert whole.count_nonzero() > 5
 

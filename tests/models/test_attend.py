@@ -11,11 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
+from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models import packed
-from lightning_thd.models.attend import chunk_offsets, thd_attention
+from lightning_thd.models.attend import thd_attention
 from lightning_thd.models.masks import encode_limit
-from lightning_thd.models.pack import Pack, Scope, scoped
-from lightning_thd.parallel.context import layout
+from lightning_thd.models.pack import Scope, scoped
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 
@@ -66,16 +66,14 @@ def test_chunks_cut_sequences_at_their_multiples(lengths: tuple[int, ...], chunk
     assert set(got[len(pieces) + 1 :]) <= {sum(lengths)}
 
 
-def test_a_shard_is_not_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
+def test_a_shard_is_not_cut_into_chunks() -> None:
     shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match=r"chunks of 2.*at most 2, or train this model without context"):
         thd_attention(
             Layer(),
             *qkv(1, 4),
             encode_limit(2, chunk=True, device=None),
-            cu_seq_lens_q=shard.cu_seqlens_padded,
-            max_length_q=4,
+            boundaries=shard.boundaries,
         )
 
 
@@ -180,6 +178,6 @@ def test_masks_that_nobody_can_tell_are_refused(
     masks: tuple[str, ...], mask: Tensor | None, message: str
 ) -> None:
     layer = Layer(is_causal=False)
-    scope = Scope(Pack.from_batch(batch_of(3)), None, module=layer, masks=masks)
+    scope = Scope(batch_of(3).boundaries, None, module=layer, masks=masks)
     with scoped(scope), pytest.raises(ValueError, match=message):
         thd_attention(layer, *qkv(1, 3), mask)

@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightning_thd._static import shapes_are_static, static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
-from lightning_thd.parallel.context import layout
 from tests.models import matrix
 from tests.models.families import build
 
@@ -27,12 +26,6 @@ CUTS = ((7, 1, 16, 3, 8), (5, 12, 18), (1, 9, 17, 2, 2, 2, 2), (35,), (20, 15), 
 
 # torch.compile looks at .grad of the tensors a graph starts with; after a graph break those are no leaves.
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def no_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process may have cut batches for context parallelism, which breaks graphs."""
-    monkeypatch.setattr(layout, "in_use", False)
 
 
 def graphs_after_each_pack(model: Any, *, fullgraph: bool, told: bool) -> list[int]:

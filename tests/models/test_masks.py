@@ -17,10 +17,9 @@ import transformers
 from transformers import masking_utils
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models import masks, register_thd
 from lightning_thd.models.masks import shows_all
-from lightning_thd.models.pack import Pack
-from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
 
 register_thd()
@@ -100,7 +99,7 @@ def test_a_patch_that_only_saves_time_is_left_out_where_it_does_not_fit(names: l
 
 
 def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
-    pack = Pack.from_batch(THDBatch.collate([{"input_ids": [3, 4]}, {"input_ids": [5]}]))
+    pack = Boundaries.from_lengths([2, 1])
     shown, hidden = torch.zeros(1, 1, 1, 3), torch.tensor([[[[0.0, -1e9, 0.0]]]])
     assert shows_all(shown, pack)
     assert shows_all(shown, pack)
@@ -174,13 +173,12 @@ def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(
 
 
 def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
     monkeypatch.setattr(masks, "HANDS_MASKS_ON", ())
     made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     # A rank of two holds 4 tokens of a sequence of 8.
     batch = THDBatch.collate([{"input_ids": range(8)}], pad_to=20)
-    assert Pack.from_batch(batch).longest == 8
+    assert batch.boundaries.longest == 8
     shard = shard_batch(batch, group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match=r"only its mask carries.*sequences of 8"):
         model(**shard.hf_kwargs())

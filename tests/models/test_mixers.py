@@ -21,7 +21,7 @@ from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import mixers, register_thd
 from lightning_thd.models.mixers import MIXERS, adopt_mixers, can_run
-from lightning_thd.models.pack import Pack, Scope, scoped
+from lightning_thd.models.pack import Scope, scoped
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import _KERNELS
 from lightning_thd.models.refusals import refuse_unknown_layers
@@ -38,7 +38,7 @@ class Mamba2Mixer(nn.Module):
 
 def announced(batch: THDBatch) -> AbstractContextManager[None]:
     """What a model with "thd" does around its layers."""
-    return scoped(Scope(Pack.from_batch(batch), None, module=nn.Identity()))
+    return scoped(Scope(batch.boundaries, None, module=nn.Identity()))
 
 
 adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one

@@ -18,8 +18,7 @@ from benchmarks.families import build, compare, samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, positions, register_thd
-from lightning_thd.models.pack import Pack, pack_from_positions
-from lightning_thd.parallel.context import layout
+from lightning_thd.models.pack import pack_from_positions
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.support import ROPES, alone, build_rope, documents
 
@@ -87,18 +86,17 @@ def test_padding_tokens_inside_a_sequence_count_as_in_a_row(shared: bool) -> Non
 
 
 def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
     rows, align = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])], Alignment.for_(cp=2)
     batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align, pad_to=64)
     given = batch.input_ids[None], batch.position_ids[None]
-    wanted = positions.padded_positions(*given, 1, Pack.from_batch(batch))
+    wanted = positions.padded_positions(*given, 1, batch.boundaries)
     assert int(wanted.max()) == 6  # padding needs no larger table
     monkeypatch.setattr(positions, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
     for rank in range(2):
         shard = shard_batch(batch, group=None, cp=2, rank=rank)
         given = shard.input_ids[None], shard.position_ids[None]
-        got = positions.padded_positions(*given, 1, Pack.from_batch(shard))
-        assert torch.equal(got, wanted[:, shard.layout.own])
+        got = positions.padded_positions(*given, 1, shard.boundaries)
+        assert torch.equal(got, wanted[:, shard.boundaries.layout.own])
 
 
 # ---- Releases that take what we hand over under other names

@@ -16,8 +16,8 @@ from benchmarks.families import build as build_tiny
 from benchmarks.families import families, samples
 from lightning_thd import varlen_attention
 from lightning_thd.batch import THDBatch
+from lightning_thd.boundaries import Boundaries as Pack
 from lightning_thd.models import PackingLeakError, attend, check_packing, positions, register_thd
-from lightning_thd.models.pack import Pack
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.models.support import build_rope
 

@@ -20,11 +20,9 @@ from benchmarks.families import samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
-from lightning_thd.models.pack import Pack
 from lightning_thd.models.pooled_heads import refuse_pooled_pack
 from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from lightning_thd.parallel import shard_batch
-from lightning_thd.parallel.context import layout
 from tests.models import matrix
 from tests.models.families import build
 from tests.models.support import loss_alone, pack
@@ -123,9 +121,8 @@ def test_a_loss_over_a_whole_row_is_refused() -> None:
     ],
 )
 def test_what_needs_whole_sequences_refuses_a_shard(
-    family: str, name: str, labels: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, labels: bool, message: str
 ) -> None:
-    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
     part = shard_batch(pack(align=Alignment.for_(cp=2)), group=None, cp=2, rank=0)
     given = {"labels": part.input_ids[None]} if labels else {}
     with pytest.raises(ValueError, match=message):
@@ -160,7 +157,7 @@ def test_one_score_for_all_sequences_is_refused_and_one_a_token_is_not() -> None
         model(**pack().hf_kwargs())
     for pooled in (torch.ones(1, 3), (torch.ones(1, 3),), {"text_embeds": torch.ones(1, 38)}):
         with pytest.raises(ValueError, match="Scores returns one row of (output 0|text_embeds), "):
-            refuse_pooled_pack(model, Pack.from_batch(pack()), pooled)
+            refuse_pooled_pack(model, pack().boundaries, pooled)
     model.a_token = True
     logits = model(**pack().hf_kwargs()).logits
     model.set_attn_implementation("eager")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_thd import THDBatch, THDDataModule
-from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.batch.prefixes import SharedBoundaries
 from lightning_thd.packing import Packs, Sequences
 from lightning_thd.packing.prefixes import PrefixPlanner, group_prefixes
 from tests.loss.test_prefixes import distinct
@@ -77,8 +77,8 @@ def test_the_data_module_trains_the_same_loss() -> None:
         quiet_trainer(max_epochs=2, strategy="thd").fit(module, source)
         runs.append(module)
     assert runs[1].outputs == pytest.approx(runs[0].outputs, rel=1e-6)
-    assert SharedBatch in runs[1].kinds
-    assert SharedBatch not in runs[0].kinds
+    assert SharedBoundaries in runs[1].kinds
+    assert SharedBoundaries not in runs[0].kinds
     assert len(runs[1].kinds) < len(runs[0].kinds)  # fewer packs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel import THDShard, shard_batch, shard_step
+from lightning_thd.parallel import shard_batch, shard_step
 from lightning_thd.parallel.pipeline import (
     LayerCost,
     Schedule,
@@ -36,7 +36,7 @@ def _cut(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _half(given: dict[str, Any], shard: THDShard) -> None:
+def _half(given: dict[str, Any], shard: THDBatch) -> None:
     assert 2 * len(shard.input_ids) == len(BATCH.input_ids)
 
 

@@ -1,4 +1,4 @@
-"""A shard holds its slots of every field, finds its layout again, and says what cannot be cut."""
+"""A shard holds its slots of every field and the layout of its pack, and says what cannot be cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel import shard_batch
-from lightning_thd.parallel.context.layout import ShardLayout, layout_of
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import rank_indices
 from lightning_thd.parallel.context.shared_step import SharedStep, cut_step
 from tests.tiny import sequences
@@ -35,11 +35,14 @@ def test_fields(layout: str) -> None:
         own = torch.from_numpy(rank_indices(batch.padded_lengths, cp=2, rank=rank, layout=layout))
         for name in ("input_ids", "targets", "position_ids"):
             assert torch.equal(getattr(shard, name), getattr(batch, name)[own])
-        assert shard.cu_seqlens_padded[-1] == len(own)
-        assert len(shard.cu_seqlens) == len(shard.cu_seqlens_padded) == len(batch.cu_seqlens)
-        assert int(shard.cu_seqlens_padded.diff().max()) == shard.max_seqlen
-        assert (shard.cu_seqlens.diff() <= shard.cu_seqlens_padded.diff()).all()
-        for name in ("stats", "lengths", "sequence_ids"):
+        boundaries = shard.boundaries
+        assert boundaries.offsets[-1] == boundaries.slots == len(own)
+        assert (boundaries.real_offsets is None) == (layout == "contiguous")  # which pads no sequence
+        real = boundaries.offsets if boundaries.real_offsets is None else boundaries.real_offsets
+        assert len(real) == len(boundaries.offsets) == len(batch.cu_seqlens)
+        assert int(boundaries.offsets.diff().max()) == max(boundaries.lengths) == shard.max_seqlen
+        assert (real.diff() <= boundaries.offsets.diff()).all()
+        for name in ("stats", "lengths", "padded_lengths", "sequence_ids"):
             assert getattr(shard, name) == getattr(batch, name)
         assert shard.loss_scale == 2 * batch.loss_scale
         assert [len(rows) for rows in shard] == [len(rows) for rows in batch]
@@ -50,7 +53,7 @@ def test_a_shard_of_one_slot_takes_the_logits_a_model_gives_of_it(monkeypatch: p
     shards = [shard_batch(batch, group=None, cp=2, rank=rank, layout="contiguous") for rank in range(2)]
     logits = torch.arange(6.0).view(2, 3)  # [T, V], of which each rank holds [1, 1, V]
     monkeypatch.setattr(
-        "lightning_thd.parallel.shard.gather_pack", lambda own, _: torch.cat([own, logits[1:]])
+        "lightning_thd.parallel.context.layout.gather_pack", lambda own, _: torch.cat([own, logits[1:]])
     )
     (whole,) = shards[0].unpack(logits[None, :1])
     assert torch.equal(whole, logits)
@@ -64,21 +67,26 @@ def test_m_rope_positions_and_extras_of_one_value_a_slot() -> None:
     positions, types = torch.arange(3 * slots).view(3, slots), torch.arange(slots)[None]
     batch = batch.replace(position_ids=positions, extras={"token_type_ids": types})
     shard = shard_batch(batch, group=None, cp=2, rank=1)
-    assert torch.equal(shard.position_ids, positions[:, shard.layout.own])
-    assert torch.equal(shard.hf_kwargs()["token_type_ids"], types[:, shard.layout.own])
+    assert torch.equal(shard.position_ids, positions[:, shard.boundaries.layout.own])
+    assert torch.equal(shard.hf_kwargs()["token_type_ids"], types[:, shard.boundaries.layout.own])
 
 
-def test_layout_lives_as_long_as_its_offsets_and_no_longer() -> None:
+def test_attention_on_a_shard_takes_boundaries_only() -> None:
+    """Offsets of a shard hide the keys of other ranks, so a batch does not give them."""
     shard = shard_batch(pack(), group=None, cp=2, rank=0)
-    offsets, layout = shard.cu_seqlens_padded, weakref.ref(shard.layout)
-    assert layout_of(offsets) is shard.layout
-    assert layout_of(offsets.detach()) is shard.layout
-    assert layout_of(offsets.clone()) is None
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        with pytest.raises(ValueError, match=f"batch.{name} was read, but 2 .* Pass batch.boundaries"):
+            getattr(shard, name)
+    assert not {"cu_seq_lens_q", "cu_seq_lens_k"} & shard.hf_kwargs().keys()
+    assert shard.boundaries.call().exchange is shard.boundaries.layout
+
+
+def test_a_shard_and_its_layout_are_freed_without_a_collection() -> None:
+    shard = shard_batch(pack(), group=None, cp=2, rank=0)
+    layout = weakref.ref(shard.boundaries.layout)
     gc.disable()  # no cycle: reference counts alone free a batch
     try:
         del shard
-        assert layout_of(offsets) is layout()
-        del offsets
         assert layout() is None
     finally:
         gc.enable()

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
 from lightning_thd.packing.sharing import SharedPlanner, Sharing
-from lightning_thd.parallel.shard import THDShard
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
@@ -56,10 +55,10 @@ class Watched(Job):
         self.tokens = 0
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        self.degrees.append(batch.layout.cp if isinstance(batch, THDShard) else 1)
+        self.degrees.append(batch.boundaries.ranks)
         self.slots.append(batch.input_ids.shape[-1])
         self.tokens += batch.stats.real_tokens
-        leads = not isinstance(batch, THDShard) or batch.layout.rank == 0
+        leads = batch.boundaries.ranks == 1 or batch.boundaries.layout.rank == 0
         self.ids.append(batch.sequence_ids if leads else ())
         return super().training_step(batch, batch_idx)
 

@@ -286,7 +286,7 @@ ON_RANKS = {
         changed(lambda m: m.add_module("attention", nn.MultiheadAttention(8, 2))),
     ),
     "no attention": Case(
-        "ran without calling varlen_attention.*batch.cu_seqlens_padded",
+        "ran without calling varlen_attention.*batch.boundaries",
         stepping(lambda m, given: m.model.get_input_embeddings()(given["a"].input_ids).sum(), "qwen3"),
         data=loader([{"a": THDBatch.collate([{"input_ids": range(3, 11)}])}] * 4),
     ),

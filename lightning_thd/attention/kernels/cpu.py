@@ -30,7 +30,8 @@ from lightning_thd.attention.kernels.raw import (
     apply_sinks,
     sinks_gradient,
 )
-from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries.kernel_call import KernelCall, read_offsets
 
 _SCORES = 1 << 21  # the largest number of scores in one call with a softcap: 8 MiB in fp32
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
@@ -45,10 +46,10 @@ class CpuAttention:
 
     __slots__ = ("_offsets", "_spec", "_work")
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> None:
-        cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> None:
+        offsets_q, offsets_kv = at.checked(q.shape[0], k.shape[0])
         self._offsets, self._spec = at, spec
-        self._work = _work(cu_q, cu_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+        self._work = _work(offsets_q, offsets_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to THD tensors of the shapes and dtype given at construction; return ``[Tq, H, E]``."""
@@ -68,7 +69,9 @@ class CpuAttention:
         return self(q, k, v, sinks).unsqueeze(0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """Attend on the CPU: directly if the call is plain eager code, else through the torch operator."""
     if is_plain(q, k, v):
         return CpuAttention(q, k, v, at, spec)(q, k, v, sinks)
@@ -76,12 +79,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
 
 
 def operator(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Call the torch operator, which torch.compile and dispatch modes do not look into; meta tensors work."""
     _refuse_forward_mode(q, k, v, sinks)
-    offsets = (at.cu_q, at.cu_kv)
-    out: Tensor = varlen_attention_cpu(q, k, v, *offsets, sinks, at.max_q, at.max_kv, *_options(spec))[0]
+    offsets = (at.cu_seqlens_q, at.cu_seqlens_kv)
+    out: Tensor = varlen_attention_cpu(
+        q, k, v, *offsets, sinks, at.max_seqlen_q, at.max_seqlen_kv, *_options(spec)
+    )[0]
     return out
 
 
@@ -125,25 +130,25 @@ class _Work:
 
     def __init__(
         self,
-        cu_q: tuple[int, ...],
-        cu_kv: tuple[int, ...],
+        offsets_q: tuple[int, ...],
+        offsets_kv: tuple[int, ...],
         spec: AttentionSpec,
         width: tuple[int, int],  # query heads, head size
         kv_heads: int,
         value_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self.cu_q, self.cu_kv, self.spec = cu_q, cu_kv, spec
+        self.offsets_q, self.offsets_kv, self.spec = offsets_q, offsets_kv, spec
         self._heads, self._size = heads, size = width
         self._plans: dict[bool, Plan] = {}
-        count = len(cu_q) - 1
-        equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # usually one call can run them all
-        large = cu_q[-1] * heads * size >= _LARGE * count
+        count = len(offsets_q) - 1
+        equal = len({b - a for a, b in pairwise(offsets_q)}) == 1  # usually one call can run them all
+        large = offsets_q[-1] * heads * size >= _LARGE * count
         one_each = count <= _FEW or (large and not equal and torch.get_num_threads() <= heads)
         shares = heads == kv_heads or cpu_tiles.kernel_shares_heads()
         exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
         fits = one_each and shares and exact and value_size == size and not spec.softcap
-        self.few = _few(cu_q, cu_kv, spec) if fits else None
+        self.few = _few(offsets_q, offsets_kv, spec) if fits else None
 
     def plan(self, *, by_keys: bool) -> Plan:
         """Return the calls of the forward or, if ``by_keys`` is set, of the backward, which splits keys."""
@@ -152,8 +157,8 @@ class _Work:
             # A call on one sequence uses one thread per head; if some would idle, group longer sequences too.
             longest = GROUPED_ELEMENTS // width if torch.get_num_threads() <= heads else SHORT
             self._plans[by_keys] = make_plan(
-                self.cu_q,
-                self.cu_kv,
+                self.offsets_q,
+                self.offsets_kv,
                 left=spec.left,
                 right=spec.right,
                 by_keys=by_keys,
@@ -167,9 +172,9 @@ class _Work:
 _work = lru_cache(maxsize=32)(_Work)
 
 
-def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
+def _few(offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
     """Return the sequences if each has 1 to SHORT queries and keys and needs no mask tensor, else None."""
-    rows, keys = ([b - a for a, b in pairwise(cu)] for cu in (cu_q, cu_kv))
+    rows, keys = ([b - a for a, b in pairwise(cu)] for cu in (offsets_q, offsets_kv))
     if min(*rows, *keys) == 0 or max(*rows, *keys) > SHORT:
         return None
     causal = []
@@ -234,8 +239,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         work: _Work = ctx.work
         if torch.is_grad_enabled():  # with create_graph=True; this operator refuses a second derivative
-            cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
-            found = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec), sinks)
+            offsets_q, offsets_kv = (
+                torch.tensor(cu, dtype=torch.int32) for cu in (work.offsets_q, work.offsets_kv)
+            )
+            found = _backward_op(
+                grads[0], q, k, v, out, lse, offsets_q, offsets_kv, *_options(work.spec), sinks
+            )
             return None, *found[:3], None if sinks is None else found[3]
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, lse, sinks)
         return None, *_backward(work, grads[0], q, k, v, out, lse), dsinks
@@ -258,9 +267,9 @@ def varlen_attention_cpu(
 ) -> OutLse:
     """Run ``forward`` as a torch operator; lengths are tensor data, so new lengths do not recompile."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
-    at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
-    return forward(q, k, v, cu_q, cu_kv, spec=spec, sinks=sinks)
+    at = KernelCall(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    offsets_q, offsets_kv = at.checked(q.shape[0], k.shape[0])
+    return forward(q, k, v, offsets_q, offsets_kv, spec=spec, sinks=sinks)
 
 
 @varlen_attention_cpu.register_fake
@@ -328,34 +337,34 @@ class CpuKernel:
 
     sizes = staticmethod(any_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Return attention output and log-sum-exp of packed sequences; lse is fp64 for fp64 inputs."""
-        return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
+        return forward(q, k, v, at.cu_seqlens_q.tolist(), at.cu_seqlens_kv.tolist(), spec=spec)
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv from the output's gradient and the saved tensors of the forward."""
-        return backward(grad, saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
+        return backward(grad, saved, at.cu_seqlens_q.tolist(), at.cu_seqlens_kv.tolist(), spec=spec)
 
 
 def forward(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THE: Tensor,
-    cu_q: Sequence[int],
-    cu_kv: Sequence[int],
+    offsets_q: Sequence[int],
+    offsets_kv: Sequence[int],
     *,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> OutLse:
     """Return out ``[Tq, H, E]`` and fp32 or fp64 lse ``[Tq, H]``; 0 and -inf if a query sees no key."""
-    out, lse = _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE)
+    out, lse = _forward(_work_of(q_THD, k_THD, v_THE, offsets_q, offsets_kv, spec), q_THD, k_THD, v_THE)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
 def _work_of(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Sequence[int], cu_kv: Sequence[int], spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Sequence[int], offsets_kv: Sequence[int], spec: AttentionSpec
 ) -> _Work:
-    return _work(tuple(cu_q), tuple(cu_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+    return _work(tuple(offsets_q), tuple(offsets_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
 
 def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
@@ -382,10 +391,10 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
 
 
 def backward(
-    grad: Tensor, saved: Saved, cu_q: Sequence[int], cu_kv: Sequence[int], *, spec: AttentionSpec
+    grad: Tensor, saved: Saved, offsets_q: Sequence[int], offsets_kv: Sequence[int], *, spec: AttentionSpec
 ) -> Gradients:
     """Return the gradients of ``forward`` with respect to q, k and v, contiguous and in their dtypes."""
-    return _backward(_work_of(*saved[:3], cu_q, cu_kv, spec), grad, *saved)
+    return _backward(_work_of(*saved[:3], offsets_q, offsets_kv, spec), grad, *saved)
 
 
 def _backward(

@@ -213,8 +213,8 @@ class Plan:
 
 @lru_cache(maxsize=32)
 def make_plan(
-    cu_q: tuple[int, ...],
-    cu_kv: tuple[int, ...],
+    offsets_q: tuple[int, ...],
+    offsets_kv: tuple[int, ...],
     *,
     left: int,
     right: int,
@@ -230,7 +230,7 @@ def make_plan(
     blank_q: list[tuple[int, int]] = []
     blank_k: list[tuple[int, int]] = []
     cutter = _Cutter(left, right, by_keys, max_cells, width)
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True):
+    for (q0, q1), (k0, k1) in zip(pairwise(offsets_q), pairwise(offsets_kv), strict=True):
         blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
         q0 += blind
@@ -258,7 +258,7 @@ def make_plan(
         piece.k.prepare(call.k for call in piece.calls if by_keys)
     whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
     uncut = all(len(piece.calls) == 1 for piece in plan.pieces)
-    return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack and uncut else plan
+    return replace(plan, at_once=_one_call(offsets_q, offsets_kv)) if whole_pack and uncut else plan
 
 
 def whole_tile(rows: int, keys: int, shift: int, *, count: int = 1) -> Tiles:
@@ -266,13 +266,15 @@ def whole_tile(rows: int, keys: int, shift: int, *, count: int = 1) -> Tiles:
     return Tiles(Spaced(0, rows, count, rows), Spaced(0, keys, count, keys), shift)
 
 
-def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
+def _one_call(offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...]) -> Piece | None:
     """Return one kernel call for sequences of equal length; None if lengths differ or are 0."""
-    lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)}
+    lengths = {
+        (b - a, d - c) for (a, b), (c, d) in zip(pairwise(offsets_q), pairwise(offsets_kv), strict=True)
+    }
     if len(lengths) != 1:
         return None
     ((rows, keys),) = lengths
-    return _block(cu_q[:-1], cu_kv[:-1], rows, keys, keys - rows) if rows and keys else None
+    return _block(offsets_q[:-1], offsets_kv[:-1], rows, keys, keys - rows) if rows and keys else None
 
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:

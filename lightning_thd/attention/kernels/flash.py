@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_thd._imports import installed, require
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, empty_gradients, one_size
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 
 # Prebuilt kernels on the Hugging Face hub, at the versions that transformers 5 pins.
 PREBUILT: Final = {2: ("kernels-community/flash-attn2", 4), 3: ("kernels-community/flash-attn3", 1)}
@@ -60,22 +61,22 @@ class Flash2:
 
     sizes = staticmethod(one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
         at, spec = raw.for_flash2(q, at, spec)
         sides = spec.left, spec.right
-        out, lse, *_ = run(q, k, v, *at, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
+        out, lse, *_ = run(q, k, v, *at.arguments, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
         at, spec = raw.for_flash2(saved.q, at, spec)
         dq, dk, dv = empty_gradients(saved)
         given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
         options = 0.0, spec.scale, spec.causal, spec.left, spec.right, spec.softcap
-        run(*given, *at, *options, None, torch.are_deterministic_algorithms_enabled())
+        run(*given, *at.arguments, *options, None, torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
 
 
@@ -84,13 +85,13 @@ class Flash3:
 
     sizes = staticmethod(one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_forward``."""
         run = _interface(3)._flash_attn_forward
         out, lse, *_ = run(q, k, v, num_splits=1, **_flash3_options(run, at, spec))
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_backward``, which writes into the given gradients."""
         run = _interface(3)._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
@@ -101,12 +102,12 @@ class Flash3:
         return dq, dk, dv
 
 
-def _offsets(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+def _offsets(at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-    return dict(zip(names, (*at, spec.scale), strict=True))
+    return dict(zip(names, (*at.arguments, spec.scale), strict=True))
 
 
-def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+def _flash3_options(function: Any, at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
     """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build."""
     names, required = _flash3_signature(function)
     options: dict[str, Any] = {**dict.fromkeys(required), **_offsets(at, spec), "softcap": spec.softcap}
@@ -143,7 +144,7 @@ class Flash4:
             return 192, 128
         return (256, 256) if max(head_size, value_size) <= 256 else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_fwd``."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -152,7 +153,7 @@ class Flash4:
             out, lse, *_ = _flash_attn_fwd(q, k, v, **options)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_bwd``."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -162,7 +163,7 @@ class Flash4:
         return dq, dk, dv
 
     @staticmethod
-    def _options(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+    def _options(at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
         windowed = spec.windowed
         return {
             **_offsets(at, spec),

@@ -1,7 +1,7 @@
 """THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-A row of padding is a copy of its sequence's first row. Offsets that the host does not know are read from the
-device once, or, if they are inference tensors, at every call.
+A row of padding is a copy of its sequence's first row. Lengths that the host does not know are read from
+the device at every call; those of a batch's boundaries are known.
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, any_size
-from lightning_thd.attention.spec import AttentionSpec, Offsets
-from lightning_thd.batch.upload import host_offsets, uploaded
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.batch.upload import uploaded
+from lightning_thd.boundaries import KernelCall
 
 # Padding may lengthen a group's shortest sequence to _PADDING times its length plus _FREE rows.
 _PADDING, _FREE = 1.25, 8
@@ -58,7 +59,7 @@ class PortableKernel:
     sizes = staticmethod(any_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Return out in the dtype of q and lse in fp32 (fp64 for fp64 inputs)."""
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -70,7 +71,7 @@ class PortableKernel:
         return out, lse
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv from weights that are recomputed with lse."""
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -87,10 +88,9 @@ class PortableKernel:
         return dq, dk, dv
 
 
-def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
+def _masked_groups(at: KernelCall, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
     """Yield the groups of a call and their additive masks ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
-    offsets = host_offsets(at.cu_q), host_offsets(at.cu_kv)
-    for group in _make_groups(*offsets, spec.right, at.cu_q.device):
+    for group in _make_groups(*at.lengths_on_host(), spec.right, at.cu_seqlens_q.device):
         row = torch.arange(group.q.length, device=like.device)[:, None]
         key = torch.arange(group.k.length, device=like.device)
         lengths, key_lengths = (x[:, None, None] for x in (group.lengths, group.key_lengths))
@@ -106,10 +106,11 @@ def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[t
 
 @lru_cache(maxsize=32)
 def _make_groups(
-    cu_q: tuple[int, ...], cu_kv: tuple[int, ...], right: int, device: torch.device
+    q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], right: int, device: torch.device
 ) -> tuple[Group, ...]:
     """Group sequences of similar length, shortest first; leave out sequences without queries or keys."""
-    found = [(b - a, d - c, a, c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)]
+    starts_q, starts_kv = accumulate(q_lengths, initial=0), accumulate(kv_lengths, initial=0)
+    found = list(zip(q_lengths, kv_lengths, starts_q, starts_kv, strict=False))
     groups: list[list[tuple[int, int, int, int]]] = []
     for member in sorted(x for x in found if x[0] and x[1]):
         last, rows = groups[-1] if groups else [], member[0]

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 
 OutLse = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
@@ -39,10 +40,10 @@ class RawKernel(Protocol):
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
         """Return supported head sizes that are at least the given ones, or None if there are none."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``. Without keys, out is 0 and lse is +inf or -inf."""
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
 
 
@@ -57,22 +58,22 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (size, size) if size <= 256 else None
 
 
-def for_flash2(q: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Offsets, AttentionSpec]:
+def for_flash2(q: Tensor, at: KernelCall, spec: AttentionSpec) -> tuple[KernelCall, AttentionSpec]:
     """Return an equal call that flash-attn 2.8 and torch 2.13 compute as ``AttentionSpec`` defines it.
 
     They treat ``right >= max_kv`` as unlimited and, if left is limited, an unlimited right as max_kv.
     Their backward fails if max_kv is 0. If max_q is 1, their forward needs a query in every sequence.
     """
-    if at.max_q != 1 and at.max_q <= at.max_kv:
+    if at.max_seqlen_q != 1 and at.max_seqlen_q <= at.max_seqlen_kv:
         return at, spec
-    max_q, max_kv, right = at.max_q, max(at.max_kv, 1), spec.right
+    max_q, max_kv, right = at.max_seqlen_q, max(at.max_seqlen_kv, 1), spec.right
     if right > 0 or right < 0 <= spec.left:
         reach = max_q - 1 if right < 0 else min(right, max_q - 1)  # max_q - 1 reaches the last key
         if reach >= max_kv:
             right, max_kv = reach, reach + 1
-    if max_q == 1 and q.shape[0] < at.cu_q.shape[0] - 1:
+    if max_q == 1 and q.shape[0] < at.cu_seqlens_q.shape[0] - 1:
         max_q = 2
-    return Offsets(at.cu_q, at.cu_kv, max_q, max_kv), replace(spec, right=right)
+    return at._replace(max_seqlen_q=max_q, max_seqlen_kv=max_kv), replace(spec, right=right)
 
 
 def empty_gradients(saved: Saved) -> Gradients:
@@ -86,15 +87,14 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: Offsets,
+    at: KernelCall,
     spec: AttentionSpec,
     sinks: Tensor | None,
-    keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel with gradients and sinks on rows ``keys`` of k and v; backward gathers them again."""
+    """Run a raw kernel with gradients and sinks on rows ``at.keys``, gathered again in backward."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
-    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks)  # type: ignore[no-untyped-call]
     return out[..., :value_size]
 
 
@@ -130,31 +130,43 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        at: Offsets,
+        at: KernelCall,
         spec: AttentionSpec,
         sinks: Tensor | None,
-        keys: Tensor | None,
     ) -> Tensor:
+        keys = at.keys
         out, lse = kernel.forward(q, gathered(k, keys), gathered(v, keys), at, spec)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn has +inf for queries without keys
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, sinks, keys)
-        ctx.kernel, ctx.spec, ctx.longest = kernel, spec, (at.max_q, at.max_kv)
+        ctx.save_for_backward(q, k, v, out, lse, at.cu_seqlens_q, at.cu_seqlens_kv, sinks, keys)
+        ctx.kernel = kernel
+        ctx.spec = spec
+        ctx.longest = (at.max_seqlen_q, at.max_seqlen_kv)
+        ctx.lengths = (at.q_lengths, at.kv_lengths)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_q, cu_kv, sinks, keys = ctx.saved_tensors
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks, keys = ctx.saved_tensors
         grad = grads[0].contiguous()
-        at = Offsets(cu_q, cu_kv, *ctx.longest)
+        max_seqlen_q, max_seqlen_kv = ctx.longest
+        q_lengths, kv_lengths = ctx.lengths
+        at = KernelCall(
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+        )
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # queries without keys get weights of 0
         saved = Saved(q, gathered(k, keys), gathered(v, keys), out, finite)
         dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
         dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return None, dq, dk, dv, None, None, dsinks, None
+        return None, dq, dk, dv, None, None, dsinks
 
 
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

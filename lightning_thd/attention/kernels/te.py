@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import require
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine does the same to its forward
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
     """Attend from queries ``[Tq, H, D]`` to keys ``[Tkv, G, D]`` with values ``[Tkv, G, E]``."""
     if spec.windowed and not self_attention:  # an H200 gave errors of 0.04 with fewer keys than queries
@@ -29,13 +30,17 @@ def attend(
     attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
     mask, left, right = "padding", spec.left, spec.right  # in THD all mask names begin with "padding"
     if not spec.causal and max(left, right) >= 0:  # non-causal windows need both bounds
-        left, right = (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
+        left, right = (at.max_seqlen_kv if left < 0 else left), (at.max_seqlen_q if right < 0 else right)
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
     options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": mask, "pad_between_seqs": False}
-    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
-    options |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
-    options |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_seqlens_q)
+    options |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_seqlens_kv)
+    options |= {
+        "max_seqlen_q": at.max_seqlen_q,
+        "max_seqlen_kv": at.max_seqlen_kv,
+        "window_size": (left, right),
+    }
     # Transformer Engine refuses tensors that start at an offset in their storage, even contiguous ones.
     given = [
         x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()

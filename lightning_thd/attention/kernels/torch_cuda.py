@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved
-from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.boundaries import KernelCall
 
 
 class AtenFlash:
@@ -26,12 +27,12 @@ class AtenFlash:
 
     sizes = staticmethod(raw.one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Run the forward operator; return lse as ``[Tq, H]``."""
         out, lse, *_ = _flash_forward(q, k, v, at, spec)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Run the backward operator; dropout is 0, so the random state is not used."""
         state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
@@ -47,45 +48,48 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, heads_first: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, heads_first: bool
     ) -> Tensor:
         if heads_first:
             q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
             if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse, *state = _flash_forward(q, k, v, at, spec)[:4]
-        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, *state)
-        ctx.longest, ctx.spec, ctx.heads_first = (at.max_q, at.max_kv), spec, heads_first
+        ctx.save_for_backward(q, k, v, out, lse, at.cu_seqlens_q, at.cu_seqlens_kv, *state)
+        ctx.longest, ctx.spec, ctx.heads_first = (at.max_seqlen_q, at.max_seqlen_kv), spec, heads_first
         return out.unsqueeze(0) if heads_first else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_q, cu_kv, *state = ctx.saved_tensors
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *state = ctx.saved_tensors
         grad = grads[0][0] if ctx.heads_first else grads[0]
-        tensors, at = (grad.contiguous(), q, k, v, out, lse), Offsets(cu_q, cu_kv, *ctx.longest)
+        tensors = (grad.contiguous(), q, k, v, out, lse)
+        at = KernelCall(cu_seqlens_q, cu_seqlens_kv, *ctx.longest)
         dq, dk, dv = _flash_backward(tensors, at, ctx.spec, state)
         if ctx.heads_first:
             dq, dk, dv = (x.transpose(0, 1).unsqueeze(0) for x in (dq, dk, dv))
         return dq, dk, dv, None, None, None
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec
+) -> tuple[Tensor, ...]:
     """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, the random state and two tensors for debugging."""
     at, spec = raw.for_flash2(q, at, spec)
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
-    given = (q, k, v, *at, 0.0, is_plain_causal(spec), False)
+    given = (q, k, v, *at.arguments, 0.0, is_plain_causal(spec), False)
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
     return results
 
 
 def _flash_backward(
-    tensors: Sequence[Tensor], at: Offsets, spec: AttentionSpec, state: Sequence[Tensor]
+    tensors: Sequence[Tensor], at: KernelCall, spec: AttentionSpec, state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
     at, spec = raw.for_flash2(tensors[1], at, spec)
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
-    given = (*tensors, *at, 0.0, is_plain_causal(spec), *state)
+    given = (*tensors, *at.arguments, 0.0, is_plain_causal(spec), *state)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, scale=spec.scale, **sides)
     return dq, dk, dv
 
@@ -95,12 +99,14 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
     return spec.left < 0 and spec.right == 0
 
 
-def bind(at: Offsets, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def bind(at: KernelCall, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size."""
     return lambda q, k, v, sinks: _Flash.apply(q, k, v, at, spec, True)  # type: ignore[no-untyped-call]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """Attend by the flash kernel, with padding to a head size that it supports; return ``[Tq, H, E]``."""
     if sinks is not None:
         return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
@@ -116,33 +122,34 @@ class AtenEfficient:
         """Return the next multiples of 8, which the aligned kernels of every dtype support."""
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call the forward operator on one row; its lse is ``[S, H, max_q]``, max_q rounded up to 32s."""
         k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
         rows = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(*rows, None, *at, 0.0, _mask(spec)), compute_log_sumexp=True, **_scores(spec)
+            *(*rows, None, *at.arguments, 0.0, _mask(spec)), compute_log_sumexp=True, **_scores(spec)
         )
-        sequence, place = _places(at.cu_q, q.shape[0])
+        sequence, place = _places(at.cu_seqlens_q, q.shape[0])
         out, lse = out.squeeze(0), lse[sequence, :, place]
-        if at.cu_q is not at.cu_kv:
+        if at.cu_seqlens_q is not at.cu_seqlens_kv:
             blind = _blind_rows(at, sequence, place, spec)
             out, lse = out.masked_fill(blind[:, None, None], 0.0), lse.masked_fill(blind[:, None], -torch.inf)
         return out, lse
 
-    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call the backward operator; in deterministic mode, one split of keys fixes the order of sums."""
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
-        sequence, place = _places(at.cu_q, q.shape[0])
-        padded = -(-at.max_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
-        wide = lse.new_full((at.cu_q.shape[0] - 1, padded, heads), torch.inf, dtype=torch.float32)
+        sequence, place = _places(at.cu_seqlens_q, q.shape[0])
+        padded = -(-at.max_seqlen_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
+        wide = lse.new_full((at.cu_seqlens_q.shape[0] - 1, padded, heads), torch.inf, dtype=torch.float32)
         wide = wide.index_put((sequence, place), lse.float()).transpose(1, 2).contiguous()
         rows = (x.unsqueeze(0) for x in (grad, q, _share_heads(k, heads), _share_heads(v, heads), out))
         splits = 1 if torch.are_deterministic_algorithms_enabled() else None
-        found = _efficient_backward(*rows, *at, wide, _mask(spec), splits, *_scores(spec).values())
+        options = (_mask(spec), splits, *_scores(spec).values())
+        found = _efficient_backward(*rows, *at.arguments, wide, *options)
         dq, dk, dv = (x.squeeze(0) for x in found)
-        if at.cu_q is not at.cu_kv:
+        if at.cu_seqlens_q is not at.cu_seqlens_kv:
             dq = dq.masked_fill(_blind_rows(at, sequence, place, spec)[:, None, None], 0.0)
             unseen = _unseen_keys(at, k.shape[0], spec)[:, None, None]
             dk, dv = dk.masked_fill(unseen, 0.0), dv.masked_fill(unseen, 0.0)
@@ -153,8 +160,9 @@ class AtenEfficient:
 @torch.library.custom_op(
     "lightning_thd::efficient_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor cu_q, Tensor cu_kv, SymInt max_q, "
-    "SymInt max_kv, Tensor lse, int mask, int? splits, float scale, int? window)"
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
+    "Tensor lse, int mask, int? splits, float scale, int? window)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _efficient_backward(*given: Any) -> tuple[Tensor, ...]:
@@ -197,15 +205,15 @@ def _places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return sequence, (row - cu_seqlens[sequence]).long()
 
 
-def _blind_rows(at: Offsets, sequence: Tensor, place: Tensor, spec: AttentionSpec) -> Tensor:
+def _blind_rows(at: KernelCall, sequence: Tensor, place: Tensor, spec: AttentionSpec) -> Tensor:
     """Mark queries that see no key: those of sequences without keys or, if causal, before the first key."""
-    keys, rows = at.cu_kv.diff()[sequence], at.cu_q.diff()[sequence]
+    keys, rows = at.cu_seqlens_kv.diff()[sequence], at.cu_seqlens_q.diff()[sequence]
     return (keys == 0) | (place + keys < rows) if spec.causal else keys == 0
 
 
-def _unseen_keys(at: Offsets, total: int, spec: AttentionSpec) -> Tensor:
+def _unseen_keys(at: KernelCall, total: int, spec: AttentionSpec) -> Tensor:
     """Return which keys no query sees: those of sequences without queries, and those before all windows."""
-    sequence, place = _places(at.cu_kv, total)
-    keys, rows = at.cu_kv.diff()[sequence], at.cu_q.diff()[sequence]
+    sequence, place = _places(at.cu_seqlens_kv, total)
+    keys, rows = at.cu_seqlens_kv.diff()[sequence], at.cu_seqlens_q.diff()[sequence]
     unseen = rows == 0
     return unseen | (place < keys - rows - spec.left) if spec.left >= 0 else unseen

@@ -23,7 +23,6 @@ from torch.nn import functional
 from lightning_thd._patches import patch
 from lightning_thd.models.padded_groups import padded_rows, places_in
 from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
-from lightning_thd.parallel.context import layout as layouts
 from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
@@ -160,7 +159,7 @@ def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
-        running = getattr(_STATE, "running", None) if layouts.in_use else None
+        running = getattr(_STATE, "running", None)
         if running is None:
             return run(*args, **kwargs)
         if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
@@ -236,4 +235,6 @@ def _reach(layout: ShardLayout, left: int) -> _Reach:
     ends = np.cumsum(plan.kv_lengths)
     own = partition.ranges(ends - plan.q_lengths, ends)
     *sources, here = layout.put([*grids, places_in(grids, int(plan.kv_lengths.sum()))[own]])
-    return _Reach(needs.needed_call(layout, causal=True, left=left).kv_index, tuple(sources), here)
+    keys = needs.needed_call(layout, causal=True, left=left).keys
+    assert keys is not None
+    return _Reach(keys, tuple(sources), here)

@@ -1,16 +1,12 @@
-"""The cut of a pack over context-parallel ranks -> index tensors, which attention finds by the offsets.
+"""The cut of a pack over context-parallel ranks -> index tensors, and the boundaries of one rank's shard.
 
-Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a shard's layout is looked up by
-the shard's offsets. This works in any model, also if the backward pass recomputes a layer in another thread.
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +17,13 @@ from torch import Tensor
 from lightning_thd._checks import choice, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.boundaries import Boundaries, KernelCall
+from lightning_thd.boundaries.core import Need
 from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.exchange import all_gather_rows
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 _T = TypeVar("_T")
-
-
-class KernelCall(NamedTuple):
-    """The key rows, offsets and longest lengths of one kernel call on exchanged rows."""
-
-    kv_index: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    max_seqlen_q: int
-    max_seqlen_kv: int
 
 
 class ShardLayout:
@@ -68,16 +57,8 @@ class ShardLayout:
         self.own: Tensor  # int64 ``[N]``, the slots of the pack that this rank holds
         self.cu_seqlens: Tensor  # int32 ``[S + 1]``, the offsets of the sequences in the shard
         self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
-        self.used = False  # whether attention has looked this layout up
-        self.job_ended = False  # whether ``end_job`` was called while this layout was alive
+        self.used = False  # whether a layer has asked for this layout
         self.cache: dict[Any, Any] = {}
-        _remember(self)
-
-    def offsets(self) -> Tensor:
-        """Return the shard's offsets int32 ``[S + 1]``, by which ``layout_of`` finds this layout."""
-        offsets = self.cu_seqlens.detach()
-        offsets.__dict__["_thd_layout"] = self
-        return offsets
 
     @property
     def restore(self) -> Tensor | None:
@@ -119,11 +100,13 @@ class ShardLayout:
         on_host = where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
         rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
         return KernelCall(
-            kv_index=rows,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             max_seqlen_q=int(plan.q_lengths.max(initial=1)),
             max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
+            keys=rows,
+            q_lengths=tuple(plan.q_lengths.tolist()),
+            kv_lengths=tuple(plan.kv_lengths.tolist()),
         )
 
     def once(self, key: Any, make: Callable[[], _T]) -> _T:
@@ -148,69 +131,151 @@ def offsets_of(lengths: partition.Ints) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-# Layouts by the memory address of their offsets. A layout keeps this memory alive, so any other tensor at the
-# address is a view of the offsets.
-_BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
+class ShardBoundaries(Boundaries):
+    """The boundaries of the slots of a pack that one context-parallel rank holds.
 
-# True while a layout is alive. Attention without context parallelism reads only this flag. torch.compile
-# guards on it, and traces attention again when it changes.
-in_use = False
+    An entry is this rank's part of a sequence, or of the pad at the end; it is empty if only other ranks hold
+    the sequence. ``sequence_lengths`` and ``padded_lengths`` are the whole pack's.
+    """
 
+    __slots__ = ("layout",)
 
-def _remember(layout: ShardLayout) -> None:
-    global in_use
-    in_use = True
-    _BY_OFFSETS[layout.cu_seqlens.data_ptr()] = layout
-    weakref.finalize(layout, _forget).atexit = False
+    layout: ShardLayout
+    row = "shard"
 
+    @classmethod
+    def of(cls, whole: Boundaries, layout: ShardLayout) -> ShardBoundaries:
+        """Make the boundaries of this rank's shard from those of the whole pack."""
+        assert whole.sequence_lengths is not None
+        real_offsets = None
+        if whole.real_offsets is not None:
+            real = partition.held_real_lengths(
+                whole.sequence_lengths, layout.padded_lengths, rank=layout.rank, **layout.cut
+            )
+            real_offsets = layout.put(offsets_of(real))
+        boundaries = cls(
+            offsets=layout.cu_seqlens,
+            slots=layout.local_slots,
+            max_seqlen=max(1, int(layout.held.max(initial=1))),
+            lengths=layout.held.tolist(),
+            sequence_lengths=whole.sequence_lengths,
+            real_offsets=real_offsets,
+            longest=whole.longest,
+        )
+        boundaries._set(layout=layout)
+        return boundaries
 
-def _forget() -> None:
-    global in_use
-    in_use = any(True for _ in _BY_OFFSETS.values())  # values() skips layouts that were freed
+    @property
+    def ranks(self) -> int:  # type: ignore[override]
+        """Return the number of ranks that share the pack."""
+        return self.layout.cp
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group of these ranks; None if nothing is communicated."""
+        return self.layout.group
 
-def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
-    """Return the layout whose shard has these offsets, or None for any other offsets."""
-    if not _BY_OFFSETS or cu_seqlens.is_meta:
-        return None
-    layout = _BY_OFFSETS.get(cu_seqlens.data_ptr())
-    if layout is not None:
-        layout.used = True
-    return layout
+    @property
+    def shard(self) -> ShardLayout:
+        """Return the layout, for a layer that exchanges rows with other ranks; this marks it as used."""
+        self.layout.used = True
+        return self.layout
 
+    def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:
+        """Return the offsets of the shard, and the layout by which attention exchanges keys."""
+        if chunk is not None:
+            raise ValueError(
+                f"{type(layer).__name__} attends in chunks of {chunk}: use sequences of at most {chunk}, or "
+                "train this model without context parallelism."
+            )
+        if not causal:
+            self.require("both_ways", layer)
+        longest = self.max_seqlen
+        return KernelCall(self.offsets, self.offsets, longest, longest, exchange=self.shard)
 
-def end_job() -> None:
-    """Mark all layouts as those of an ended job, so that live shards do not make other attention fail."""
-    for layout in list(_BY_OFFSETS.values()):
-        layout.job_ended = True
+    def require(self, need: Need, layer: object) -> None:
+        """Raise ValueError if a layer that needs something does not run on a shard."""
+        if need == "both_ways" and self.real_offsets is not None:
+            why = "lets tokens see later tokens, and context parallelism pads sequences"
+            self.refuse_shard(layer, why)
 
+    def refuse_shard(self, layer: object, why: str) -> None:
+        """Raise ValueError, because a layer cannot run on one rank's shard of a pack."""
+        what = f"{type(layer).__name__} got one rank's shard of a pack, and {why}"
+        raise ValueError(f"{what}. Train this model without context parallelism.")
 
-# Offsets of whole packs that run beside shards, by memory address. Only offsets that are alive are listed.
-_WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-
-def know_whole_pack(cu_seqlens: Tensor) -> None:
-    """Register offsets as those of a whole pack, even while shards of other packs are in use."""
-    _WHOLE[cu_seqlens.data_ptr()] = cu_seqlens
-
-
-def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
-    """Refuse unknown offsets of as many slots as a live shard has: attention would be wrong silently."""
-    if cu_seqlens.data_ptr() in _WHOLE:
-        return
-    if _in_use_over(slots, cu_seqlens.device) is None:
-        return
-    gc.collect()  # frees shards that only a reference cycle keeps alive, such as a traceback
-    layout = _in_use_over(slots, cu_seqlens.device)
-    if layout is not None:
+    def refuse_field(self, name: str) -> NoReturn:
+        """Raise ValueError, because offsets of a shard say nothing about the keys on other ranks."""
         raise ValueError(
-            f"Attention over {slots} slots got cu_seqlens that are not those of the batch, which is cut over "
-            f"{layout.cp} context-parallel ranks. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs()."
+            f"batch.{name} was read, but {self.layout.cp} context-parallel ranks share this pack, so "
+            "attention over this rank's slots alone would be wrong. Pass batch.boundaries: "
+            "varlen_attention(q, k, v, batch.boundaries)."
+        )
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Refuse: the offsets of a shard say nothing about the keys on other ranks."""
+        self.refuse_field("cu_seqlens")
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Refuse: the offsets of a shard say nothing about the keys on other ranks."""
+        self.refuse_field("cu_seqlens_padded")
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Return the slots of every entry of the whole pack."""
+        return self.layout.padded_lengths
+
+    @property
+    def counted_lengths(self) -> tuple[int, ...]:
+        """Return no lengths, because the positions of a shard do not count from 0."""
+        return ()
+
+    def stays(self, device: torch.device) -> bool:
+        """Return True on the device of the shard, else raise: batches are moved before they are cut."""
+        here = self.layout.device  # without an index: the current device
+        if device.type == here.type and (device.index == here.index or None in (device.index, here.index)):
+            return True
+        raise ValueError(f"A shard on {here} cannot move to {device}. Move the THDBatch before it is cut.")
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardBoundaries:
+        """Return the boundaries themselves; refuse another device."""
+        self.stays(torch.device(device))
+        return self
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Return the boundaries only: offsets under transformers' names would hide keys of other ranks."""
+        return {"boundaries": self}
+
+    def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
+        """Gather rows of slots of all ranks and split them into sequences; a collective."""
+        self.check_rows(rows)
+        assert self.sequence_lengths is not None
+        parts = torch.split(self.whole(rows), list(self.padded_lengths))
+        return [part[:length] for part, length in zip(parts, self.sequence_lengths, strict=False)]
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Gather the rows ``[N, ...]`` of all ranks to ``[T, ...]`` in the pack's order; a collective."""
+        return gather_pack(rows, self.layout)
+
+    def part(self, rows: Tensor) -> Tensor:
+        """Return this rank's rows of rows ``[T, ...]`` of the pack."""
+        return rows.index_select(0, self.layout.own)
+
+    @property
+    def whole_offsets(self) -> Tensor:
+        """Return the offsets of the whole pack, int32 ``[S + 1]``."""
+        return self.layout.pack_offsets
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A shard belongs to a process group and cannot be pickled. Send the THDBatch and cut it there."
         )
 
 
-def _in_use_over(slots: int, device: torch.device) -> ShardLayout | None:
-    for layout in list(_BY_OFFSETS.values()):
-        if layout.local_slots == slots and layout.device == device and not layout.job_ended:
-            return layout
-    return None
+def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
+    """Gather the shards ``[N, ...]`` of all ranks to ``[T, ...]`` in the pack's order; a collective."""
+    assert layout.group is not None
+    gathered = all_gather_rows(x, layout.group)
+    return gathered if layout.restore is None else gathered.index_select(0, layout.restore)

@@ -17,8 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_thd.alignment import Layout
+from lightning_thd.boundaries import KernelCall
 from lightning_thd.parallel.context import partition
-from lightning_thd.parallel.context.layout import KernelCall, ShardLayout, offsets_of
+from lightning_thd.parallel.context.layout import ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import Ints, ranges
 
 
@@ -213,7 +214,7 @@ class BlockCall(NamedTuple):
     """The kernel call of a ``Block``, whose ``q_rows``, ``left`` and ``right`` it keeps."""
 
     q_rows: Tensor | None
-    kv_index: Tensor
+    keys: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
     max_seqlen_q: int

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.across_ranks import digests, int63, require_same
 from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.context.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.stats import SeqStats
 
@@ -63,13 +62,12 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
                 "ranks. Raise max_context_parallel_size, or plan with the sharing of the strategy."
             )
         if degree == 1:
-            know_whole_pack(batch.cu_seqlens_padded)
             traffic.count("slots", batch.input_ids.shape[-1])
             parts.append(batch)
             continue
         shard = shard_batch(batch, group=groups[degree], **options)
         # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
-        parts.append(shard.replace(stats=part_of(batch.stats, degree, shard.layout.rank)))
+        parts.append(shard.replace(stats=part_of(batch.stats, degree, groups[degree].rank())))
     return THDStep(parts)
 
 

@@ -1,0 +1,420 @@
+"""Lengths of the sequences of a pack -> all that a layer, a kernel or a loss asks about their boundaries.
+
+A pack is one row of T slots. Every slot belongs to one of S entries: the sequences in order, each perhaps
+with padding at its end, and one more entry for the padding at the end of the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NoReturn, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_thd._checks import described, host_ints
+from lightning_thd.boundaries.immutable import Immutable
+from lightning_thd.boundaries.kernel_call import KernelCall
+from lightning_thd.seqlens import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+
+_T = TypeVar("_T")
+
+# What a layer does that not all boundaries allow: it carries a state along a sequence; lets tokens see later
+# tokens; attends in chunks; reads one token of every sequence; computes a loss over the row of slots.
+Need = Literal["recurrent", "both_ways", "chunked", "pooled", "own_loss"]
+
+
+class Boundaries(Immutable):
+    """Where every sequence of a pack begins: lengths on the host, offsets on the device.
+
+    Attributes:
+        offsets: int32 ``[S + 1]``, the first slot of every entry, and T.
+        real_offsets: int32 ``[S + 1]``, cumulative lengths without the padding inside entries; None if no
+            sequence is padded.
+        slots: the number of slots T.
+        longest: slots of the longest sequence of the whole pack.
+        max_seqlen: slots of the longest entry, or more. Kernels get it.
+        sequence_lengths: real tokens of every sequence, on the host; None if the host does not know them.
+    """
+
+    __slots__ = (
+        *("_answers", "_lengths", "kernels", "longest", "max_seqlen"),
+        *("offsets", "real_offsets", "sequence_lengths", "slots"),
+    )
+
+    offsets: Tensor
+    real_offsets: Tensor | None
+    slots: int
+    longest: int
+    max_seqlen: int
+    sequence_lengths: tuple[int, ...] | None
+    _lengths: tuple[int, ...] | None
+    _answers: dict[Any, Any]
+    kernels: dict[Any, Any]  # bound attention kernels by kind of layer; ``models.attend`` fills it
+
+    ranks: int = 1  # the ranks that share this pack
+    group: Any = None  # the process group of these ranks, if they communicate
+    shard: Any = None  # the layout of a pack that is cut over ranks
+    prefixes: Any = None  # the map of sequences that share prefixes
+    row = "batch"  # what has these slots, for messages
+
+    def __init__(
+        self,
+        *,
+        offsets: Tensor,
+        slots: int,
+        max_seqlen: int,
+        lengths: Sequence[int] | None = None,
+        sequence_lengths: Sequence[int] | None = None,
+        real_offsets: Tensor | None = None,
+        longest: int | None = None,
+    ) -> None:
+        self._set(
+            offsets=offsets,
+            real_offsets=real_offsets,
+            slots=slots,
+            max_seqlen=max_seqlen,
+            longest=max_seqlen if longest is None else longest,
+            sequence_lengths=None if sequence_lengths is None else tuple(sequence_lengths),
+            _lengths=None if lengths is None else tuple(lengths),
+            _answers={},
+            kernels={},
+        )
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Boundaries:
+        """Make the boundaries of sequences laid end to end without padding.
+
+        Args:
+            lengths: tokens of every sequence, ints of at least 0: a list, array or tensor.
+            device: where ``offsets`` go.
+
+        Returns:
+            The boundaries. ``[3, 2]`` gives the offsets ``[0, 3, 5]``, 5 slots and the longest, 3.
+        """
+        counts: list[int] = host_ints(lengths, "lengths", advice="Example: (24, 80).").tolist()
+        if not counts or min(counts) < 0:
+            raise ValueError(
+                f"lengths is {described(lengths)}; wanted the tokens of one sequence or more, 0 or more."
+            )
+        longest = max(1, *counts)
+        offsets = torch.from_numpy(np.array([0, *accumulate(counts)], np.int32)).to(device)
+        return cls(
+            offsets=offsets, slots=sum(counts), max_seqlen=longest, lengths=counts, sequence_lengths=counts
+        )
+
+    @classmethod
+    def laid_out(
+        cls, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, lengths: Sequence[int], padded: Sequence[int]
+    ) -> Boundaries:
+        """Make the boundaries of a collated batch from its offsets, real lengths and padded lengths."""
+        slots_of_sequences = padded[: len(lengths)]
+        is_padded = tuple(lengths) != tuple(slots_of_sequences)
+        return cls(
+            offsets=cu_seqlens_padded,
+            slots=sum(padded),
+            max_seqlen=max(1, max(padded, default=1)),
+            lengths=padded,
+            sequence_lengths=lengths,
+            real_offsets=cu_seqlens if is_padded else None,
+            longest=max(slots_of_sequences, default=1),
+        )
+
+    # ---- The offsets and lengths of a batch
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Return the cumulative real lengths, int32 ``[S + 1]``."""
+        return self.offsets if self.real_offsets is None else self.real_offsets
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Return the offsets in memory, int32 ``[S + 1]``."""
+        return self.offsets
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the slots of every entry; if the host does not know them, read the device once."""
+        if self._lengths is None:
+            offsets = self.offsets.tolist()
+            lengths = [there - here for here, there in pairwise(offsets)]
+            if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
+                raise ValueError(
+                    f"cu_seq_lens_q runs from {offsets[:1]} to {offsets[-1:]}, but must run from 0 to "
+                    f"{self.slots}, the slots of the pack, and never decrease. Pass batch.hf_kwargs()."
+                )
+            self._set(_lengths=tuple(lengths))
+        assert self._lengths is not None
+        return self._lengths
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Return the slots of every entry of the whole pack, a trailing pad included."""
+        return self.lengths
+
+    @property
+    def real_lengths(self) -> tuple[int, ...]:
+        """Return the real tokens of every entry; a trailing pad counts with all its slots."""
+        if self.real_offsets is None:
+            return self.lengths
+        return self.once(_real_lengths)
+
+    @property
+    def sequences(self) -> int | None:
+        """Return the number of sequences without the pad at the end; None if the host does not know it."""
+        return None if self.sequence_lengths is None else len(self.sequence_lengths)
+
+    # ---- What layers ask
+
+    def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:
+        """Return the kernel call of a kind of attention layer.
+
+        Args:
+            layer: the layer, for messages.
+            causal: whether later keys are hidden. Else padding inside a sequence becomes an entry of its own,
+                because real tokens must not see it.
+            chunk: tokens of the chunks into which a layer cuts every sequence; None for whole sequences.
+        """
+        offsets = self.offsets
+        lengths = None if torch.compiler.is_compiling() else self._lengths
+        if not causal and self.real_offsets is not None:
+            offsets, lengths = self.token_bounds, None
+        if chunk is None:
+            return KernelCall(
+                offsets, offsets, self.max_seqlen, self.max_seqlen, q_lengths=lengths, kv_lengths=lengths
+            )
+        longest = min(chunk, self.max_seqlen)
+        offsets = self.chunks(chunk) if causal else chunk_offsets(offsets, self.slots, chunk)
+        return KernelCall(offsets, offsets, longest, longest)
+
+    def require(self, need: Need, layer: object) -> None:
+        """Raise ValueError if a layer that needs something does not run on these boundaries."""
+
+    def refuse_prefixes(self, layer: object, why: str) -> None:
+        """Raise ValueError if sequences share prefixes, on which a layer cannot run."""
+
+    def refuse_shard(self, layer: object, why: str) -> None:
+        """Raise ValueError if this rank holds only a shard of the pack, on which a layer cannot run."""
+
+    # ---- Names by which files of ``models`` still ask; they go when these files have moved
+
+    @property
+    def cu_seqlens_q(self) -> Tensor:
+        """Return ``offsets``."""
+        return self.offsets
+
+    @property
+    def cu_seqlens_k(self) -> Tensor:
+        """Return the offsets of the keys."""
+        return self.offsets
+
+    @property
+    def cu_seqlens_real(self) -> Tensor | None:
+        """Return ``real_offsets``."""
+        return self.real_offsets
+
+    @property
+    def max_length_q(self) -> int:
+        """Return ``max_seqlen``."""
+        return self.max_seqlen
+
+    @property
+    def max_length_k(self) -> int:
+        """Return the longest keys of an entry."""
+        return self.max_seqlen
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Return a store of values by name."""
+        return self._answers
+
+    # ---- Values that layers share
+
+    def once(self, make: Callable[[Any], _T]) -> _T:
+        """Return ``make(self)``, which is called once; all layers share the result.
+
+        A compiled model computes it in every layer, and torch merges what is equal. A stored tensor could be
+        memory of a graph that runs again.
+        """
+        if torch.compiler.is_compiling():
+            return make(self)
+        answers = self._answers
+        if make not in answers:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # a training step may use the tensors later
+                    answers[make] = make(self)
+            else:
+                answers[make] = make(self)
+        answer: _T = answers[make]
+        return answer
+
+    @property
+    def seq_idx(self) -> Tensor:
+        """Return int32 ``[1, T]``, the entry that every slot belongs to."""
+        return self.once(_seq_idx)
+
+    @property
+    def positions(self) -> Tensor:
+        """Return int64 ``[T]``, every slot's place in its entry."""
+        return self.once(_positions)
+
+    @property
+    def token_bounds(self) -> Tensor:
+        """Return int32 ``[2 S + 1]``, offsets of tokens and padding in turn; ``[S + 1]`` without padding."""
+        return self.offsets if self.real_offsets is None else self.once(_token_bounds)
+
+    @property
+    def real_slots(self) -> Tensor | None:
+        """Return which slots hold tokens, bool ``[T]``; None if the places of padding are unknown."""
+        return None if self.sequences is None else self.once(_real_slots)
+
+    def chunks(self, size: int) -> Tensor:
+        """Return offsets int32 of entries that are cut into chunks of at most ``size`` slots."""
+        if torch.compiler.is_compiling():
+            return chunk_offsets(self.offsets, self.slots, size)
+        by_size = self.once(_no_chunks)
+        if size not in by_size:
+            by_size[size] = chunk_offsets(self.offsets, self.slots, size)
+        return by_size[size]
+
+    # ---- What a batch does with them
+
+    def refuse_field(self, name: str) -> NoReturn:
+        """Raise ValueError, because a batch with these boundaries has no such field."""
+        raise ValueError(f"batch.{name} was read, but this batch was made without it.")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, to copy them to another device together with the batch's."""
+        if self.real_offsets is None:
+            return {"offsets": self.offsets}
+        return {"offsets": self.offsets, "real_offsets": self.real_offsets}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        """Return a copy with other tensors of the same values."""
+        copy = object.__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), **tensors})
+        return copy
+
+    def stays(self, device: torch.device) -> bool:
+        """Return whether these boundaries cannot leave their device and are on ``device``; raise if not."""
+        return False
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return the boundaries with their tensors on a device."""
+        if all(x.device == torch.device(device) for x in self.tensors().values()):
+            return self
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
+        return self.with_tensors(moved)
+
+    @property
+    def counted_lengths(self) -> tuple[int, ...]:
+        """Return the lengths in which default positions count from 0; empty if they do not."""
+        return self.lengths
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of a transformers model: these boundaries, and transformers' own names."""
+        found: dict[str, Any] = {"cu_seq_lens_q": self.offsets, "cu_seq_lens_k": self.offsets}
+        found |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen, "boundaries": self}
+        return found
+
+    def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
+        """Split rows of slots ``[T, ...]`` into one view per sequence, without padding."""
+        self.check_rows(rows)
+        assert self.sequence_lengths is not None
+        parts = torch.split(rows, list(self.padded_lengths))
+        if self.padded_lengths == self.sequence_lengths:
+            return list(parts)
+        return [part[:length] for part, length in zip(parts, self.sequence_lengths, strict=False)]
+
+    def check_rows(self, rows: Tensor) -> None:
+        """Raise ValueError unless there is one row per slot."""
+        if rows.ndim == 0 or rows.shape[0] != self.slots:
+            raise ValueError(
+                f"unpack() got a tensor of shape {tuple(rows.shape)}, but the {self.row} has {self.slots} "
+                f"slots. Pass [{self.slots}, ...] or [1, {self.slots}, ...]."
+            )
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return rows of all slots of the pack from rows of this rank's slots, ``[..., T]``."""
+        return rows
+
+    def part(self, rows: Tensor) -> Tensor:
+        """Return this rank's rows of rows of all slots of the pack."""
+        return rows
+
+    @property
+    def whole_offsets(self) -> Tensor:
+        """Return the offsets of the whole pack, int32 ``[S + 1]``."""
+        return self.offsets
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = [name for name in self._names() if name not in ("_answers", "kernels")]
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state, _answers={}, kernels={})
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [name for kind in cls.__mro__ for name in getattr(kind, "__slots__", ())]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.offsets.shape[0] - 1} entries in {self.slots} slots)"
+
+
+def _seq_idx(boundaries: Boundaries) -> Tensor:
+    return seq_idx_from_cu_seqlens(boundaries.offsets, boundaries.slots)[None]
+
+
+def _positions(boundaries: Boundaries) -> Tensor:
+    return position_ids_from_cu_seqlens(boundaries.offsets, boundaries.slots)
+
+
+def _real_lengths(boundaries: Boundaries) -> tuple[int, ...]:
+    known = boundaries.sequence_lengths
+    if known is not None and boundaries.shard is None:
+        return (*known, *boundaries.lengths[len(known) :])
+    assert boundaries.real_offsets is not None
+    return tuple(boundaries.real_offsets.diff().tolist())
+
+
+def _token_bounds(boundaries: Boundaries) -> Tensor:
+    assert boundaries.real_offsets is not None
+    starts = boundaries.offsets[:-1]
+    ends = starts + boundaries.real_offsets.diff()
+    bounds = torch.cat([torch.stack([starts, ends], dim=1).flatten(), boundaries.offsets[-1:]])
+    return bounds.to(torch.int32)
+
+
+def _real_slots(boundaries: Boundaries) -> Tensor:
+    count = boundaries.sequences
+    assert count is not None
+    real = boundaries.real_offsets
+    return sequence_of_slots(count, boundaries.slots, boundaries.offsets, real) < count
+
+
+def _no_chunks(_: Boundaries) -> dict[int, Tensor]:
+    return {}
+
+
+def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:
+    """Return the sequence index of each slot, int64 ``[T]``; padding, also in sequences, gets ``count``."""
+    sequence = seq_idx_from_cu_seqlens(padded, slots).flatten().long()
+    if real is not None:
+        place = torch.arange(slots, device=sequence.device) - padded[sequence]
+        sequence = torch.where(place < real.diff()[sequence], sequence, count)
+    return sequence.clamp_max(count)
+
+
+def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
+    """Cut sequences into chunks of at most ``chunk`` slots, with fixed shapes and no read of the device.
+
+    ``[0, 5, 7]``, 7 and 4 give ``[0, 4, 5, 7]``; empty chunks are at the end.
+    """
+    places = torch.arange(slots, device=cu_seqlens.device)
+    starts = cu_seqlens[:-1].long().index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, slots).long())
+    begins = torch.where((places - starts) % chunk == 0, places, slots).sort().values
+    offsets = begins[: cu_seqlens.shape[0] - 1 + slots // chunk]
+    return torch.cat([offsets, cu_seqlens[-1:]]).to(torch.int32)

@@ -1,1 +1,0 @@
-"""Kernels of the fused losses for GPUs: which heads they serve, and the kernels."""
