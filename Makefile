@@ -8,7 +8,8 @@ export PYTHONDONTWRITEBYTECODE =
 PRECISION ?=
 COMPILE ?=
 
-.PHONY: quickstart test test-imagined lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
+.PHONY: quickstart test test-imagined lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest \
+	test-newest test-main test-python test-trl test-kernels dist test-wheel release-notes
 
 .venv/.quickstart: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
@@ -105,6 +106,80 @@ $(OLDEST)/.installed: setup.cfg constraints-oldest.txt
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The tests with the newest release of everything that the index has, whatever setup.cfg allows, in an environment
+# of their own. Deprecations of other packages are listed in runs/newest.txt and are no errors.
+NEWEST ?= .venv-newest
+TESTS ?=
+$(NEWEST)/.installed: setup.cfg
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade $(PIP_OPTIONS) torch
+	$(NEWEST)/bin/python -m tests.releases requirements | tr ' ' '\n' > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade $(PIP_OPTIONS) -r $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-newest: $(NEWEST)/.installed
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m tests.releases run newest --deprecations runs/newest.txt -- \
+		-n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# The same with what the main branches of transformers and Lightning hold today.
+test-main: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall \
+		git+https://github.com/huggingface/transformers
+	PACKAGE_NAME=lightning $(NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall \
+		git+https://github.com/Lightning-AI/pytorch-lightning
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m tests.releases run main --deprecations runs/main.txt -- \
+		-n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	rm $(NEWEST)/.installed
+
+# The pinned releases on another Python: make test-python PYTHON=python3.13
+FOR_PYTHON ?= .venv-$(notdir $(PYTHON))
+$(FOR_PYTHON)/.installed: setup.cfg constraints.txt
+	test -x $(FOR_PYTHON)/bin/python || $(PYTHON) -m venv $(FOR_PYTHON)
+	$(FOR_PYTHON)/bin/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt torch
+	$(FOR_PYTHON)/bin/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+test-python: $(FOR_PYTHON)/.installed
+	OMP_NUM_THREADS=1 $(FOR_PYTHON)/bin/python -m tests.releases run $(notdir $(PYTHON)) -- \
+		-n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# The tests of TRL's trainers with other releases of TRL than the pinned one.
+TRL ?= 1.0.0 1.7.0 1.9.0
+test-trl: .venv/.installed
+	for release in $(TRL); do \
+		test -d .venv/trl-$$release || $(BIN)/python -m pip install --quiet --no-deps --target .venv/trl-$$release \
+			trl==$$release || exit 1; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m tests.releases run "TRL $$release" --overlay .venv/trl-$$release -- \
+			tests/integrations/test_sft_trainer.py tests/integrations/test_hf_rows.py \
+			tests/integrations/test_hf_options.py tests/integrations/test_hf_trainer.py || exit 1; \
+	done
+
+# The sdist and the wheel, into dist/, checked as the index checks them.
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build twine
+	touch $@
+
+dist: .venv-dist/.installed
+	rm -rf dist build
+	.venv-dist/bin/python -m build --outdir dist
+	.venv-dist/bin/twine check --strict dist/*
+	$(PYTHON) -c 'import pathlib; [wheel] = pathlib.Path("dist").glob("*.whl"); assert wheel.stat().st_size < 1e6'
+
+# The wheel with the newest of everything it allows, in an empty environment, outside of the repository.
+WHEEL ?= .venv-wheel
+test-wheel: dist
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet $(PIP_OPTIONS) "$$(ls dist/*.whl)[hf,accelerate,cli,plots]" trl
+	$(PYTHON) -m tests.wheel --python $(WHEEL)/bin/python
+
+# The section of CHANGELOG.md that becomes the text of a release: make release-notes VERSION=0.1.0
+release-notes:
+	@$(PYTHON) .ci/release_notes.py $(VERSION)
+
 # Real Triton kernels on the CPU, by Triton's interpreter.
 KERNELS ?= .venv-kernels
 WITHOUT_CUDA := MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
@@ -117,4 +192,7 @@ $(KERNELS)/.installed: .venv/.installed constraints-kernels.txt
 	touch $@
 
 test-kernels: $(KERNELS)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m slow tests/interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m "slow or not slow" \
+		tests/interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -p tests.loss.forced \
+		tests/loss/test_fused.py -k "cross_entropy or log_probabilities"

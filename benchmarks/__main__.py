@@ -1,9 +1,9 @@
 """Every CPU benchmark, one after the other: one table with every goal, written to benchmarks/RESULTS.md.
 
 ``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do: where
-others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may,
-and then the file says so. ``--only packing loss`` runs some and writes nothing; ``--again packing loss`` puts
-them in the place of what the file holds of them, each with its time. What a GPU found
+others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may, and
+then the file names the parts. ``--only packing loss`` runs some and writes nothing; ``--again packing loss``
+puts them in the place of what the file holds of them, each with its time. What a GPU found
 (``python -m benchmarks.gpu --json benchmarks/gpu.json``) is added where that file exists.
 """
 
@@ -40,6 +40,7 @@ NAMES = (
     "attention",
     "attention_kernels",
     "loss",
+    "loss_counts",
     "loss_curves",
     "prefixes",
     "profile_step",
@@ -120,24 +121,27 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
 
 
-def report(runs: list[Run], *, loaded: bool) -> str:
+def report(runs: list[Run]) -> str:
     """The file."""
     rows = [(one.name, row) for one in runs for row in one.results]
     missed = [row for _, row in rows if not row.met]
     seconds = sum(one.seconds for one in runs)
     others = sum(one.others * one.seconds for one in runs) / max(seconds, 1e-9)
+    days = sorted(one.when[:10] for one in runs if one.when)
+    measured = " and ".join(dict.fromkeys((*days[:1], *days[-1:])))  # the first day and the last
+    busy = [f"`{one.name}`" for one in runs if one.others > QUIET]
     lines = [
         "# Results",
         "",
-        f"Written by `python -m benchmarks{' --loaded' if loaded else ''}` on {datetime.now(UTC):%Y-%m-%d} "
-        f"in {seconds / 60:.0f} minutes. Other processes used {others:.2f} cores. "
+        f"Measured by `python -m benchmarks`, {measured}; the last table has the time of each part. All "
+        f"took {seconds / 60:.0f} minutes. Other processes used {others:.2f} cores. "
         f"{len(rows) - len(missed)} of {len(rows)} goals are met.",
         "",
     ]
-    if loaded:
+    if busy:
         lines += [
-            f"Run with `--loaded`: the machine need not have been idle (limit {QUIET} cores), so read ratios "
-            "and CPU seconds, not wall seconds.",
+            f"The machine was busy with more than {QUIET} cores of other work during {', '.join(busy)}: read "
+            "ratios and CPU seconds there, not wall seconds.",
             "",
         ]
     lines += [
@@ -164,10 +168,10 @@ def report(runs: list[Run], *, loaded: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(runs: list[Run], *, loaded: bool) -> None:
+def write(runs: list[Run]) -> None:
     """Write RESULTS.md, and beside it what ``--again`` reads."""
     (HERE / "results.json").write_text(json.dumps([asdict(one) for one in runs], indent=1) + "\n")
-    (HERE / "RESULTS.md").write_text(report(runs, loaded=loaded))
+    (HERE / "RESULTS.md").write_text(report(runs))
 
 
 def kept() -> dict[str, Run]:
@@ -228,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         busy_now = sum((one.others - QUIET) * one.seconds for one in new) > 0
         if writes and (arguments.loaded or not busy_now):
             # again after each, so that a run that is cut short leaves what it has
-            write([runs[name] for name in NAMES if name in runs], loaded=arguments.loaded)
-    print("\n" + report(new, loaded=arguments.loaded or not writes))
+            write([runs[name] for name in NAMES if name in runs])
+    print("\n" + report(new))
     if writes and not arguments.loaded and busy_now:
         print(f"Others kept more than {QUIET} cores busy: RESULTS.md was not written.", file=sys.stderr)
         return 1

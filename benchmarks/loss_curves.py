@@ -17,7 +17,6 @@ from benchmarks.end_to_end import Step, flattened, make_model, ours
 from benchmarks.results import less
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data import StdlibText
-from lightning_thd.module import adamw
 
 CAPACITY, STEPS, MEAN = 2_048, 100, 10
 
@@ -30,7 +29,7 @@ def packs(count: int) -> list[THDBatch]:
 
 def curve(attention: str, steps: list[Step], dtype: torch.dtype) -> list[float]:
     model = make_model(attention)
-    optimizer = adamw(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     for step in steps:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):

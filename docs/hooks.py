@@ -1,6 +1,8 @@
-"""The table of benchmarks/RESULTS.md -> ten headlines, and the rest folded by topic."""
+"""RESULTS.md and the table of patches -> the pages that show them."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,39 @@ TOPICS = {
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Put the results below the page of benchmarks; every other page stays as it is."""
-    if page.file.src_uri != "benchmarks.md":
-        return markdown
-    return f"{markdown}\n\n{folded(RESULTS.read_text().partition(chr(10))[2])}"
+    """Put generated tables below two pages; every other page stays as it is."""
+    if page.file.src_uri == "changes.md":
+        return f"{markdown}\n{replaced()}"
+    if page.file.src_uri == "benchmarks.md":
+        return f"{markdown}\n\n{folded(RESULTS.read_text().partition(chr(10))[2])}"
+    return markdown
+
+
+def replaced() -> str:
+    """List the replaced functions, and the private names where their table exists."""
+    root = str(RESULTS.parent.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    from lightning_thd._patches import PATCHES
+
+    lines = [
+        "## Replaced functions",
+        "",
+        "| row | what | where and why |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {patch.what} | `lightning_thd/{patch.where}` |"
+        for name, patch in PATCHES.items()
+    ]
+    lines += ["", "## Private names", ""]
+    try:
+        table = importlib.import_module("lightning_thd._private_names")
+    except ModuleNotFoundError:
+        lines += ["The package has no table of the private names that it reads yet."]
+        return "\n".join(lines)
+    lines += [*table.markdown()]
+    return "\n".join(lines)
 
 
 def folded(markdown: str) -> str:

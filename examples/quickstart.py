@@ -21,7 +21,7 @@ from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.parallel.fsdp import layers_of
 from lightning_thd.precision import fastest_precision
 from lightning_thd.report import show
-from lightning_thd.report.page import number
+from lightning_thd.report.page import number, processor
 
 
 def make_model() -> torch.nn.Module:
@@ -106,6 +106,9 @@ def main() -> None:
     print(f"{size:.1f}M parameters, {trainer.strategy.root_device}, {args.precision}, {args.steps} steps")
     trainer.fit(module, data, ckpt_path="last" if args.resume else None)
     show(args.out)
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    print(f"Peak measured on {name}.")
     print(f"Done. Next: open {args.out}/report.html, or train on your text with --data my.jsonl.")
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from lightning_thd._warnings import VersionWarning, warn
+from lightning_thd.warnings import VersionWarning, warn
 
 
 class Supported(NamedTuple):

@@ -94,7 +94,7 @@ def documented() -> dict[str, Any]:
     """Every public function, class and method of the package that describes its arguments."""
     found: dict[str, Any] = {}
     for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
-        if info.name.endswith("__main__"):
+        if info.name.endswith(("__main__", "loss.kernels.rows")):  # the second needs triton
             continue
         for value in vars(importlib.import_module(info.name)).values():
             if getattr(value, "__module__", None) != info.name or not callable(value):

@@ -50,7 +50,8 @@ def _public(module: ModuleType) -> Iterator[str]:
 def test_every_public_function_has_an_entry() -> None:
     names: set[str] = set()
     for found in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
-        if not any(part.startswith("_") for part in found.name.split(".")):
+        needs_triton = found.name == "lightning_thd.loss.kernels.rows"
+        if not needs_triton and not any(part.startswith("_") for part in found.name.split(".")):
             module = importlib.import_module(found.name)
             names |= set(_public(module)) if hasattr(module, "__all__") else set()
     tried = {word for name in tables() for word in re.split(r"[^\w]+", name)}

@@ -25,6 +25,22 @@ print(lightning_thd.__file__, lightning_thd.__version__, len(names), absent)
 """
 
 
+# The README's first block, with fewer steps; the arguments are the Trainer's.
+EXAMPLE = r"""
+import pathlib, re, sys
+import lightning as L
+
+readme = pathlib.Path(sys.argv[1])
+block = re.search(r"```python\n(.*?)```", readme.read_text(), re.S)[1]
+trainer = L.Trainer
+L.Trainer = lambda **given: trainer(**{**given, "max_steps": 2, "accelerator": "cpu", "logger": False})
+names = {}
+exec(block, names)
+import lightning_thd
+print(lightning_thd.__file__, names["trainer"].global_step)
+"""
+
+
 def run(*command: str, cwd: Path, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -59,13 +75,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
+def test_the_sdist_holds_the_package_its_pages_and_examples(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("lightning_thd", "tests", "examples", "docs", "benchmarks"):
+    for folder in ("lightning_thd", "examples", "docs"):
         assert tracked(folder) - held == set()
-    assert {"LICENSE", "CITATION.cff", "SECURITY.md", "constraints.txt", "Makefile", "mkdocs.yml"} <= held
-    assert not [name for name in held if name.endswith(".pyc")]
+    assert {"LICENSE", "CITATION.cff", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md"} <= held
+    assert not [name for name in held if name.endswith(".pyc") or name.startswith(("benchmarks", "tests"))]
 
 
 @pytest.mark.slow
@@ -76,6 +92,65 @@ def test_the_wheel_holds_the_package_alone(built: dict[str, Path]) -> None:
         needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", archive.read(metadata).decode(), re.M)
     assert held == tracked("lightning_thd")
     assert sorted(needed) == ["lightning", "numpy", "tensorboard", "torch", "torchmetrics"]
+    assert built["wheel"].stat().st_size < 1_000_000
+
+
+def described(path: Path, repository: str) -> str:
+    """Return the metadata of a wheel that is built in the folder ``path``."""
+    out = path / "out"
+    where = {"LIGHTNING_THD_REPOSITORY": repository, "LIGHTNING_THD_REVISION": "v1.2.3"} if repository else {}
+    made = "import setuptools.build_meta as b; b.prepare_metadata_for_build_wheel('out')"
+    out.mkdir()
+    run(sys.executable, "-c", made, cwd=path, **where)
+    (metadata,) = out.glob("*.dist-info/METADATA")
+    return metadata.read_text()
+
+
+@pytest.mark.parametrize("repository", ["https://host.invalid/owner/name/", ""])
+def test_links_of_the_page_are_absolute_where_the_address_is_known(repository: str, tmp_path: Path) -> None:
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "lightning_thd").mkdir()
+    (tmp_path / "lightning_thd" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    metadata = described(tmp_path, repository)
+    linked = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)[^)]*\)", metadata)
+    assert len(linked) > 40
+    for image, address in linked:
+        if not repository:
+            assert (ROOT / address).exists() or address.startswith("https://"), address
+            continue
+        start = f"https://host.invalid/owner/name/{'raw' if image else 'blob'}/v1.2.3/"
+        assert address.startswith(("https://", start)), address
+        if address.startswith("https://host.invalid"):
+            assert (ROOT / address.removeprefix(start)).exists(), address
+    assert ("Project-URL: Issues, https://host.invalid/owner/name/issues" in metadata) == bool(repository)
+    assert "Description-Content-Type: text/markdown" in metadata
+
+
+@pytest.mark.slow
+def test_the_readme_runs_outside_of_the_repository(tmp_path: Path) -> None:
+    """The README's example, from an installed copy of the package, in a folder that holds nothing else."""
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
+    source = tmp_path / "source"
+    for name in sorted(tracked("lightning_thd") | {"setup.py", "setup.cfg", "pyproject.toml", "README.md"}):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    target, away = tmp_path / "installed", tmp_path / "away"
+    away.mkdir()
+    run(sys.executable, *pip, str(target), str(source), cwd=away)
+    said = run(
+        sys.executable,
+        "-c",
+        EXAMPLE,
+        str(ROOT / "README.md"),
+        cwd=away,
+        PYTHONPATH=str(target),
+        OMP_NUM_THREADS="1",
+    )
+    file, steps = said.split()[-2:]
+    assert file.startswith(str(target))
+    assert steps == "2"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import runpy
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lightning_thd import _versions
+from lightning_thd import __version__, _versions
 from lightning_thd._versions import (
     SUPPORTED,
     WATCHED,
@@ -23,7 +24,8 @@ from lightning_thd._versions import (
     numbers,
     releases_of,
 )
-from lightning_thd._warnings import THDWarning, VersionWarning
+from lightning_thd.warnings import THDWarning, VersionWarning
+from tests import releases
 
 ROOT = Path(__file__).parent.parent
 # Built against torch and CUDA by whoever installs them: `make test-kernels` and GPU.md name their releases.
@@ -142,7 +144,7 @@ def test_every_warning_of_the_package_has_a_category_of_its_own() -> None:
         f"{path.name}:{number}"
         for path in (ROOT / "lightning_thd").rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if path.name != "_warnings.py"
+        if path.name != "warnings.py"
         and (
             "rank_zero_warn" in line
             or ("warnings.warn(" in line and "Warning, " not in line)
@@ -150,6 +152,86 @@ def test_every_warning_of_the_package_has_a_category_of_its_own() -> None:
         )
     ]
     assert elsewhere == []
+
+
+def test_the_page_of_versions_has_the_rows_of_the_table() -> None:
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    for name, (oldest, newest, capped) in SUPPORTED.items():
+        assert f"| {name} | {oldest} | {newest} | {'refused by pip' if capped else 'may run'} |\n" in page
+    assert page.count("refused by pip |") + page.count("may run |") == len(SUPPORTED)
+
+
+def test_a_row_of_a_run_replaces_the_row_of_the_same_combination_and_tests() -> None:
+    report: dict[str, object] = {
+        "versions": {
+            "python": "3.11.9",
+            "torch": "2.14.1",
+            "lightning": "2.6.6",
+            "transformers": "5.24.0",
+            "trl": None,
+        },
+        "passed": 7,
+        "failed": 1,
+        "skipped": 2,
+        "seconds": 30,
+    }
+    empty = f"# Page\n\n{releases.HEAD}\n|---|\n\nThe end.\n"
+    row = releases.row_of("newest", ["tests/models"], report)
+    assert row.startswith(
+        "| newest | 3.11.9 | 2.14.1 | 2.6.6 | 5.24.0 | - | tests/models | 7 | 1 | 2 | 30 | 20"
+    )
+    page = releases.with_row(empty, row)
+    assert page == empty.replace("|---|\n", f"|---|\n{row}\n")
+    page = releases.with_row(page, releases.row_of("newest", [], report))
+    page = releases.with_row(page, releases.row_of("newest", ["tests/models"], report | {"passed": 8}))
+    assert [line.split(" | ")[6:8] for line in page.splitlines()[4:6]] == [
+        ["tests/models", "8"],
+        ["all", "7"],
+    ]
+
+
+def test_the_newest_environment_asks_for_everything_without_upper_ends() -> None:
+    asked = [Requirement(line) for line in releases.requirements()]
+    assert {x.name for x in asked} >= SUPPORTED.keys() - {"python"}
+    assert not any("<" in str(x.specifier) for x in asked)
+    assert {x.name for x in asked}.isdisjoint(UNTESTED_HERE)
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_step_of_ci_is_a_make_target(path: Path) -> None:
+    text = path.read_text()
+    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    steps = re.findall(r"- run: (\S+) (\S+)", text)
+    assert steps
+    for command, target in steps:
+        assert (command == "make" and target in made) or f"{command} {target}" == "gh release", target
+    pythons = re.findall(r'"(3\.\d+)"', text)
+    first, last = (numbers(x)[1] for x in SUPPORTED["python"][:2])
+    assert {numbers(x)[1] for x in pythons} <= set(range(first, last + 1))
+    if path.name == "ci.yml":
+        assert re.findall(r"python: \[(.*)\]", text) == [
+            ", ".join(f'"3.{x}"' for x in range(first, last + 1))
+        ]
+
+
+def test_the_text_of_a_release_is_its_section_of_the_changelog() -> None:
+    made = runpy.run_path(str(ROOT / ".ci" / "release_notes.py"))["notes"]
+    text = "# Changelog\n\n## [0.2.0] - unreleased\n\n- new\n"
+    text += "\n## [0.1.0] - 2026-12-01\n\nThe first.\n\n- a line\n"
+    assert made(text, "0.1.0") == "The first.\n\n- a line\n"
+    with pytest.raises(SystemExit, match="has the date 'unreleased'"):
+        made(text, "0.2.0")
+    with pytest.raises(SystemExit, match=r"no section '## \[0.3.0\]"):
+        made(text, "0.3.0")
+    dated = (ROOT / "CHANGELOG.md").read_text().replace("] - unreleased", "] - 2026-12-01")
+    assert len(made(dated, __version__).splitlines()) > 20
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/install.md", "CONTRIBUTING.md"])

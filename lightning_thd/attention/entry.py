@@ -7,6 +7,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch
 from lightning_thd.attention.spec import AttentionSpec, Window, known_spec, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose, known_choice
 from lightning_thd.boundaries import Boundaries, KernelCall
+from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
 
 _RAW: dict[Kernel, raw.RawKernel] = {
     "cpu": cpu.CpuKernel(),
@@ -108,6 +110,21 @@ def attend_call(
     _check_call(q, k, v, at)
     _check_sinks(sinks, q)
     spec = make_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    if LISTENERS and not torch.compiler.is_compiling():
+        with _reported(q, k, v, at, spec):
+            return _attend(q, k, v, at, spec, sinks, backend)
+    return _attend(q, k, v, at, spec, sinks, backend)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: KernelCall,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    backend: Backend,
+) -> Tensor:
     if at.exchange is not None:
         out: Tensor = _attend_shard(q, k, v, at, spec, sinks, backend)
         return out
@@ -117,6 +134,17 @@ def attend_call(
     if name == "te":
         raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
     return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
+
+
+def _reported(
+    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec
+) -> AbstractContextManager[Any]:
+    """Tell the counters of FLOPs about a call; its kernel runs inside the returned context."""
+    offsets = at.cu_seqlens_q, at.cu_seqlens_kv
+    if at.exchange is None:
+        return attending(AttentionCall.of(q, k, v, *offsets, spec))
+    whole, shards = at.exchange.padded_lengths, at.exchange.cp
+    return attending(AttentionCall.of(q, k, v, *offsets, spec, whole, shards))
 
 
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
@@ -167,9 +195,22 @@ def bind(
     _check_sinks(sinks, q)
     spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     bound = _bind(q, k, v, at, spec, sinks)
+    if LISTENERS and not torch.compiler.is_compiling():
+        bound = _reporting(bound, at, spec)
     if dtype is None:
         return bound
     return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
+
+
+def _reporting(attend: Bound, at: KernelCall, spec: AttentionSpec) -> Bound:
+    """Wrap a bound function so that the counters of FLOPs see its calls."""
+
+    def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        with _reported(q_THD, k_THD, v_THD, at, spec):
+            return attend(q, k, v, sinks)
+
+    return attend_and_report
 
 
 def _bind(

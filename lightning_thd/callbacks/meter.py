@@ -7,29 +7,34 @@ other work happens once per interval or checkpoint, including collectives and de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import ExpertChoices
+from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.data.trainer_link import recipe_of
+from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints
+from lightning_thd.flops.pairs import AttentionPattern, flops_of_calls
 from lightning_thd.flops.peaks import device_name, measure_flops, peak_flops, synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
 from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.precision.report import fp8_share
-from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, window_pairs
+from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, combine, window_pairs
+from lightning_thd.warnings import MeasureWarning, warn
 
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
@@ -109,6 +114,15 @@ class Interval:
         return Interval(**sums, peak=other.peak)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a step ran beyond the counts of its microbatches; see ``Meter.add`` and ``Meter.end_step``."""
+
+    microbatches: int
+    calls: list[AttentionCall]
+    products: tuple[int, int] | None
+
+
 class Meter:
     """Counts the microbatches and the time of one stage, and reduces them over the ranks per interval."""
 
@@ -129,10 +143,14 @@ class Meter:
         self.unknown_padding = False  # whether the padding of some rows is unknown
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
+        self.pattern: AttentionPattern | None = None  # our attention in a model without a known config
         self.steps: list[list[Seen]] = [[]]  # the microbatches of each step; the last step is running
+        self._calls: list[list[AttentionCall]] = [[]]  # of each step, those that ``pattern`` leaves out
+        self._products: list[tuple[int, int] | None] = [None]  # of each step, if they were counted
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
         self._left_out: list[Seen] = []  # microbatches that the rates leave out
+        self._left_out_steps: list[_Step] = []
         self._left_out_seconds = 0.0  # their time in this interval
         self._seconds = 0.0  # seconds counted before the clock was last started
         self._whole_seconds = 0.0  # the part of the counted seconds that belongs to ended steps
@@ -154,22 +172,37 @@ class Meter:
         self._seconds, self._since = self._elapsed(), None
         return True
 
-    def add(self, batch: Any) -> int:
-        """Count a batch's microbatches in the running step and return their number."""
+    def use(self, flops: ModuleFlops, stage: str = "train") -> None:
+        """Count with the FLOPs that are known of a stage by now."""
+        self.model, self.pattern = flops.model(stage), flops.pattern
+
+    def add(self, batch: Any, calls: Sequence[AttentionCall] = ()) -> int:
+        """Count a batch's microbatches in the running step and return their number.
+
+        ``calls`` are its attention calls that ``pattern`` leaves out.
+        """
         found = microbatches(batch, self.pad_id)
         self.steps[-1].extend(found)
+        self._calls[-1].extend(calls)
         return len(found)
 
-    def end_step(self) -> None:
-        """End the running step after the optimizer's update, and begin the next."""
+    def end_step(self, products: tuple[int, int] | None = None) -> None:
+        """End the running step after the optimizer's update, and begin the next.
+
+        ``products`` are its counted FLOPs forward and backward, for models of which ``model`` cannot tell.
+        """
+        self._products[-1] = products
+        self._products.append(None)
         self.steps.append([])
+        self._calls.append([])
         self._whole_seconds = self._elapsed()
 
     def leave_out(self) -> None:
         """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
         synchronize(self.hardware.device)
+        self._left_out_steps.extend(self._ended())
         self._left_out.extend(chain.from_iterable(self.steps))
-        self.steps = [[]]
+        self.steps, self._calls, self._products = [[]], [[]], [None]
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
@@ -229,6 +262,10 @@ class Meter:
     def flush(self, *, whole: bool = False) -> list[int]:
         """Return and reset this rank's counts: a list of integers that is equally long on all ranks."""
         running = self.steps.pop() if whole else []
+        running_calls = self._calls.pop() if whole else []
+        if whole:
+            self._products.pop()
+        ended = self._ended()
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
         seen = measured + self._left_out
@@ -243,14 +280,18 @@ class Meter:
         packs = [stats for stats, lengths in seen if not isinstance(lengths, Rows | Dense | None)]
         self.unfilled = bool(packs) and not self.capacity and all(x.slots == x.real_tokens for x in packs)
         table = count_table(known, self.model)
+        ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
+        extra = self._extra(known, [*ended, *self._left_out_steps])
+        of_steps, left_out = extra[: len(ended)], extra[len(ended) :]
         works: list[float] = []
         if steps and self.hardware.ranks > 1:
-            ends = np.cumsum([len(step) for step in steps])
-            starts = [0, *ends[:-1]][:: -(-len(steps) // _BINS)]
-            sums = np.add.reduceat(table[: len(measured)], starts, axis=0).tolist()
+            every = -(-len(steps) // _BINS)
+            sums = np.add.reduceat(table[: len(measured)], [0, *ends[:-1]][::every], axis=0).tolist()
             each = [from_ints(row, model) for row in sums]
+            more = [float(of_steps[i : i + every].sum()) for i in range(0, len(steps), every)]
             works = [
-                float(x.slots if model is None else count(model, x, work=self.work).hardware) for x in each
+                float(x.slots if model is None else count(model, x, work=self.work).hardware + own)
+                for x, own in zip(each, more, strict=True)
             ]
         vector = [
             *table[: len(measured)].sum(axis=0).tolist(),
@@ -266,11 +307,39 @@ class Meter:
                 stats.slots if isinstance(lengths, Rows | Dense) else max(self.capacity, stats.slots)
                 for stats, lengths in seen
             ),
-            # The FLOPs of some steps can exceed int64, so a sum is sent as the 64 bits of a float.
+            # The FLOPs of some steps can exceed int64, so sums are sent as the 64 bits of floats.
+            *np.array([*of_steps.sum(0), *left_out.sum(0)]).view(np.int64).tolist(),
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
         self.steps, self._left_out = [running], []
+        self._calls, self._products, self._left_out_steps = [running_calls], [None], []
         return vector
+
+    def _ended(self) -> list[_Step]:
+        each = zip(self.steps, self._calls, self._products, strict=True)
+        return [_Step(len(step), calls, products) for step, calls, products in each if step]
+
+    def _extra(self, known: list[_Known], steps: list[_Step]) -> FloatArray:
+        """Return each step's FLOPs that ``model`` does not count: (linear, attention), ``[steps, 2]``."""
+        found = np.zeros((len(steps), 2))
+        if self.pattern is None or self.model is None:
+            return found
+        training = self.work == "training"
+        host: dict[int, list[int]] = {}  # offsets that were read from a device, by their id
+        start = 0
+        for i, step in enumerate(steps):
+            batches = known[start : start + step.microbatches]
+            start += step.microbatches
+            found[i, 1] = flops_of_calls(step.calls, self.pattern.convention, training=training, host=host)
+            for _, lengths in batches:
+                held = getattr(lengths, "held", ())
+                found[i, 1] += self.pattern.flops(lengths or (), held, training=training)
+            if step.products is not None:
+                stats = combine(stats for stats, _ in batches)
+                share = stats.real_tokens / stats.slots if self.model.tokens == "real" else 1.0
+                flops = sum(step.products) if training else step.products[0]
+                found[i, 0] = flops * share - count(self.model, stats, work=self.work).linear
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return the totals for a checkpoint."""
@@ -303,11 +372,12 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
     unknown_slots, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
-    works = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
+    floats = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
+    extra, works = floats[:, :4].sum(axis=0), floats[:, 4:]
     measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
     return Interval(
-        measured=Counted(measured, number, _flops(model, measured, work)),
-        left_out=Counted(left_out, left_out_number, _flops(model, left_out, work)),
+        measured=Counted(measured, number, _flops(model, measured, work, extra[:2])),
+        left_out=Counted(left_out, left_out_number, _flops(model, left_out, work, extra[2:])),
         seconds=_seconds_by_rate(rows, counts) or seconds,
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=float(works.max(axis=0).sum()),
@@ -330,8 +400,12 @@ def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
     return sum(slots for slots, _ in worked) / (mean * len(rows)) / 1e9 if rates else None
 
 
-def _flops(model: FlopsModel | None, stats: SeqStats, work: Work) -> FlopsBreakdown | None:
-    return None if model is None else count(model, stats, work=work)
+def _flops(model: FlopsModel | None, stats: SeqStats, work: Work, extra: FloatArray) -> FlopsBreakdown | None:
+    """Return the FLOPs of some counts, with those (linear, attention) that the model does not count."""
+    if model is None:
+        return None
+    linear, attention = extra.tolist()
+    return count(model, stats, work=work) + FlopsBreakdown(linear=round(linear), attention=round(attention))
 
 
 def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:

@@ -1,4 +1,4 @@
-"""A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
+"""A module and its first steps -> the FlopsModel of every stage, from configs or counted steps (own_model).
 
 In the first step of a stage that runs a model, hooks count how often the step's tokens go through each model,
 with and without gradients. Nothing is read from the device: shapes and the grad mode are enough.
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-from lightning_thd._warnings import MeasureWarning, warn
-from lightning_thd.callbacks.seen import Seen, microbatches, resolve
+from lightning_thd.callbacks.own_model import OwnModel
+from lightning_thd.callbacks.seen import Seen
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
+from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, Member, join
+from lightning_thd.flops.pairs import AttentionPattern
 from lightning_thd.flops.terms import Basis, Causal, Recompute, Tokens, lone, matmul
-from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.parallel.pipeline.cut import stages_in
-from lightning_thd.stats import combine
+from lightning_thd.warnings import MeasureWarning, warn
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 
-_MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
 _MAX_WATCHED = 3  # The steps of a stage are watched until one has calls, but at most so many.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
@@ -57,45 +57,50 @@ class ModuleFlops:
         self._tries: dict[str, int] = {}  # by stage, the number of watched steps
         self._stage = "train"  # the current one; validation may run between two microbatches of a step
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
-        self._counter: StepCounter | None = None
-        self._shapes: list[int] = []  # slots of the batches whose operators were counted
-        self._slow = False  # operators were counted in the running step
-        configs = (getattr(child, "config", None) for child in module.modules())
-        self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
-        self._shares = set[float]()  # decoder slots per encoder slot, each ratio seen
         self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
+        own = {key: each for key, each in conventions.items() if key != "recompute"}
+        self._own = OwnModel(module, **own)
 
     def model(self, stage: str) -> FlopsModel | None:
         """Return the model that counts the FLOPs of a stage; None while it is unknown."""
         if stage in self._models:
             return self._models[stage]
-        return self._models.get("train") if self._shapes else self._models[""]
+        return self._own.model if self._models[""] is None else self._models[""]
+
+    @property
+    def pattern(self) -> AttentionPattern | None:
+        """Return the FLOPs of our attention in a model without a known config; None for other models."""
+        return self._own.pattern if self._models[""] is None else None
+
+    @property
+    def products(self) -> tuple[int, int] | None:
+        """Return the counted FLOPs of the last ended step, forward and backward, of such a model."""
+        return self._own.products if self._models[""] is None else None
+
+    def calls(self) -> list[AttentionCall]:
+        """Return attention calls since the last time that ``pattern`` does not count, of such a model."""
+        return self._own.take() if self._models[""] is None else []
 
     def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
-        """Start to watch calls of known models or to count operators, unless ``inside`` a running step."""
+        """Start to watch calls of known models or to count products, unless ``inside`` a running step."""
         self._stage = stage
-        if stage != "train":
-            self._drop_counter()
-        if inside or self._given is not None or stage in self._calls or self._counter is not None:
+        if self._given is not None:
             return
-        if self._models[""] is not None:
-            if stage not in self._models and self._tries.get(stage, 0) < _MAX_WATCHED:
-                models = outermost_models(self._module).items()
-                self._calls[stage] = {
-                    name: _Calls(model, lambda: self._stage == stage) for name, model in models
-                }
-        elif batch is not None:
-            self._start_counter(batch)
+        if self._models[""] is None:
+            self._own.begin(stage, batch, inside=inside)
+            return
+        known = stage in self._models or self._tries.get(stage, 0) >= _MAX_WATCHED
+        if not inside and stage not in self._calls and not known:
+            models = outermost_models(self._module).items()
+            self._calls[stage] = {name: _Calls(model, lambda: self._stage == stage) for name, model in models}
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
         """Update a stage's FLOPs model from its first step; return whether the counting slowed the step."""
         slow = False
-        if stage == "train":
-            slow, self._slow = self._slow, False
-        if self._counter is not None and step:
-            self._model_from_counter(self._stop_counter(), stage, step)
+        if self._given is None and self._models[""] is None:
+            slow = self._own.end(stage, step)
         if stage in self._calls and not discard and step:
             found = _passes(self._calls[stage], step, sharded=self._sharded)
             if stage == "train":
@@ -108,7 +113,6 @@ class ModuleFlops:
                 self._models[stage] = self._find(found)
             self._tries[stage] = self._tries.get(stage, 0) + 1
         self._stop_watch(stage)
-        self._drop_counter()
         return slow
 
     @property
@@ -124,64 +128,22 @@ class ModuleFlops:
         trained = [weight.requires_grad for weight in self._weights]
         if trained != self._trained and self._given is None:
             self._models = {"": None if self._models[""] is None else self._find({})}
-            self._tries, self._shapes = {}, []
+            self._tries = {}
+            self._own.forget()
         self._trained = trained
 
     def stop(self) -> None:
         """Remove all hooks and counters, after an error or in a step that is not counted completely."""
         for stage in tuple(self._calls):
             self._stop_watch(stage)
-        self._drop_counter()
-
-    def _drop_counter(self) -> None:
-        if self._counter is not None:
-            self._stop_counter()
-            self._shapes.pop()
+        self._own.stop()
 
     def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
         return find_model(self._module, passes=passes, **self._conventions)
 
-    def _start_counter(self, batch: Any) -> None:
-        slots = combine([stats for stats, _ in microbatches(batch)]).slots
-        if slots and self._decodes and isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
-            self._shares.add(batch["labels"].numel() / slots)
-            if len(self._shares) > 1:
-                self._models, self._decodes = {"": None}, False
-                warn(
-                    "FLOPs are no longer logged: the decoder's share of the tokens varies, so a counted step "
-                    "says nothing about others. Pass flops_model=, or pad to fixed lengths.",
-                    MeasureWarning,
-                )
-        if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES and len(self._shares) < 2:
-            if not self._shapes:
-                rank_zero_info(
-                    f"No transformers config gives the FLOPs: a step of each of up to {_MAX_SHAPES} shapes "
-                    "is counted with torch's FlopCounterMode. For exact counts pass flops_model=."
-                )
-            self._shapes.append(slots)
-            self._slow = True
-            self._counter = StepCounter()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def _model_from_counter(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
-        name = type(self._module).__name__
-        try:
-            layers = counted_layers(counter, [stats for stats, _ in resolve(step)], name=name)
-        except ValueError as err:
-            rank_zero_info(f"FLOPs are not logged: {err}")
-            return
-        conventions = {key: each for key, each in self._conventions.items() if key != "recompute"}
-        self._models[stage] = FlopsModel(name=name, layers=layers, **conventions)
-
     def _stop_watch(self, stage: str) -> None:
         for calls in self._calls.pop(stage, {}).values():
             calls.stop()
-
-    def _stop_counter(self) -> StepCounter:
-        counter, self._counter = self._counter, None
-        assert counter is not None
-        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return counter
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd._versions import warn_of_newer
-from lightning_thd._warnings import MeasureWarning, warn
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -28,6 +27,7 @@ from lightning_thd.flops.rates import Work, check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
 from lightning_thd.report.page import PARTS
+from lightning_thd.warnings import MeasureWarning, warn
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.
@@ -352,7 +352,8 @@ class THDThroughputMonitor(Callback):
     def _meter(self, stage: str) -> Meter:
         """Return the meter of a stage, updated with the FLOPs model that is known by now."""
         meter = self._meters[stage]
-        meter.model = None if self._flops is None else self._flops.model(stage)
+        if self._flops is not None:
+            meter.use(self._flops, stage)
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -366,7 +367,8 @@ class THDThroughputMonitor(Callback):
 
     def _add(self, stage: str, batch: Any) -> None:
         meter = self._meters[stage]
-        if not meter.add(batch) and not self._warned:
+        calls = [] if self._flops is None else self._flops.calls()
+        if not meter.add(batch, calls) and not self._warned:
             self._warned = True
             warn(
                 f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
@@ -408,7 +410,7 @@ class THDThroughputMonitor(Callback):
         graphs, meter = _compiled_graphs(), self._meters["train"]
         leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
         counted = self._flops is not None and self._flops.end("train", meter.steps[-1], discard=self._exclude)
-        meter.end_step()
+        meter.end_step(None if self._flops is None else self._flops.products)
         if leave_out or counted:  # a step under torch's FLOP counter is slow
             meter.leave_out()
             self._marks.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -87,3 +88,17 @@ def picture(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; is its folder there?")
     return path
+
+
+# Arguments of THDDataModule that messages name, and that `plan` and `graph-plan` have as options.
+_OPTIONS = ("capacity", "oversize", "share_prefixes", "text_key", "tokenizer", "processor", "max_patches")
+
+
+def in_options(message: str) -> str:
+    """Name options where a message names arguments: ``oversize='split'`` becomes ``--oversize split``."""
+
+    def option(found: re.Match[str]) -> str:
+        value = (found[2] or "").strip("'\"")
+        return f"--{found[1].replace('_', '-')} {value}".rstrip()
+
+    return re.sub(rf"(?<![\w.-])({'|'.join(_OPTIONS)})=('[^']*'|\"[^\"]*\"|-?\w+)?", option, message)

@@ -24,6 +24,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
+_METADATA = "keys of conversations that may be dropped"
 _MFU = 0.4  # the MFU that is assumed for a device's speed if --mfu is not given
 
 
@@ -40,6 +41,7 @@ class Expected:
     padded_fill: float  # real tokens / slots, if batches of 8 sequences were padded
     imbalance: float  # the slowest rank's work / the mean of the ranks, averaged over steps
     tokens_per_s: float | None  # speed of one device at the assumed MFU; None without a device
+    mfu: float | None  # the assumed MFU; None without a device
     lost: dict[str, int]  # sequences of the data set that policies left out or changed, and tokens_lost
     documents: int  # number of documents in the data set
     distinct: int  # computed tokens; with shared prefixes, fewer than ``tokens``
@@ -73,6 +75,7 @@ class Expected:
             rows.append(("vision tower's share of the work", f"{self.vision:.1%}"))
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
+            rows.append(("its MFU, assumed (--mfu)", f"{self.mfu:.0%}"))
         lost = [(name.replace("_", " "), n) for name, n in self.lost.items() if n]
         rows += [(name if name == "tokens lost" else f"sequences: {name}", f"{n:,}") for name, n in lost]
         return Table(columns=("", ""), rows=rows)
@@ -117,6 +120,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         oversize=given.oversize or ("error" if given.share_prefixes else "split"),
         share_prefixes=given.share_prefixes,
         text_key=given.text_key,
+        metadata_keys=given.metadata_keys,
         tokenizer=given.tokenizer,
         processor=given.processor,
         max_patches=given.max_patches,
@@ -155,6 +159,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         tokens_per_s=None
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
+        mfu=None if peak is None else given.mfu or _MFU,
         lost=dict(data.counts["train"]),
         documents=len(data._sets["train"].index.lengths),
         patches=patches,
@@ -238,6 +243,7 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--share-prefixes", action="store_true", help="compute common prefixes once")
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
+    parser.add_argument("--metadata-keys", nargs="+", default=(), metavar="KEY", help=_METADATA)
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")
     parser.add_argument("--max-patches", type=whole(1), help="largest number of image patches of a pack")
@@ -260,6 +266,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
     parser.add_argument("data", help="a path for THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
+    parser.add_argument("--metadata-keys", nargs="+", default=(), metavar="KEY", help=_METADATA)
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument(
         "--max-sequences", type=whole(1), nargs="+", metavar="N", help="sequences of your buckets, to compare"
@@ -272,6 +279,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
         oversize="truncate",
         empty="drop",
         text_key=given.text_key,
+        metadata_keys=given.metadata_keys,
         tokenizer=given.tokenizer,
     )
     data.prepare_data()

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import __version__
 from lightning_thd._imports import require
-from lightning_thd.cli.arguments import Parser, nearest
+from lightning_thd.cli.arguments import Parser, in_options, nearest
 
 # command -> (the module with its function, which is imported when the command runs; what the command does)
 TOOLS = {
@@ -87,7 +87,10 @@ def _refusal_in(err: BaseException) -> BaseException | None:
 
 
 def _fail(command: str, message: object) -> NoReturn:
-    sys.stderr.write(f"lightning-thd {command}: error: {' '.join(str(message).split())}\n")
+    text = " ".join(str(message).split())
+    if command in TOOLS:  # training has YAML too, whose keys are the arguments
+        text = in_options(text)
+    sys.stderr.write(f"lightning-thd {command}: error: {text}\n")
     sys.exit(2)
 
 
@@ -153,7 +156,7 @@ def report(arguments: Sequence[str]) -> None:
         description="Print a run's metrics as a table, and draw report.png and report.html beside its logs.",
         epilog="example: lightning-thd report runs/quickstart",
     )
-    parser.add_argument("folder", help="the folder in which CSVLogger wrote")
+    parser.add_argument("folder", help="the folder of CSVLogger or TensorBoardLogger")
     themes = ("auto", "light", "dark")
     parser.add_argument("--theme", choices=themes, default="auto", help="colours (auto: the browser's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")

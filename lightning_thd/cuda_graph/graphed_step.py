@@ -19,7 +19,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_thd._checks import flags, instance
 from lightning_thd._static import trial_runs
-from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
@@ -37,6 +36,7 @@ from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
 from lightning_thd.parallel.across_ranks import all_agree, gather_ints, group_size
+from lightning_thd.warnings import SlowWarning, warn
 
 # Stop after this many captures of all buckets: if parameters move every few steps, captures are useless.
 _MOST_CAPTURES = 4

@@ -66,6 +66,8 @@ class THDDataModule(LogsSources):
         append_eos: end documents and completions with EOS if the tokenizer does not add it.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
+        metadata_keys: keys of conversations that may be dropped, such as ``("reviewer",)``. A key that is
+            not read, not well known as metadata and not listed here is refused.
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``. ``"sequences"`` splits rows into sequences and packs these again. ``"packs"``
             keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
@@ -129,6 +131,7 @@ class THDDataModule(LogsSources):
         text_key: str = "text",
         append_eos: bool = True,
         records: Records = "auto",
+        metadata_keys: Sequence[str] = (),
         packed: Packed = "auto",
         oversize: Oversize = "error",
         empty: Empty = "error",

@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
@@ -44,6 +43,7 @@ from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.packing.plan import join_spans
 from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
+from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance, whole_number
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.batch.thd_batch import THDBatch, collate_checked
@@ -30,6 +29,7 @@ from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.packing.sharing import SharedPlanner
+from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
 

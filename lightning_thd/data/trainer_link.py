@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, text_config
-from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.sharing import Sharing
+from lightning_thd.warnings import SlowWarning, warn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

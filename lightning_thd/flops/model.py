@@ -13,6 +13,7 @@ from lightning_thd.flops.families.registry import read_config, register
 from lightning_thd.flops.terms import (
     Basis,
     Causal,
+    Cost,
     FlopsBreakdown,
     Kind,
     Layer,
@@ -21,13 +22,13 @@ from lightning_thd.flops.terms import (
     Tokens,
     units,
 )
-from lightning_thd.flops.torch_counter import StepCounter, counted_layers
+from lightning_thd.flops.torch_counter import StepCounter, call_terms, counted, counted_layers
 from lightning_thd.stats import COUNTS, SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
 
-_Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
+_Table: TypeAlias = dict[tuple[str, Basis, Window | None], Cost]
 
 # Which terms of a checkpointed layer run again, by checkpointing policy.
 _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
@@ -123,9 +124,15 @@ class FlopsModel:
             stats: the counts of the batch that ``run`` uses.
         """
         name = type(module).__name__
-        with StepCounter() as counter:
+        counter = StepCounter()
+        counter.start()
+        try:
             run()
-        return FlopsModel(name=name, layers=counted_layers(counter, [stats], name=name), tokens="slots")
+        finally:
+            counter.stop()
+        layers, _ = counted_layers([counted(counter, [stats], [stats.sequences])], name=name)
+        calls = Layer(path="", terms=call_terms(counter.calls, stats), recomputable=False)
+        return FlopsModel(name=name, layers=(*layers, calls), tokens="slots")
 
     register = staticmethod(register)
 
@@ -205,7 +212,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
+def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], Cost]) -> _Table:
     """Merge terms that multiply the same count, so that a batch is counted with a few products."""
     counts = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
@@ -217,7 +224,7 @@ def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
     return table
 
 
-def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
+def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> Cost:
     if not layer.recomputable or not runs_again(term):
         return 0
     return term.forward if term.again is None else term.again

@@ -6,10 +6,12 @@ A term is FLOPs per unit of a count in ``SeqStats``; a layer is a list of terms.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
 
+Cost: TypeAlias = int | Fraction  # FLOPs per unit; counted steps give fractions
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
 # What a term multiplies. "pair": query-key pairs of causal attention, "all_pair": of attention both ways,
 # "cross_*": of attention to other inputs.
@@ -37,15 +39,15 @@ class Term:
     name: str  # the name of the operation, for tables
     kind: Kind  # column of ``FlopsBreakdown``; "embedding" and "router" count in column "linear"
     basis: Basis  # the count of the batch that the FLOPs multiply
-    forward: int  # FLOPs per unit in the forward pass
-    input_grad: int  # FLOPs per unit of the gradient with respect to the activations
-    weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
+    forward: Cost  # FLOPs per unit in the forward pass
+    input_grad: Cost  # FLOPs per unit of the gradient with respect to the activations
+    weight_grad: Cost  # FLOPs per unit of the gradient with respect to the weights
     window: Window | None = None  # the attention window; with basis "patch_window_pair" its edge in patches
     last: bool = False  # the layer's last operation, which torch's checkpointing need not run again
-    again: int | None = None  # FLOPs per unit that checkpointing runs again; None means ``forward``
+    again: Cost | None = None  # FLOPs per unit that checkpointing runs again; None means ``forward``
 
     @property
-    def training(self) -> int:
+    def training(self) -> Cost:
         """Return the FLOPs per unit of the forward and the backward pass."""
         return self.forward + self.input_grad + self.weight_grad
 

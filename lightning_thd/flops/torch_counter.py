@@ -1,162 +1,519 @@
-"""One step under torch's FLOP counter -> layers, for models without a known config.
+"""One step of any model -> its FLOPs, from the calls of torch's functions; no call is changed or repeated.
 
-Matmuls grow with the slots. torch counts fused attention as dense squares of query-key pairs. Its count
-divided by their number is the cost of a pair. torch counts grouped products and attention on a CPU as zero,
-so formulas for them are here. A warning names the operators without a formula. The counter cannot see kernels
-outside torch's dispatcher, such as those of flash-linear-attention.
+``StepCounter`` is a mode in which torch shows every function that Python calls, above autograd and autocast.
+Kernels, dtypes and random numbers stay as they are. (torch's own ``FlopCounterMode`` sits below: composite
+functions then take other paths, and half precision rounds differently.) The FLOPs of a product come from
+torch's counter on tensors of the same shapes on the meta device, forward and backward.
+
+Kernels that Python calls in another way, such as those of flash-linear-attention, are invisible here.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_thd._warnings import MeasureWarning, warn
-from lightning_thd.flops.terms import Layer, Term
-from lightning_thd.stats import SeqStats, combine, window_pairs
+from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
+from lightning_thd.flops.pairs import visible_pairs
+from lightning_thd.flops.terms import Basis, Kind, Layer, Term
+from lightning_thd.stats import SeqStats, combine
+from lightning_thd.warnings import MeasureWarning, warn
 
-_Shape: TypeAlias = Any  # torch.Size: torch's own formulas are untyped
+_Cost: TypeAlias = tuple[int, int]  # FLOPs of the forward pass, and of the backward pass
 
-# Operators of these namespaces without a formula multiply nothing, except those in ``_PRODUCTS``.
-_PLAIN = (
-    *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "dtensor"),
-    *("_dtensor", "symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"),
+# Functions of torch that multiply matrices, by the name under which the mode shows them.
+_PRODUCTS = frozenset(
+    {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"}
+    | {"addbmm", "addbmm_", "mv", "addmv", "addmv_", "dot", "vdot", "inner", "vecdot", "einsum", "tensordot"}
+    | {"bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+    | {"conv_tbc", "convolution", "chain_matmul", "multi_dot", "cdist", "multi_head_attention_forward"}
+    | {"linear_cross_entropy"}
 )
-_PRODUCTS = (  # products of aten for which torch has no formula
-    *("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2", "_int_mm", "_cdist_forward"),
-    *("_weight_int4pack_mm", "_weight_int8pack_mm", "_trilinear", "mkldnn_rnn_layer", "_cudnn_rnn"),
-    *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_native_multi_head_attention", "_sparse_addmm"),
-    *("_transformer_encoder_layer_fwd", "mkldnn_linear", "_sparse_mm", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
-    *("_scaled_dot_product_fused_attention_overrideable", "miopen_rnn", "_addmm_activation"),
+_GROUPED = frozenset(
+    {"grouped_mm", "_grouped_mm", "scaled_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+    | {"grouped_mm_fallback"}
+)
+_SCALED = frozenset({"scaled_mm", "_scaled_mm", "_scaled_mm_v2", "_int_mm"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
+_COUNTED = _PRODUCTS | _GROUPED | _SCALED | _RECURRENT | _CELLS
+_NO_FORMULA = frozenset(
+    {"_sparse_mm", "sparse_mm", "_sparse_addmm", "fft_fft", "fft_rfft", "fft_ifft", "fft_irfft", "stft"}
+    | {"istft", "_weight_int4pack_mm", "_weight_int8pack_mm"}
+)
+
+# Custom operators of these namespaces multiply nothing, or have their count from ``listen``.
+_PLAIN = frozenset(
+    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "dtensor"}
+    | {"_dtensor", "symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"}
+    | {"lightning_thd", "transformers", "higher_order"}
 )
 
 
-def formulas() -> dict[Any, Any]:
-    """Return FLOP formulas for ``FlopCounterMode`` of the operators that exist in this process."""
-    aten: Any = torch.ops.aten
-    forward: Any = sdpa_flop_count
-    backward: Any = sdpa_backward_flop_count
-    found = {
-        aten._grouped_mm: _grouped,
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: forward(*qkv[:3]),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *of, **_: backward(*of[:4]),
-        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, b, **_: 2 * int(prod(a))),
-        aten.addmv: lambda c, a, b, **_: 2 * int(prod(a)),
-    }
-    elsewhere = (
-        ("transformers", "grouped_mm_fallback", _grouped),
-        ("transformers", "grouped_mm_fallback_backward", lambda *args, **_: 2 * _grouped(*args)),
-        ("lightning_thd", "varlen_attention_cpu", _varlen_cpu),
-        ("lightning_thd", "varlen_attention_cpu_backward", _varlen_cpu_backward),
-    )
-    for namespace, name, formula in elsewhere:
-        operator = getattr(getattr(torch.ops, namespace), name, None)
-        if operator is not None:
-            found[operator] = formula
-    return found
+@dataclass(slots=True)
+class Tally:
+    """The FLOPs of one kind of call in a step."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def add(self, cost: _Cost) -> None:
+        """Add the FLOPs of a call."""
+        self.forward += cost[0]
+        self.backward += cost[1]
 
 
-def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Return the FLOPs of a grouped matmul, in which every row is multiplied by one matrix."""
-    batch = a[0] if len(a) == 3 and len(b) == 3 else 1
-    return 2 * int(batch * a[-2] * a[-1] * b[-1])
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The products of one step, with the step's counts; attention through ``listen`` is not part of them."""
+
+    stats: SeqStats  # of all microbatches
+    slots: tuple[int, ...]  # of each microbatch
+    sequences: tuple[int, ...]  # of each microbatch
+    products: dict[tuple[str, int], Tally]  # by function and number of rows
+    rows: dict[tuple[int, int], Tally]  # of scaled_dot_product_attention, by batch rows and row length
+    unknown: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """Return the FLOPs of all products forward and backward."""
+        tallies = self.products.values()
+        return sum(each.forward for each in tallies), sum(each.backward for each in tallies)
 
 
-def _varlen_cpu(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, *rest: Any, out_val: Any = None
-) -> int:
-    return (
-        2 * int(q.shape[1] * (q.shape[2] + v.shape[2])) * _squares(cu_seqlens_q, cu_seqlens_kv, left=rest[3])
-    )
-
-
-def _varlen_cpu_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
-    """Return the FLOPs of the CPU kernel's backward: five products, where the forward has two."""
-    products = 2 * int(q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2]))
-    return products * _squares(cu_seqlens_q=rest[2], cu_seqlens_kv=rest[3], left=rest[4])
-
-
-_varlen_cpu._get_raw = True  # type: ignore[attr-defined]  # give it tensors: reading offsets on a CPU is free
-_varlen_cpu_backward._get_raw = True  # type: ignore[attr-defined]
-
-
-def _squares(cu_seqlens_q: Any, cu_seqlens_kv: Any, left: int) -> int:
-    """Return query-key pairs as torch counts them: as if no causal mask hid half of them."""
-    queries, keys = cu_seqlens_q.diff().long(), cu_seqlens_kv.diff().long()
-    if left < 0:
-        return int((queries * keys).sum())
-    seen = window_pairs(queries, left + 1, ends=[len(queries)])
-    return int(2 * seen.sum() - queries.sum())
-
-
-_NEEDED = 4 / 5  # four of the five products of attention's backward; the fifth recomputes the scores
-_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen")
-
-
-class StepCounter(FlopCounterMode):
-    """A FLOP counter with more formulas than torch's; ``unknown`` lists the operators without a formula."""
+class CallListener:
+    """Collects the calls of our attention, from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=formulas())
+        self.calls: list[AttentionCall] = []
+        self._quiet = 0  # above 0 inside a function that reported its FLOPs
+
+    def start(self) -> None:
+        """Begin to listen."""
+        LISTENERS.append(self)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        LISTENERS.remove(self)
+
+    @contextmanager
+    def attention(self, call: AttentionCall) -> Iterator[None]:
+        """Keep a call of attention, and ignore the products of its kernel."""
+        forward, backward = _of_phase((call.forward, call.backward))
+        if (forward or backward) and not self._quiet:
+            self.calls.append(replace(call, forward=forward, backward=backward))
+        with self._ignoring():
+            yield
+
+    def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> AbstractContextManager[Any]:
+        """Do nothing: products are for ``StepCounter``."""
+        return nullcontext()
+
+    @contextmanager
+    def _ignoring(self) -> Iterator[None]:
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+
+class StepCounter(TorchFunctionMode, CallListener):
+    """Counts the products inside its context too."""
+
+    def __init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+        CallListener.__init__(self)
+        self.products: dict[tuple[str, int], Tally] = defaultdict(Tally)
+        self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
         self.unknown: set[str] = set()
-        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # FLOPs by operator, rows, length
+        self._known: dict[str, _Cost] = {}
 
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if func_packet in self.flop_registry:
-            name = str(func_packet)
-            if any(key in name for key in _ATTENTION):
-                query = args[1] if "backward" in name else args[0]
-                rows, length = (query.shape[0], query.shape[-2]) if query.dim() > 3 else (1, query.shape[0])
-                self.attention[name, rows, length] += self.flop_registry[func_packet](
-                    *args, **kwargs, out_val=out
-                )
-        else:
-            named = str(getattr(func_packet, "_qualified_op_name", func_packet))
-            namespace, _, operator = named.partition("::")
-            if namespace not in _PLAIN or operator in _PRODUCTS:
-                self.unknown.add(named)
-        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+    def start(self) -> None:
+        """Begin to listen, and let torch show its functions."""
+        super().start()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End both."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        super().stop()
+
+    @contextmanager
+    def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+        """Count a loss's output projections, and ignore how the loss computes them."""
+        for hidden, weight in pairs if not self._quiet else ():
+            if weight is not None:
+                forward = 2 * hidden.numel() * weight.shape[0]
+                cost = _of_phase((forward, forward * (hidden.requires_grad + weight.requires_grad)))
+                self.products["head", hidden.numel() // max(1, hidden.shape[-1])].add(cost)
+        with self._ignoring():
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a function of torch, then call it as if there were no mode."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward and type(args[0]) is Tensor:
+            with self:  # a backward pass may run Python code, which is called without the mode otherwise
+                return torch.autograd.backward(*_of_backward(*args, **kwargs))
+        if not self._quiet:
+            self._see(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _see(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        operator = getattr(func, "_overloadpacket", func)
+        qualified = getattr(operator, "_qualified_op_name", None)
+        if qualified is not None:  # a call of torch.ops
+            namespace, _, name = str(qualified).partition("::")
+            if namespace not in _PLAIN and operator not in flop_registry:
+                self.unknown.add(str(qualified))
+                return
+        if name == "scaled_dot_product_attention":
+            self._see_rows(*args, **kwargs)
+        elif name in _NO_FORMULA:
+            self.unknown.add(name)
+        elif name in _COUNTED or (qualified is not None and operator in flop_registry):
+            self._add(name, func, args, kwargs)
+
+    def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
+        """Count ``scaled_dot_product_attention`` as torch does: all pairs, also those that a mask hides."""
+        heads, rows = query.shape[-3] if query.dim() > 2 else 1, prod(query.shape[:-3])
+        forward, backward = pair_flops(heads, query, key, value)
+        pairs = rows * query.shape[-2] * key.shape[-2]
+        cost = _of_phase((forward * pairs, backward * pairs))
+        self.rows[rows, query.shape[-2]].add(cost)
+
+    def _add(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not tensors:
+            return
+        key = repr((name, tree_map(_key, (args, kwargs))))
+        cost = self._known.get(key)
+        if cost is None:
+            try:
+                cost = _cost(name, func, args, kwargs)
+            except Exception:  # the meta device lacks some functions
+                self.unknown.add(name)
+                cost = (0, 0)
+            self._known[key] = cost
+        rows = tensors[0].numel() // max(1, tensors[0].shape[-1]) if tensors[0].dim() else 1
+        self.products[name, rows].add(_of_phase(cost))
 
 
-def counted_layers(counter: StepCounter, seen: Sequence[SeqStats], *, name: str) -> tuple[Layer, ...]:
-    """Convert the counts of one step, with these microbatches, to layers that scale with slots and pairs."""
-    stats, each = combine(seen), [one.slots for one in seen]
-    matmuls = counter.get_total_flops() - sum(counter.attention.values())
-    if not matmuls or not stats.slots:
+def _of_backward(
+    tensor: Tensor,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> tuple[Any, ...]:
+    """Order the arguments of ``Tensor.backward`` for ``torch.autograd.backward``."""
+    return tensor, gradient, retain_graph, create_graph, None, inputs
+
+
+def _of_phase(cost: _Cost) -> _Cost:
+    """Return which FLOPs of a call count, by the pass in which Python runs it."""
+    forward, backward = cost
+    if not _in_backward():
+        return forward, backward if torch.is_grad_enabled() else 0
+    if torch.is_grad_enabled():  # activation checkpointing runs a layer again, for HFU
+        return 0, backward if _in_reentrant_checkpoint() else 0
+    return 0, 0 if _in_our_code() else forward  # the backward of an autograd.Function
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Return whether torch's reentrant checkpointing runs this call; its first run had no gradients."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_our_code() -> bool:
+    """Return whether a function of this package that reported its FLOPs runs this call in backward."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("lightning_thd.") and not name.startswith(("lightning_thd.flops.",)):
+            return name.startswith(("lightning_thd.attention.", "lightning_thd.loss."))
+        frame = frame.f_back
+    return False
+
+
+def _key(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _cost(name: str, func: Any, args: Any, kwargs: Any) -> _Cost:
+    """Return the FLOPs of a product, forward and for the gradients of the tensors that need one."""
+    if name in _GROUPED or name in _SCALED:
+        a, b = args[0], args[1]
+        batch = a.shape[0] if name in _GROUPED and a.dim() == 3 and b.dim() == 3 else 1
+        forward = 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
+        return forward, forward * (a.requires_grad + b.requires_grad)
+    if name in _RECURRENT or name in _CELLS:
+        return _recurrent(name, args)
+    if name == "linear_cross_entropy":
+        forward = 2 * args[0].numel() * args[1].shape[0]
+        return forward, forward * (args[0].requires_grad + args[1].requires_grad)
+    return _on_meta(name, func, args, kwargs)
+
+
+def _recurrent(name: str, args: Any) -> _Cost:
+    """Count a recurrent layer: every row is multiplied by every matrix of weights."""
+    inputs: Tensor = args[0]
+    cells = name in _CELLS
+    matrices = [x for x in tree_leaves(args[2:]) if isinstance(x, Tensor) and x.dim() == 2]
+    rows = inputs.shape[0] if cells else inputs.numel() // inputs.shape[-1]
+    forward = sum(2 * rows * x.numel() for x in matrices)
+    weight_grads = sum(2 * rows * x.numel() for x in matrices if x.requires_grad)
+    trains = inputs.requires_grad or weight_grads > 0
+    unneeded = 0 if inputs.requires_grad or not matrices else 2 * rows * matrices[0].numel()
+    return forward, weight_grads + (forward - unneeded) * trains
+
+
+def _on_meta(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> _Cost:
+    """Run a function and its backward pass on the meta device under torch's counter."""
+    dtypes = [x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    dtype = torch.complex64 if any(each.is_complex for each in dtypes) else torch.float32
+    copies: list[Tensor] = []
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x.__class__("meta") if isinstance(x, torch.device) else x
+        plain = x.is_floating_point() or x.is_complex()
+        twin = torch.empty(tuple(x.shape), dtype=dtype if plain else x.dtype, device="meta")
+        if plain and x.requires_grad:
+            twin.requires_grad_()
+            copies.append(twin)
+            twin = twin.view_as(twin)  # in-place functions refuse a leaf
+        return twin
+
+    with torch.enable_grad():
+        twins, options = tree_map(copy, (args, {k: v for k, v in kwargs.items() if k != "out"}))
+        with FlopCounterMode(display=False, custom_mapping=_extra_formulas()) as counter:
+            out = func(*twins, **options)
+        forward = counter.get_total_flops()
+        ends = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+        if not ends or not copies:
+            return forward, 0
+        if "conv" in name:  # torch counts the weights' gradient of grouped convolutions too high
+            return forward, forward * sum(x.requires_grad for x in args[:2])
+        with FlopCounterMode(display=False, custom_mapping=_extra_formulas()) as counter:
+            torch.autograd.grad(ends, copies, [torch.empty_like(x) for x in ends], allow_unused=True)
+    return forward, counter.get_total_flops()
+
+
+def _extra_formulas() -> dict[Any, Any]:
+    """Return formulas of products that torch's counter lacks."""
+    aten: Any = torch.ops.aten
+    return {
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, b, **_: 2 * int(prod(a))),
+        aten.addmv: lambda c, a, b, **_: 2 * int(prod(a)),
+        aten._cdist_forward: lambda a, b, *_, **__: 2 * int(prod(a) * b[-2]),
+        aten._cdist_backward: lambda g, a, b, *_, **__: 2 * int(prod(a) * b[-2]),
+    }
+
+
+def call_terms(calls: Sequence[AttentionCall], stats: SeqStats) -> tuple[Term, ...]:
+    """Return terms for the calls of our attention; pairs with other keys grow with the squared lengths."""
+    costs: dict[tuple[Basis, int | None], list[Fraction]] = {}
+    for call in calls:
+        q, kv = call.cu_seqlens_q.diff().tolist(), call.cu_seqlens_kv.diff().tolist()
+        basis: Basis = "pair" if call.right == 0 and q == kv else "all_pair"
+        window = call.left + 1 if basis == "pair" and call.left >= 0 else None
+        share = Fraction(1)
+        if q != kv or basis == "all_pair":
+            pairs = visible_pairs(q, kv, left=call.left, right=call.right, convention="exact")
+            share = Fraction(int(pairs), max(1, stats.sum_squares))
+        cost = costs.setdefault((basis, window), [Fraction(0), Fraction(0)])
+        cost[0] += call.forward * share
+        cost[1] += call.backward * share
+    return tuple(
+        replace(_term("counted_attention", "attention", basis, *cost), window=window)
+        for (basis, window), cost in costs.items()
+    )
+
+
+def counted(counter: StepCounter, seen: Sequence[SeqStats], sequences: Sequence[int]) -> Counted:
+    """Return the products of a step with these microbatches."""
+    return Counted(
+        combine(seen),
+        tuple(one.slots for one in seen),
+        tuple(sequences),
+        {key: Tally(each.forward, each.backward) for key, each in counter.products.items()},
+        dict(counter.rows),
+        frozenset(counter.unknown),
+    )
+
+
+def counted_layers(
+    steps: Sequence[Counted], *, name: str, shards: int = 1
+) -> tuple[tuple[Layer, ...], bool | None]:
+    """Convert the products of steps to layers that scale with slots, sequences and pairs.
+
+    ``shards`` is the number of ranks that share the slots of a pack, of which the counter saw one share.
+    Also return whether steps of different lengths agreed; None if slots and sequences do not explain them.
+    """
+    first = steps[0]
+    if not any(tally.forward for tally in first.products.values()) or not first.stats.slots:
+        total = sum(tally.forward for tally in first.products.values())
         raise ValueError(
-            f"torch counted {matmuls} FLOPs of matmuls in {name} on {stats.slots} slots. Run a whole step on "
-            "a batch with tokens; kernels that torch cannot count need FlopsModel.register."
+            f"torch counted {total} FLOPs of matmuls in {name} on {first.stats.slots} slots. Run a whole "
+            "step on a batch with tokens; kernels that torch cannot count need FlopsModel.register."
         )
-    if counter.unknown:
+    if unknown := set().union(*(step.unknown for step in steps)):
         warn(
-            f"FLOPs of {name} are too few: torch has no formula for {', '.join(sorted(counter.unknown))}. "
+            f"FLOPs of {name} are too few: torch has no formula for {', '.join(sorted(unknown))}. "
             "Add the family with FlopsModel.register, or pass flops_model=.",
             MeasureWarning,
         )
-    per_pair = 0.0
-    for (operator, rows, length), flops in counter.attention.items():
-        whole = "varlen" not in operator and rows * length >= min(each)
-        # torch's count of a backward pass includes the recomputed scores, which the model does not need
-        needed = flops * _NEEDED if "backward" in operator else flops
+    terms: list[Term] = []
+    per_slot, per_sequence, agree = linear_fit(steps, name)
+    bases: tuple[tuple[Basis, _Rates], ...] = (("token", per_slot), ("sequence", per_sequence))
+    for basis, (forward, backward) in bases:
+        if forward or backward:
+            terms.append(_term("counted", "linear", basis, forward * shards, backward * shards))
+    terms += _row_terms(first)
+    return (Layer(path="", terms=tuple(terms), recomputable=False),), agree
+
+
+_Rates: TypeAlias = tuple[Fraction, Fraction]  # FLOPs forward and backward of a slot, or of a sequence
+_SAME = Fraction(1, 10**9)  # two counts are equal within this share of them
+
+
+def linear_fit(steps: Sequence[Counted], name: str) -> tuple[_Rates, _Rates, bool | None]:
+    """Return FLOPs per slot and per sequence, and whether they explain several steps; None if they cannot.
+
+    One step shows them by the rows of its products. If another step contradicts that, both numbers are solved
+    from the two. If a third contradicts those too, a message says what is not linear.
+    """
+    by_slot, by_sequence = _by_rows(steps[0])
+    points = [_Point(step) for step in steps]
+    first, others = points[0], points[1:]
+    per_slot = _over(by_slot, first.slots)
+    per_sequence = _over(by_sequence, max(1, first.sequences))
+    if all(other.fits(per_slot, per_sequence) for other in others):
+        return per_slot, per_sequence, bool(others)
+    for other in others:
+        determinant = first.slots * other.sequences - other.slots * first.sequences
+        if determinant == 0:
+            continue
+        pairs = first.flops, other.flops
+        of_slots = [a * other.sequences - b * first.sequences for a, b in zip(*pairs, strict=True)]
+        of_sequences = [first.slots * b - other.slots * a for a, b in zip(*pairs, strict=True)]
+        per_slot, per_sequence = _over(of_slots, determinant), _over(of_sequences, determinant)
+        if min(per_slot) >= 0 and all(each.fits(per_slot, per_sequence) for each in others):
+            return per_slot, per_sequence, len(others) > 1
+    _say_not_linear(steps, name)
+    slots = sum(point.slots for point in points)
+    totals = [sum(point.flops[i] for point in points) for i in range(2)]
+    # Whole numbers, because the count of every step replaces this estimate, whose sum must not be rounded.
+    return (Fraction(totals[0] // slots), Fraction(totals[1] // slots)), (Fraction(0), Fraction(0)), None
+
+
+def _over(pair: Sequence[int], number: int) -> _Rates:
+    return Fraction(pair[0], number), Fraction(pair[1], number)
+
+
+class _Point:
+    """The slots, sequences and FLOPs of a counted step."""
+
+    def __init__(self, step: Counted) -> None:
+        self.slots, self.sequences = step.stats.slots, sum(step.sequences)
+        self.flops = step.flops
+
+    def fits(self, rates: Sequence[Fraction], extra: Sequence[Fraction]) -> bool:
+        """Return whether FLOPs per slot and per sequence give this step's FLOPs."""
+        return all(
+            abs(rate * self.slots + more * self.sequences - flops) <= _SAME * flops
+            for rate, more, flops in zip(rates, extra, self.flops, strict=True)
+        )
+
+
+def _by_rows(step: Counted) -> tuple[list[int], list[int]]:
+    """Divide a step's FLOPs into those of slots and those of products with one row for each sequence."""
+    by_slot, by_sequence = [0, 0], [0, 0]
+    for (_, rows), tally in step.products.items():
+        lone = rows in step.sequences and rows not in step.slots
+        part = by_sequence if lone else by_slot
+        part[0] += tally.forward
+        part[1] += tally.backward
+    return by_slot, by_sequence
+
+
+def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
+    costs = [Fraction(sum(step.flops), step.stats.slots) for step in steps]
+    other = max(range(1, len(steps)), key=lambda i: abs(costs[i] - costs[0]))
+    first, second = _per_slot(steps[0]), _per_slot(steps[other])
+    names = sorted({*first, *second})
+    changed = [each for each in names if _differ(first.get(each, 0), second.get(each, 0))]
+    before, after = (float(sum(part.get(each, 0) for each in changed)) for part in (first, second))
+    rank_zero_info(
+        f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
+        f"{', '.join(changed)} took {before:.4g} FLOPs a slot in a step of {steps[0].stats.slots} slots and "
+        f"{after:.4g} in one of {steps[other].stats.slots}. Counting costs some microseconds for every call "
+        "of torch. Attention by varlen_attention or scaled_dot_product_attention is counted by lengths. To "
+        "count nothing, pass flops_model=."
+    )
+
+
+def _differ(one: Fraction | int, other: Fraction | int) -> bool:
+    return abs(float(one - other)) > float(_SAME) * float(one + other)
+
+
+def _per_slot(step: Counted) -> dict[str, Fraction]:
+    """Return the forward FLOPs per slot of each function."""
+    found: dict[str, Fraction] = defaultdict(Fraction)
+    for (function, _), tally in step.products.items():
+        found[function] += Fraction(tally.forward, step.stats.slots)
+    return dict(found)
+
+
+def _row_terms(step: Counted) -> list[Term]:
+    """Return a term for attention in padded rows, whose pairs torch counts as if no mask hid any."""
+    forward = backward = Fraction(0)
+    for (rows, length), tally in step.rows.items():
         # In a call over all slots, a slot has ``length`` keys, padding included, but at most a batch row's
         # length, which a decoder's rows may exceed. In other calls, a slot has the keys of its sequence.
-        pairs = min(length, max(each) / rows) * stats.slots if whole else max(stats.sum_squares, 1)
-        per_pair += needed / pairs
-    terms = (
-        _third("counted", "linear", "token", matmuls / stats.slots),
-        _third("counted_attention", "attention", "pair", per_pair),
-    )
-    return (Layer(path="", terms=terms, recomputable=False),)
+        pairs = Fraction(max(step.stats.sum_squares, 1))
+        if rows * length >= min(step.slots):
+            pairs = min(Fraction(length), Fraction(max(step.slots), rows)) * step.stats.slots
+        forward += tally.forward / pairs
+        backward += tally.backward / pairs
+    return [_term("counted_attention", "attention", "pair", forward, backward)] if step.rows else []
 
 
-def _third(name: str, kind: Any, basis: Any, cost: float) -> Term:
-    """Return a term whose forward is a third of the counted FLOPs and whose backward is the rest."""
-    total = round(cost)
+def _term(name: str, kind: Kind, basis: Basis, forward: Fraction, backward: Fraction) -> Term:
+    def plain(cost: Fraction) -> int | Fraction:
+        return int(cost) if cost.denominator == 1 else cost
+
     return Term(
-        name=name, kind=kind, basis=basis, forward=total // 3, input_grad=total - total // 3, weight_grad=0
+        name=name,
+        kind=kind,
+        basis=basis,
+        forward=plain(Fraction(forward)),
+        input_grad=plain(Fraction(backward)),
+        weight_grad=0,
     )

@@ -180,7 +180,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if self._checked_step != self.state.global_step and self._flops.outdated:  # (un)frozen weights
             meter.reduce()
             self._flops.follow()
-            meter.model = self._flops.model("train")
+            meter.use(self._flops)
         self._checked_step = self.state.global_step
         meter.resume()
         run, step = super().training_step, inputs["batch"]
@@ -276,7 +276,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             device, devices = torch.device(args.device), args.world_size
             self._meter.hardware = Hardware.of(self.model, device, self._peak, precision, devices=devices)
             self._flops = ModuleFlops(self.model, sharded=False)
-            self._meter.model, self._metered = self._flops.model("train"), True
+            self._meter.use(self._flops)
+            self._metered = True
             if self._meter.experts is not None:
                 self._meter.experts.stop()
             self._meter.experts = expert_load(self.model)

@@ -172,7 +172,8 @@ class PackedLoop:
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
         self._flops = ModuleFlops(model, sharded=shared.size > 1)
-        self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
+        self._meter = Meter("train", "training", clock, hardware)
+        self._meter.use(self._flops)
         self._meter.experts = expert_load(model, ALONE if engine.devices == 1 else None)
         self._meter.capacity = loader.capacity
         loader.report_run()  # from now on, a step that was fetched but not run comes first after a resume
@@ -188,17 +189,17 @@ class PackedLoop:
             data-parallel ranks is the step's loss: with ``causal_lm_loss``, a mean over all loss tokens.
         """
         if self._flops.outdated:  # weights were frozen or unfrozen since the last step
-            self._meter.model = self._flops.model("train")
+            self._meter.use(self._flops)
             self._meter.reduce(whole=True)
             self._flops.follow()
         self._meter.resume()
         self._flops.stop()  # ends the count of a step that raised an error
-        self._flops.begin("train")
         step = step.to(self._engine.device)
+        self._flops.begin("train", step)
         loss = sum_over_packs(
             step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
         )
-        self._meter.add(step)
+        self._meter.add(step, self._flops.calls())
         self.loader.report_run()
         self._end_step()
         return loss
@@ -289,7 +290,7 @@ class PackedLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the throughput totals of all ranks; every rank must call it."""
         self._meter.pause()
-        self._meter.model = self._flops.model("train")
+        self._meter.use(self._flops)
         self._meter.reduce(whole=True)
         return {"global_step": self.global_step, "throughput": self._meter.state()}
 
@@ -309,14 +310,14 @@ class PackedLoop:
     def _end_step(self) -> None:
         spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
         captured, self._captured_s = spent_s > self._captured_s, spent_s
-        self._flops.end("train", self._meter.steps[-1], discard=captured)
-        self._meter.end_step()
+        counted = self._flops.end("train", self._meter.steps[-1], discard=captured)
+        self._meter.end_step(self._flops.products)
         self.global_step += 1
         self._warmup -= 1  # counted from this process's start, not from the checkpoint's step 0
-        if self._warmup >= 0 or captured:
+        if self._warmup >= 0 or captured or counted:
             self._meter.leave_out()
         if self.global_step % self._every == 0:
-            self._meter.model = self._flops.model("train")
+            self._meter.use(self._flops)
             self.latest = self._meter.close()
             self._flops.follow()  # weights may have been added
             if self._graphed is not None:

@@ -17,6 +17,7 @@ from lightning_thd._checks import choice, instance, real_number, shaped, whole_n
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.head_call import HeadCall, HeadOperands
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
@@ -179,7 +180,8 @@ def _loss(
 def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     """Sum entropies, correct predictions and ones over the loss tokens of a batch, ``[3]``."""
     prepared = prepare(args)
-    rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
+    with projecting():  # the model needs none of these products
+        rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(each).flatten(0, -2)
     if batch.prefixes is not None:  # several tokens may share a row

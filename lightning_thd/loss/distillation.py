@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
+from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
 from lightning_thd.loss.prepare import LossArgs, Prepared, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
@@ -96,6 +97,18 @@ def fused_linear_distillation(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _distillation(
+    student: LossArgs,
+    teacher: LossArgs,
+    divergence: Divergence,
+    alpha: float,
+    token_weights: Tensor | float | None,
+    mean: bool,
+) -> Tensor:
+    with projecting((student.hidden, student.weight), (teacher.hidden, teacher.weight)):
+        return _divergence_loss(student, teacher, divergence, alpha, token_weights, mean)
+
+
+def _divergence_loss(
     student: LossArgs,
     teacher: LossArgs,
     divergence: Divergence,

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd._user_code import users_function
-from lightning_thd._warnings import SlowWarning, THDWarning, warn
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
@@ -32,6 +31,7 @@ from lightning_thd.models.pack import STATE, announced
 from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 from lightning_thd.parallel.routers import require_gradients
+from lightning_thd.warnings import SlowWarning, THDWarning, warn
 
 _ATTRIBUTE = "_thd_head_call"
 LINEAR_FORWARD = nn.Linear.forward

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import instance
+from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
@@ -104,7 +105,8 @@ def linear_logprobs(args: LossArgs, *, entropy: bool) -> LogProbs:
     """Compute ``fused_linear_logprobs`` from its arguments."""
     instance(entropy, "entropy", bool)
     prepared = prepare(args)
-    found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
+    with projecting((args.hidden, args.weight)):
+        found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
     return LogProbs(found.logp, found.entropy if entropy else None, found.lse).map(prepared.restore)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import STATIC
+from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
@@ -83,6 +84,18 @@ def linear_nll(
     see: Callable[[SlotLosses], None] | None = None,
 ) -> Tensor:
     """Compute ``fused_linear_cross_entropy`` from its arguments; ``see`` gets detached losses of rows."""
+    with projecting((args.hidden, args.weight)):
+        return _weighted_nll(args, penalties, token_weights, mean=mean, see=see)
+
+
+def _weighted_nll(
+    args: LossArgs,
+    penalties: Penalties,
+    token_weights: Tensor | float | None,
+    *,
+    mean: bool,
+    see: Callable[[SlotLosses], None] | None,
+) -> Tensor:
     prepared, weights = prepare_weighted(args, token_weights, mean=mean)
     operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)

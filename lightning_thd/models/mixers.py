@@ -22,13 +22,13 @@ from lightning_thd._imports import available
 from lightning_thd._known_bad import known_problems
 from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
-from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
+from lightning_thd.warnings import SlowWarning, warn
 
 # Class of a layer -> packages whose kernels keep the sequences of a pack apart; None without such kernels.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
-from lightning_thd._warnings import THDWarning
+from lightning_thd.warnings import THDWarning
 
 # ---- Drawn
 

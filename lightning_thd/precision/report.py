@@ -93,7 +93,8 @@ def _linear_macs(model: nn.Module, active: float) -> float:
         groups = weights_by_layer(model, active)
         return sum(w.macs for path, weights in groups.items() if path != "lm_head" for w in weights)
     terms = [term for layer in flops.layers for term in layer.terms]
-    return sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear") / 2
+    macs = sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear")
+    return float(macs) / 2
 
 
 def _sizes(child: nn.Module) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The ``metrics.csv`` files of a run -> a table, and one picture with numbers, curves and versions."""
+"""The ``metrics.csv`` or event files of a run -> a table, and a picture with numbers, curves and versions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import html
 import io
 import math
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -85,26 +86,20 @@ def number(value: float) -> str:
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` below a folder; a later run replaces all values from its first step on."""
-    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
+    """Read the metrics below a folder: every ``metrics.csv``, or else every event file of TensorBoard.
+
+    A later run replaces all values from its first step on.
+    """
+    files = _files(folder, "metrics.csv") or _files(folder, "*.tfevents.*")
     if not files:
         raise ValueError(
-            f"No metrics.csv below {folder}: the report reads the files of CSVLogger. Train with "
-            f"logger=CSVLogger({str(folder)!r}), or with a list of it and other loggers. "
-            "See docs/reference/messages.md#report."
+            f"No metrics.csv below {folder}, and no event file of TensorBoard. Train with "
+            f"logger=CSVLogger({str(folder)!r}) or TensorBoardLogger({str(folder)!r}), or with a list of it "
+            "and other loggers. See docs/reference/messages.md#report."
         )
     found: dict[str, dict[int, float]] = {}
     for file in files:
-        run: dict[str, dict[int, float]] = {}
-        try:
-            with file.open(newline="") as lines:
-                for row in csv.DictReader(lines):
-                    step = int(float(row.pop("step")))
-                    for name, text in row.items():
-                        if text and name != "epoch":
-                            run.setdefault(name, {})[step] = float(text)
-        except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
-            raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Repair or remove it.") from err
+        run = _read_table(file) if file.suffix == ".csv" else _read_events(file)
         for name, values in run.items():  # a resumed run repeats the steps after its checkpoint
             before = {step: value for step, value in found.get(name, {}).items() if step < min(values)}
             found[name] = before | values
@@ -113,20 +108,72 @@ def read_metrics(folder: str | Path) -> Series:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
+def _files(folder: str | Path, pattern: str) -> list[Path]:
+    """Return the files below a folder that match the pattern, the oldest first."""
+    return sorted(Path(folder).rglob(pattern), key=lambda file: file.stat().st_mtime)
+
+
+def _read_table(file: Path) -> dict[str, dict[int, float]]:
+    """Read a file of CSVLogger: metric -> step -> value."""
+    run: dict[str, dict[int, float]] = {}
+    try:
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                step = int(float(row.pop("step")))
+                for name, text in row.items():
+                    if text and name != "epoch":
+                        run.setdefault(name, {})[step] = float(text)
+    except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
+        raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Repair or remove it.") from err
+    return run
+
+
+def _read_events(file: Path) -> dict[str, dict[int, float]]:
+    """Read the scalars of an event file of TensorBoard: metric -> step -> value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0 keeps every value
+    events.Reload()
+    names = [name for name in events.Tags()["scalars"] if name != "epoch"]
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
+
+
+def processor() -> str:
+    """Return the name of this machine's processor and its number of cores."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def peak_tflops(series: Series) -> float | None:
+    """Return the peak TFLOP/s of a device that a run's MFU is a share of; None without MFU."""
+    rates = dict(series.get("train/device/tflops_per_gpu", []))
+    shares = dict(series.get("train/device/mfu", []))
+    peaks = [rates[step] / share for step, share in shares.items() if step in rates and share > 0]
+    finite = [peak for peak in peaks if math.isfinite(peak)]
+    return median(finite) if finite else None
+
+
 def table(series: Series) -> Table:
-    """Build a table of the first, median and last values that a training run logged."""
+    """Build a table of the first, median and last values that a training run logged, and MFU's peak."""
     rows = []
     for name, row in ROWS.items():
         if values := [value for _, value in _finite(series, name, last=True)]:
             cells = (values[0], median(values), series[name][-1][1] * row.factor)  # the last may be NaN
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
-    return Table(columns=("", "first", "median", "last"), rows=rows)
+    peak = peak_tflops(series)
+    foot = "" if peak is None else f"MFU is the share of {number(peak)} TFLOP/s, the peak of a device."
+    return Table(columns=("", "first", "median", "last"), rows=rows, foot=foot)
 
 
 def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
     """Print the table of a run and, if matplotlib is installed, write its picture and page beside the logs.
 
-    ``folder`` is the one that you passed to ``CSVLogger``. The theme ``auto`` follows the reader's setting.
+    ``folder`` is the one that you passed to ``CSVLogger`` or ``TensorBoardLogger``. The theme ``auto``
+    follows the reader's setting.
     """
     series = read_metrics(folder)
     if not (found := table(series)).rows:
@@ -160,6 +207,8 @@ def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in (found.columns, *found.rows)
     )
+    if found.foot:
+        rows += f"<tr><td colspan=4>{html.escape(found.foot)}</td></tr>"
     Path(file).write_text(_PAGE.substitute(colours=colours, images=images, rows=rows))
     return Path(file)
 

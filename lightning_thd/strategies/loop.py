@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightning_thd._warnings import THDWarning, warn
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.axes import cuts_weights, gathers_once
 from lightning_thd.strategies.guards import refuse_static_graph
 from lightning_thd.strategies.logs import StepLogs
+from lightning_thd.warnings import THDWarning, warn
 
 
 class StepLoop:

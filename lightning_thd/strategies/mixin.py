@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +52,8 @@ from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, earlier_st
 from lightning_thd.strategies.shards import WeightShards
 
 _NOT_GIVEN: Any = object()
+# The exit status of a process that a signal ended, as shells count it: 143.
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
@@ -212,6 +215,12 @@ class THDStrategyMixin(Strategy):
             super().setup_optimizers(trainer)
         else:
             self._pipeline.make_optimizers(super().setup_optimizers, trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a job that SIGTERM stopped end with a status that says so; Lightning's would say success."""
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = _ENDED_BY_SIGTERM
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Wait for this rank's part of the last checkpoint, and release the state of the job."""

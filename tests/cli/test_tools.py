@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_thd.cli import main
+from lightning_thd.cli.arguments import in_options
 from lightning_thd.flops.peaks import PEAKS
 from lightning_thd.report import read_metrics
 from tests.flops.families import small_config
@@ -175,3 +176,23 @@ def test_arguments_that_cannot_be_meant(line: str, message: str, here: Path, cap
     said = capsys.readouterr().err
     assert re.search(message, " ".join(said.split())), said
     assert said.count("\n") == 1
+
+
+def test_messages_name_options_instead_of_arguments(here: Path, capsys: Said) -> None:
+    long = here / "long.jsonl"
+    long.write_text(json.dumps({"text": "x" * 50}) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(long), "--capacity", "16", "--oversize", "error"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--oversize" in said
+    assert "oversize=" not in said
+    both = "Set oversize='truncate' or text_key=, or raise capacity=8."
+    assert in_options(both) == "Set --oversize truncate or --text-key, or raise --capacity 8."
+
+
+def test_the_speed_of_a_plan_names_its_assumed_mfu(here: Path, capsys: Said) -> None:
+    device = ["--device", "H100", "--model", str(here / "config.json")]
+    main(["plan", str(here / "texts.jsonl"), "--capacity", "1024", *device])
+    assert re.search(r"^its MFU, assumed \(--mfu\) +40%$", capsys.readouterr().out, re.M)
+    main(["plan", str(here / "texts.jsonl"), "--capacity", "1024", *device, "--mfu", "0.25", "--json"])
+    assert json.loads(capsys.readouterr().out)["mfu"] == 0.25

@@ -62,6 +62,7 @@ def _module(rng: random.Random) -> dict[str, Any]:
         "text_key": "text",
         "append_eos": True,
         "records": "auto",
+        "metadata_keys": ("topic",),
         "packed": "off",
         "empty": "drop",
         "on_error": "skip",

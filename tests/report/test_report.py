@@ -152,3 +152,31 @@ def test_text_is_aligned_and_ticks_are_short(capsys: pytest.CaptureFixture[str])
     ]
     told = {131072: "131.072k", 20_000: "20k", 2_500_000: "2.5M", 8_192: "8192", 0.25: "0.25", 0: "0"}
     assert {value: short(value) for value in told} == told
+
+
+def test_event_files_of_tensorboard_are_read_where_there_is_no_table(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for folder, steps in (("a", (0, 1, 2)), ("b", (2, 3))):
+        with SummaryWriter(str(tmp_path / folder)) as writer:
+            for step in steps:
+                writer.add_scalar("train/loss", 5.0 - step, step)
+                writer.add_scalar("epoch", 0, step)
+        (file,) = (tmp_path / folder).glob("*.tfevents.*")
+        os.utime(file, (steps[0], steps[0]))
+    series = read_metrics(tmp_path)
+    assert series == {"train/loss": [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)]}
+    show(tmp_path)
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n0,7.5\n")  # the same run, in more digits
+    assert read_metrics(tmp_path) == {"train/loss": [(0, 7.5)]}
+
+
+def test_the_peak_that_mfu_is_a_share_of_is_below_the_table(tmp_path: Path) -> None:
+    rates = {
+        "train/device/tflops_per_gpu": [(5, 0.12), (9, 0.13)],
+        "train/device/mfu": [(5, 0.375), (9, 0.4)],
+    }
+    assert str(table(rates)).endswith("MFU is the share of 0.3225 TFLOP/s, the peak of a device.")
+    assert "0.3225 TFLOP/s" in page(rates, tmp_path / "run.html").read_text()
+    unknown = {"train/device/tflops_per_gpu": [(5, 0.12)]}
+    assert table(unknown).foot == ""

@@ -65,6 +65,17 @@ def test_one_rank_dies_and_the_job_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_sigterm_stops_does_not_say_that_it_is_done(tmp_path: Path, ranks: int) -> None:
+    job = start(tmp_path, ranks, 1)
+    os.kill(wait_for_step(tmp_path / "ledger-0.txt", 5, job), signal.SIGTERM)
+    assert job.wait(120) != 0
+    assert not (tmp_path / "final.pt").exists()
+    assert start(tmp_path, ranks, 1).wait(240) == 0, (tmp_path / "log.txt").read_text()[-4000:]
+    assert largest_error(torch.load(tmp_path / "final.pt"), run_ranks(alone, 1)[0]) < 1e-10
+
+
+@pytest.mark.slow
 def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):

@@ -17,14 +17,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_thd.data.read.conversations import LEARNED, calls_read, other_calls
+from lightning_thd.data.read.conversations import calls_read
+from lightning_thd.data.read.message_keys import (
+    THOUGHTS,
+    Message,
+    check_part,
+    check_role,
+    is_empty,
+    is_learned,
+    unread,
+    unread_error,
+)
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# Keys under which models and datasets keep the thoughts of an assistant before its answer.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan")
 _THOUGHT_END = "</think>"  # ends the thoughts if they are in the content
-Message = dict[str, Any]
+# Keys of a tool's schema whose texts a template may leave out, because they are about its form.
+_SCHEMA_FORM = ("type", "title", "format", "pattern", "default", "examples", "required", "$schema", "$ref")
 Spans = list[tuple[int, int]]
+Path = tuple[str | int, ...]  # keys and indices from the root of a conversation to one of its values
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +113,13 @@ def encode_chat(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
             "Correct its name, or drop it."
         )
-    messages, text = list(messages), ""
-    with suppress(ValueError):  # many templates take the arguments of calls only as a dict
-        text = renderer.render(messages)
-    read = [calls_read(message, text) for message in messages]
-    if not text or read != messages:
-        messages, text = read, renderer.render(read)
+    messages, text = _rendered(renderer, list(messages))
+    if "\0" in text:
+        raise ValueError("the conversation has a null character (\\u0000), so it is not text. Remove it.")
     _refuse_lost_thoughts(renderer, messages, text)
     _refuse_unwritten(renderer, messages, text)
+    for message in messages:
+        check_role(message["role"])
     if marked:
         return _encode_marked(renderer, messages, text, template, skip)
     answers = _answers(messages, skip)
@@ -122,6 +131,29 @@ def encode_chat(
         first, turn = cuts[start], ids[cuts[start] : cuts[stop]]
         mask[first : first + _learned_tokens(turn, text[start:stop], messages[i], tokenizer)] = True
     return ids, mask
+
+
+def _rendered(renderer: _Renderer, messages: list[Message]) -> tuple[list[Message], str]:
+    """Render messages; return them as they were rendered, and the text.
+
+    Many templates take the arguments of calls only as a dict, so JSON is parsed for them. Some templates
+    write a null content as the word None, and others need the null to recognise a call.
+    """
+    blank = [{**m, "content": ""} if m.get("content") is None else m for m in messages]
+    given_text, blank_text = "", ""
+    with suppress(ValueError):
+        given_text = renderer.render(messages)
+    with suppress(ValueError):
+        blank_text = given_text if blank == messages else renderer.render(blank)
+    if blank_text and (not given_text or given_text.count("None") > blank_text.count("None")):
+        messages, given_text = blank, blank_text
+
+    read = [calls_read(message, given_text) for message in messages]
+    if given_text and read == messages:
+        return messages, given_text
+    if not given_text and blank != messages:
+        return _rendered(renderer, read) if read != messages else (blank, renderer.render(blank))
+    return read, renderer.render(read)
 
 
 def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> None:
@@ -168,7 +200,7 @@ def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: st
     for i, message in enumerate(messages):
         content = message.get("content")
         begun, end, answer = str(content).rpartition(_THOUGHT_END)
-        values = {name: message.get(name) for name in _THOUGHTS}
+        values = {name: message.get(name) for name in THOUGHTS}
         for name, value in {**values, "content": begun if isinstance(content, str) else None}.items():
             if all(words in text for words in _words(value)):
                 continue
@@ -190,7 +222,7 @@ def _check(tokenizer: Any, messages: Sequence[Message], skip: int, *, images: bo
         )
     for message in messages:
         _check_content(message, images)
-    if not _answers(messages, skip):
+    if not _answers(messages, skip):  # this also refuses masks that cannot be followed
         raise ValueError(
             f"no learned message of the role 'assistant' among {[m['role'] for m in messages]}. "
             "Remove the conversation."
@@ -205,10 +237,15 @@ def _check_content(message: Message, images: bool) -> None:
     calls = message.get("tool_calls")
     if calls and not (isinstance(calls, list | tuple) and all(isinstance(call, dict) for call in calls)):
         raise ValueError(f"tool_calls is {calls!r:.40}; wanted a list of dicts. Parse it, or remove it.")
-    if content is None:  # a message may have content only under another key, such as tool_calls
-        others = (message[key] for key in message.keys() - {"role", "name"})
-        if any(hasattr(value, "__len__") and len(value) for value in others):
-            return
+    for call in calls or ():
+        if not isinstance((call.get("function") or call).get("name"), str):
+            raise ValueError(f"a call in tool_calls has no name: {call!r:.60}. Name the tool that it calls.")
+        inner = call.get("function") or call
+        if inner.get("arguments") is None and (other := unread(inner, "call")):
+            raise unread_error(other, "call", f"the call of {inner['name']!r:.40}, which has no 'arguments',")
+    # Without content, a message has calls or thoughts, or words under a key that is looked for in its text.
+    if content is None and (calls or unread(message, "message") or any(map(message.get, THOUGHTS))):
+        return
     if not isinstance(content, str | list | dict):
         raise ValueError(f"a message of the role {role!r} has the content {content!r}; wanted a string.")
     for part in _parts(message):
@@ -220,32 +257,24 @@ def _check_content(message: Message, images: bool) -> None:
             )
         if kind == "text" and not isinstance(part.get("text"), str):
             raise ValueError("a part of type 'text' holds no string under 'text'. Fix or remove it.")
+        check_part(part)
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
-    found = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        for name in LEARNED:
-            value = message.get(name)
-            if value is not None and (not isinstance(value, int | float | np.generic) or value not in (0, 1)):
-                raise ValueError(f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1.")
-        if i >= skip and all(message.get(name) in (None, 1) for name in LEARNED):
-            found.append(i)
-    return found
+    """Return which messages are learned: those of the assistant after the prompt that no mask excludes."""
+    return [
+        i
+        for i, message in enumerate(messages)
+        if is_learned(message, answer=message["role"] == "assistant" and i >= skip)
+    ]
 
 
 def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -> None:
-    """Raise if the template leaves out tools, a message or a call, or writes content as code."""
+    """Raise if the template leaves out a tool, a message or a part of one, or writes content as code."""
     if renderer.tools and replace(renderer, tools=None).render(messages) == text:
         raise ValueError(
             "the chat template leaves out the tools. Take a template that writes tools, or drop them."
         )
-    # A short word may be in the text by chance, so look for a sign that is added to each message.
-    signs, signed = [f" \ue000{i}\ue000" for i in range(len(messages))], ""
-    with suppress(ValueError):
-        signed = renderer.render([*map(_longer, messages, signs)])
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
         as_json = [json.dumps(part, ensure_ascii=False, default=str) for part in parts]
@@ -255,29 +284,112 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                 f"the chat template writes the content of message {i} as code, because it takes only "
                 "strings. Give the content as one string."
             )
-        for name, changed in other_calls(message):
-            if _renders_alike(renderer, messages, i, changed, text):
-                raise ValueError(
-                    f"the chat template leaves out the call of {name!r:.40} in message {i}. "
-                    "Take a template that writes tool_calls. "
-                    "See docs/reference/messages.md#chat-templates."
-                )
-        texts = [part.get("text") for part in parts] if parts else [content]
-        if signs[i] in signed or not any(isinstance(x, str) and x.strip() for x in texts):
+
+    # A short word may be in the text by chance, so look for a sign that is added to each value.
+    root = {"messages": messages, "tools": renderer.tools}
+    claims = [*_claims_of_tools(renderer.tools), *_claims_of_messages(messages)]
+    signs = [f" \ue000{number}\ue000" for number in range(len(claims))]
+    all_signed, signed = root, ""
+    for (path, _), sign in zip(claims, signs, strict=True):
+        all_signed = _longer(all_signed, path, sign)
+    with suppress(ValueError):
+        signed = _render_root(renderer, all_signed)
+    for (path, error), sign in zip(claims, signs, strict=True):
+        if sign in signed:
             continue
-        if _renders_alike(renderer, messages, i, _longer(message, " x"), text):
-            raise ValueError(
-                f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
-                f"{next(filter(None, texts), None)!r:.40}. See docs/reference/messages.md#chat-templates."
+        with suppress(_Refused):
+            if _render_root(renderer, _longer(root, path, " x")) == text:
+                raise error
+
+
+class _Refused(ValueError):
+    """A template refuses a changed conversation, so it does read what was changed."""
+
+
+def _render_root(renderer: _Renderer, root: dict[str, Any]) -> str:
+    try:
+        return replace(renderer, tools=root["tools"]).render(root["messages"])
+    except ValueError as err:
+        raise _Refused(str(err)) from err
+
+
+def _claims_of_messages(messages: list[Message]) -> Iterator[tuple[Path, ValueError]]:
+    """Yield each value of the messages that must be in the text, and the error if it is not."""
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        for k, call in enumerate(calls):
+            yield from _claims_of_call(call, ("messages", i, "tool_calls", k), i)
+
+        content = message.get("content")
+        values: list[tuple[Path, Any]] = [(("content",), content)]
+        if isinstance(content, list):
+            values = [(("content", j, "text"), part.get("text")) for j, part in enumerate(content)]
+        for path, value in values:
+            if isinstance(value, dict) or (isinstance(value, str) and value.strip()):
+                yield (
+                    ("messages", i, *path),
+                    ValueError(
+                        f"the chat template leaves out message {i} of the role {message['role']!r}, which "
+                        f"says {value!r:.40}. See docs/reference/messages.md#chat-templates."
+                    ),
+                )
+
+        for name in unread(message, "message"):
+            if name == "name" and message["role"] in ("tool", "function"):
+                continue  # the call before it has this name
+            owner = f"message {i} of the role {message['role']!r}"
+            yield ("messages", i, name), unread_error([name], "message", owner)
+
+
+def _claims_of_call(call: dict[str, Any], path: Path, i: int) -> Iterator[tuple[Path, ValueError]]:
+    inner = call
+    if isinstance(call.get("function"), dict):
+        for name in unread(call, "call"):
+            yield (*path, name), unread_error([name], "call", f"a call in message {i}")
+        inner, path = call["function"], (*path, "function")
+    left_out = ValueError(
+        f"the chat template leaves out the call of {inner['name']!r:.40} in message {i}. "
+        "Take a template that writes tool_calls. See docs/reference/messages.md#chat-templates."
+    )
+    yield (*path, "name"), left_out
+    if not is_empty(inner.get("arguments")):
+        yield (*path, "arguments"), left_out
+    for name in unread(inner, "call"):
+        yield (*path, name), unread_error([name], "call", f"the call of {inner['name']!r:.40} in message {i}")
+
+
+def _claims_of_tools(tools: list[Any] | None) -> Iterator[tuple[Path, ValueError]]:
+    for i, tool in enumerate(tools or ()):
+        for path, value in _texts_of_tool(tool, ("tools", i)):
+            yield (
+                path,
+                ValueError(
+                    f"the chat template leaves out {value!r:.40} of tool {i} (under {path[-1]!r}). Give the "
+                    "tool in the form that the template reads, or take a template that writes all of it."
+                ),
             )
 
 
-def _longer(message: Message, more: str) -> Message:
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": content + more}
-    parts = [{**part, "text": part["text"] + more} if "text" in part else part for part in _parts(message)]
-    return {**message, "content": parts} if parts else message
+def _texts_of_tool(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str) and value.strip():
+        yield path, value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if key not in _SCHEMA_FORM or isinstance(entry, dict):  # a parameter may have such a name
+                yield from _texts_of_tool(entry, (*path, key))
+    elif isinstance(value, list):
+        for i, entry in enumerate(value):
+            yield from _texts_of_tool(entry, (*path, i))
+
+
+def _longer(value: Any, path: Path, more: str) -> Any:
+    """Return a copy of a value in which the text at a path is longer, or the dict there has one more key."""
+    if path:
+        first, rest = path[0], path[1:]
+        changed = list(value) if isinstance(value, list | tuple) else dict(value)
+        changed[first] = _longer(value[first], rest, more)  # type: ignore[index]
+        return changed
+    return {**value, more: more} if isinstance(value, dict) else f"{value}{more}"
 
 
 def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed: Message, text: str) -> bool:

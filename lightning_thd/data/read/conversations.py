@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
+from lightning_thd.data.read.message_keys import Message, check_record, without_keys
 from lightning_thd.data.read.records import parse_json
 
 Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
-Message = dict[str, Any]
 
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ids": (("input_ids",),),
@@ -25,13 +25,11 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-# Keys by which the formats of OpenAI, Axolotl and ms-swift exclude a message from the loss.
-LEARNED = ("weight", "train", "training", "loss")
 
 
 def is_kind(record: dict[str, Any], kind: str) -> bool:
-    """Return whether a record has the keys of a kind."""
-    return any(all(key in record for key in keys) for keys in KEYS.get(kind, ()))
+    """Return whether a record has the keys of a kind, with values."""
+    return any(all(record.get(key) is not None for key in keys) for keys in KEYS.get(kind, ()))
 
 
 def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
@@ -53,27 +51,41 @@ class Conversation(NamedTuple):
     options: dict[str, Any]  # ``chat_template_kwargs``, variables of the chat template
 
 
-def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
-    """Read a record as a conversation."""
+def messages_of(record: dict[str, Any], kind: Kind, dropped: Collection[str] = ()) -> Conversation:
+    """Read a record as a conversation, without its ``dropped`` keys; refuse keys that would be lost."""
+    record = {name: x for name, x in record.items() if x is not None and name not in dropped}
     tools, options = _listed(record.get("tools")) or None, _listed(record.get("chat_template_kwargs")) or {}
     if not isinstance(tools, list | None) or not isinstance(options, dict):
         raise ValueError("tools must be a list, and chat_template_kwargs a dict, or JSON of them. Fix them.")
+    own, messages, skip = _messages(record, kind)
+    check_record(record, own)
+    kept = [without_keys(message, dropped) for message in messages]
+    return Conversation([_with_content(message) for message in kept], tools, skip, options)
+
+
+def _messages(record: dict[str, Any], kind: Kind) -> tuple[tuple[str, ...], list[Message], int]:
+    """Return the keys of a record that hold its conversation, the messages, and the length of the prompt."""
     if kind == "alpaca":
         prompt, answer = alpaca_prompt(record), record["output"]
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return Conversation(_system(record) + turns, tools, 0, options)
+        own = tuple(name for name in ALPACA_KEYS if name in record)
+        return own, _system(record) + turns, 0
     if kind == "sharegpt":
         key = "conversations" if "conversations" in record else "conversation"
         talk = _listed(record.get(key))
         if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
             raise ValueError(f"{key} must be a list of {{'from': ..., 'value': ...}}. Fix it.")
-        return Conversation(_system(record) + [_turn(turn) for turn in talk], tools, 0, options)
-    if record.get("system"):
-        raise ValueError("'system' is beside messages. Make it the first message.")
+        own = (key, "system") if "system" in record else (key,)
+        return own, _system(record) + [_turn(turn) for turn in talk], 0
     if kind == "prompt":
         before, after = _turns(record["prompt"]), _turns(record["completion"])
-        return Conversation(before + after, tools, len(before), options)
-    return Conversation(_turns(record["messages"]), tools, 0, options)
+        return ("prompt", "completion"), before + after, len(before)
+    return ("messages",), _turns(record["messages"]), 0
+
+
+def _with_content(message: Message) -> Message:
+    """Return a message with the key ``content``, so that a null content is the same in every container."""
+    return message if "content" in message else {**message, "content": None}
 
 
 def _listed(value: Any) -> Any:
@@ -95,6 +107,9 @@ def _turns(messages: Any) -> list[Message]:
     return [_turn(turn) if "from" in turn else turn for turn in turns]
 
 
+ALPACA_KEYS = ("instruction", "input", "output", "system")
+
+
 def calls_read(message: Message, text: str) -> Message:
     """Parse calls' arguments in JSON if ``text`` quotes them, or is empty because the template failed."""
     for place, call in _calls(message):
@@ -103,13 +118,6 @@ def calls_read(message: Message, text: str) -> Message:
         if isinstance(found, dict) and (not text or json.dumps(given, ensure_ascii=False) in text):
             message = _with_call(message, place, {**call, "arguments": found})
     return message
-
-
-def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """Yield the name of each tool call, and a copy of the message with this name changed."""
-    for place, call in _calls(message):
-        if isinstance(name := call.get("name"), str):
-            yield name, _with_call(message, place, {**call, "name": f"{name}x"})
 
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -148,5 +156,7 @@ def _turn(turn: dict[str, Any]) -> Message:
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         given = f"a turn is from {who!r} with a value of type {type(value).__name__}"
         raise ValueError(f"{given}; the value must be a string, 'from' one of {', '.join(_ROLES)}.")
-    others = {key: x for key, x in turn.items() if key not in ("from", "value")}
+    others = {key: x for key, x in turn.items() if key not in ("from", "value") and x is not None}
+    if twice := sorted(others.keys() & {"role", "content"}):
+        raise ValueError(f"a turn has {twice[0]!r} beside 'from' and 'value', which would be lost. Keep one.")
     return {**others, "role": _ROLES[who], "content": value}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -22,7 +22,16 @@ from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
 from lightning_thd.batch.samples import check_sample, is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.conversations import Kind, Records, alpaca_prompt, is_kind, kind_of, messages_of
+from lightning_thd.data.read.conversations import (
+    ALPACA_KEYS,
+    Kind,
+    Records,
+    alpaca_prompt,
+    is_kind,
+    kind_of,
+    messages_of,
+)
+from lightning_thd.data.read.message_keys import check_record
 from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
 from lightning_thd.data.store.index import OnError
@@ -73,6 +82,11 @@ def _label_of(record: Record) -> Number | None:
         media: Any = fields.get(name)
         if len(media) if hasattr(media, "__len__") else media:
             raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
+    return label_of(fields)
+
+
+def label_of(fields: Mapping[str, Any]) -> Number | None:
+    """Return the label of a whole record, or None; refuse weights and masks of its tokens."""
     for name in _WEIGHTS if "input_ids" in fields else _PER_TOKEN_KEYS:
         found = fields.get(name)
         if _is_row(found) or (name in _ALSO_NUMBERS and is_scalar(found)):
@@ -102,6 +116,7 @@ class Encoder:
     text_key: str = "text"  # the key of the text in a record
     append_eos: bool = True  # end documents and completions with EOS if the tokenizer does not add it
     on_error: OnError = "raise"  # what to do with a record that cannot be encoded
+    metadata_keys: Sequence[str] = ()  # keys of conversations that may be dropped
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay their ids end to end."""
@@ -145,12 +160,21 @@ class Encoder:
         tokenizer: Any = self.tokenizer
         lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
         eos = self._eos if self.append_eos else None
-        if eos is not None:
-            for row in lists:
-                if not row or row[-1] != eos:
-                    row.append(eos)
+        for text, row in zip(texts, lists, strict=True):
+            self._drop_second_ends(text, row)
+            if eos is not None and (not row or row[-1] != eos):
+                row.append(eos)
         # numpy would take three times as long as array() to find out the type of these lists.
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
+
+    def _drop_second_ends(self, text: str, row: list[int]) -> None:
+        """Remove from a text's ids the BOS or EOS that the tokenizer added beside the one in the text."""
+        tokenizer: Any = self.tokenizer
+        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        if bos and text.startswith(bos) and row[:2] == [tokenizer.bos_token_id] * 2:
+            del row[0]
+        if eos and text.endswith(eos) and row[-2:] == [tokenizer.eos_token_id] * 2:
+            del row[-1]
 
     def _encode_one_by_one(self, records: list[Placed], skipped: list[Skipped]) -> list[_Row]:
         rows: list[tuple[str | Line, _Row]] = []
@@ -179,9 +203,8 @@ class Encoder:
             raise ValueError(f"a record of kind {found!r} among records of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
+        record = {name: x for name, x in record.items() if name not in self.metadata_keys}
         label = _label_of(record)
-        if self.kind == "prompt" and isinstance(record.get("label"), bool):
-            raise ValueError("a label of true or false beside a prompt (KTO): bad answers would be learned.")
         ids, mask = self._encode_conversation(record)
         row = np.asarray(ids, np.int64)
         return _Row(row, np.where(mask, row, IGNORE_INDEX), label)
@@ -195,8 +218,10 @@ class Encoder:
         if texts is not None and not all(isinstance(text, list) for text in texts):
             if lost := [name for name in ("system", "tools") if record.get(name)]:
                 raise ValueError(f"{lost[0]!r} beside a prompt would be left out. Write it into the prompt.")
+            own = ("prompt", "completion") if self.kind == "prompt" else ALPACA_KEYS
+            check_record(record, [name for name in own if record.get(name) is not None])
             return self._prompt_and_completion(*texts)
-        talk = messages_of(record, self.kind)
+        talk = messages_of(record, self.kind, self.metadata_keys)
         return encode_chat(
             self.tokenizer, talk.messages, tools=talk.tools, skip=talk.skip, options=talk.options
         )
@@ -204,6 +229,8 @@ class Encoder:
     def _prompt_and_completion(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion must be two strings, or two lists of messages.")
+        if "\0" in prompt + completion:
+            raise ValueError("the record has a null character (\\u0000), so it is not text. Remove it.")
         # At inference the prompt is encoded without a completion, so no token may reach over its end.
         before, after = self._encode_prompt(prompt), self._with_eos(self._encode_after(prompt, completion))
         mask = np.repeat([False, True], [len(before), len(after)])
@@ -212,6 +239,9 @@ class Encoder:
     def _encode_prompt(self, text: str) -> Ids:
         """Encode a prompt, with the BOS but without the EOS that the tokenizer adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
+        bos = getattr(self.tokenizer, "bos_token", None)
+        if bos and text.startswith(bos) and len(ids) > 1 and ids[0] == ids[1] == self._bos:
+            ids = ids[1:]  # the prompt begins with the BOS that the tokenizer adds
         if eos is None and not is_hugging_face(self.tokenizer):
             return ids[: len(ids) - self._added(ids)[1]]
         if eos is None or not len(ids) or ids[-1] != eos:
@@ -250,6 +280,10 @@ class Encoder:
             return row
         fits = row.dtype.kind in "iu" and eos <= np.iinfo(row.dtype).max
         return np.append(row if fits else row.astype(np.int64), np.array([eos], row.dtype if fits else None))
+
+    @property
+    def _bos(self) -> int | None:
+        return getattr(self.tokenizer, "bos_token_id", None)
 
     @property
     def _eos(self) -> int | None:

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import require
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
+from lightning_thd.warnings import DataWarning, warn
 
 Kind = Literal["JSONL", "JSON", "column", "table", "text", "refused"]
 _SUFFIXES: dict[Kind, str] = {

@@ -17,8 +17,8 @@ from typing import Any
 
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import names
+from lightning_thd.data.read.message_keys import Message, check_part
 
-Message = dict[str, Any]
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
 _ONLY_IMAGES = "{}, but only text and images are rendered; audio cannot be packed. Give video as images."
@@ -46,6 +46,7 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
                 continue
             if kind not in ("image", "image_url"):
                 raise ValueError(_ONLY_IMAGES.format(f"a message holds a part of type {kind!r}"))
+            check_part(part)
             source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]

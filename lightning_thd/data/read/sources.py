@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,6 +18,7 @@ from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns, tab
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
 from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths
+from lightning_thd.data.read.message_keys import check_metadata_keys
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, part_sizes, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
@@ -31,7 +32,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 12  # part of cache keys; raise it when reading gives other tokens or refuses other records
+_READER = 13  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
@@ -53,6 +54,7 @@ class Opener:
     text_key: str = "text"
     append_eos: bool = True
     records: Records = "auto"
+    metadata_keys: Sequence[str] = ()
     packed: Packed = "auto"
     on_error: OnError = "raise"
     max_errors: int | None = 1000
@@ -69,6 +71,7 @@ class Opener:
         if self.processor is not None and self.tokenizer is not None:
             raise ValueError("Both tokenizer= and processor= were given. Leave tokenizer= out.")
         instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
+        check_metadata_keys(self.metadata_keys)
 
     def open(self, source: Source | Paths) -> Opened:
         """Open paths or a dataset; without ``processor``, text and chats are tokenised into a store."""
@@ -134,7 +137,7 @@ class Opener:
         return self._tokenised(row_chunks(dataset), key)
 
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
-        chat = VisionChat(self.processor, self.records)
+        chat = VisionChat(self.processor, self.records, self.metadata_keys)
         name = chat.fingerprint()
         rows = cast("MapDataset", ChatRows(records, chat))
         return Opened(dataset=rows, key=None if key is None or name is None else {**key, "processor": name})
@@ -143,6 +146,7 @@ class Opener:
         tokenizer = load_tokenizer(self.tokenizer)
         name = tokenizer_fingerprint(tokenizer)
         settings = {"tokenizer": name, "text_key": self.text_key, "append_eos": self.append_eos}
+        settings |= {"metadata_keys": ",".join(sorted(self.metadata_keys))}
         settings |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
 
         def parts(first: int) -> Iterator[Rows]:
@@ -153,6 +157,7 @@ class Opener:
                 text_key=self.text_key,
                 append_eos=self.append_eos,
                 on_error=self.on_error,
+                metadata_keys=self.metadata_keys,
             )
             rank_zero_info(f"Tokenising {kind!r} records. Set another kind by records=.")
             return tokenize(

@@ -68,6 +68,8 @@ def text_of(record: Record, text_key: str) -> str:
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no string under the key {text_key!r}, found {found}. Pass text_key=.")
+    if "\0" in text:
+        raise ValueError(f"the text has a null character at {text.index(chr(0))}. Remove the record.")
     return text
 
 

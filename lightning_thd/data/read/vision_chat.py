@@ -25,9 +25,11 @@ from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.data.read.chat import ImagePlaceholders, encode_chat
 from lightning_thd.data.read.conversations import Kind, Records, is_kind, kind_of, messages_of
+from lightning_thd.data.read.encode import label_of
 from lightning_thd.data.read.images import decode, open_image, size_of, with_images
 from lightning_thd.data.read.text import tokenizer_fingerprint
 
+_EDGES = ("<|vision_start|>", "<|vision_end|>")  # tokens around an image
 IntArray = NDArray[np.int64]
 CONVERSATIONS = ("messages", "sharegpt", "prompt", "alpaca")
 _GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")  # an image is a grid of patches
@@ -37,8 +39,8 @@ _ONE_SIZE = ("LlavaProcessor",)  # all images are scaled to one size
 class VisionChat:
     """Renders conversations with images, using a transformers processor, its name, or its saved folder."""
 
-    def __init__(self, processor: Any, records: Records = "auto") -> None:
-        self.records = records
+    def __init__(self, processor: Any, records: Records = "auto", metadata_keys: Sequence[str] = ()) -> None:
+        self.records, self.metadata_keys = records, tuple(metadata_keys)
         if isinstance(processor, str | Path):
             refuse_missing(
                 str(processor), "Pass a folder that save_pretrained() wrote, or a processor's name."
@@ -57,11 +59,19 @@ class VisionChat:
         if template := getattr(processor, "chat_template", None):
             self.tokenizer.chat_template = template
 
+    @property
+    def _image_ids(self) -> list[int]:
+        """Return the ids that stand for an image or mark its edges; no answer writes them."""
+        known = self.tokenizer.get_vocab()
+        return [known[token] for token in (self.processor.image_token, *_EDGES) if token in known]
+
     def fingerprint(self) -> str | None:
         """Return a text that identifies tokenizer and image settings; None if that is impossible."""
         tokenizer = tokenizer_fingerprint(self.tokenizer)
         own = {name: value for name, value in vars(self.processor).items() if isinstance(value, str | int)}
-        settings = json.dumps([self.records, self.images.to_dict(), own], sort_keys=True, default=str)
+        settings = json.dumps(
+            [self.records, self.metadata_keys, self.images.to_dict(), own], sort_keys=True, default=str
+        )
         return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
 
     def sample(
@@ -73,7 +83,9 @@ class VisionChat:
             raise ValueError(
                 f"the record ({sorted(record)[:8]}) is not a conversation, and processor= renders only those."
             )
-        conversation = messages_of(dict(record), cast("Kind", kind))
+        record = {name: x for name, x in record.items() if name not in self.metadata_keys}
+        conversation = messages_of(record, cast("Kind", kind), self.metadata_keys)
+        label = label_of(record)
         messages, sources = with_images(conversation.messages, record)
         opened = [open_image(source, folder) for source in sources]
         try:
@@ -88,7 +100,10 @@ class VisionChat:
                 placeholders=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
             )
             row = np.asarray(ids, np.int64)
-            sample: dict[str, Any] = {"input_ids": row, "labels": np.where(mask, row, IGNORE_INDEX)}
+            learned = mask & ~np.isin(row, self._image_ids)
+            sample: dict[str, Any] = {"input_ids": row, "labels": np.where(learned, row, IGNORE_INDEX)}
+            if label is not None:
+                sample["label"] = label
             if not opened:
                 return sample
             return sample | self._inputs(row, grids, [decode(image) for image in opened] if pixels else None)

@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from lightning_thd._warnings import DataWarning, warn
+from lightning_thd.warnings import DataWarning, warn
 
 Arrays = dict[str, NDArray[Any]]
 

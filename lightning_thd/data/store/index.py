@@ -17,7 +17,6 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
@@ -34,6 +33,7 @@ from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.columns import arrow_table, count_columns, without_pixels
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
+from lightning_thd.warnings import DataWarning, warn
 
 Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Sampler:
     text_key: str = "text"
     append_eos: bool = True
     records: Records = "auto"
+    metadata_keys: Sequence[str] = ()
     one_each: bool = True  # refuse records in which positions start again from 0
     vocab_size: int | None = None
     chat: VisionChat | None = None
@@ -109,7 +110,11 @@ class Sampler:
         return patches, squares
 
     def _with_ids(self, record: Any) -> dict[str, Any]:
-        if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
+        if (
+            isinstance(record, Mapping)
+            and record.get("input_ids") is not None
+            and self.records in ("auto", "ids")
+        ):
             return dict(record)
         if not isinstance(record, str | Mapping):
             raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or str.")
@@ -119,7 +124,11 @@ class Sampler:
         kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(
-                kind=kind, tokenizer=self.tokenizer, text_key=self.text_key, append_eos=self.append_eos
+                kind=kind,
+                tokenizer=self.tokenizer,
+                text_key=self.text_key,
+                append_eos=self.append_eos,
+                metadata_keys=self.metadata_keys,
             )
         rows = self._encoders[kind].encode([("the record", record)])
         sample = {"input_ids": rows.tokens}

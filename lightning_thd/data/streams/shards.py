@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
-from lightning_thd._warnings import SlowWarning, warn
 from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked, without_query
 from lightning_thd.data.read.records import as_written, parse_line
+from lightning_thd.warnings import SlowWarning, warn
 
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
 _MARK_EVERY = 64  # rows between two saved states; to resume at a row, fewer rows than this are read before it

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import choice, real_number, whole_number
-from lightning_thd._warnings import DataWarning, warn
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
@@ -34,6 +33,7 @@ from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
 from lightning_thd.packing.planner import fingerprint
+from lightning_thd.warnings import DataWarning, warn
 
 _AHEAD = 2  # steps that are made while one runs
 
@@ -282,7 +282,11 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
     if opener.packed in ("sequences", "packs"):
         raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot. Pass a dataset.")
     slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
-    chat = None if opener.processor is None else VisionChat(opener.processor, opener.records)
+    chat = (
+        None
+        if opener.processor is None
+        else VisionChat(opener.processor, opener.records, opener.metadata_keys)
+    )
     shards, sources = streams.open(opener, job.ranks)
     return Settings(
         shards=shards,
@@ -299,6 +303,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
             append_eos=opener.append_eos,
             # With a processor, a stream outside a mixture reads only messages: ids cannot be rendered.
             records="messages" if chat is not None and "" in streams.streams else opener.records,
+            metadata_keys=opener.metadata_keys,
             one_each=opener.packed != "off",
             vocab_size=settings.vocab_size or vocab_size(job.model),
             extras_cost=settings.extras_cost,

@@ -6,6 +6,7 @@ R rows (selected tokens), H hidden size, V vocabulary columns held here, c x v o
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import real_number, whole_number
+from lightning_thd.loss.kernels.choice import kernels_serve
 from lightning_thd.loss.tiles.products import accumulate, operand, product
 
 # Hidden ``[R, H]``, weight ``[V, H]`` and bias ``[V]``.
@@ -39,6 +41,11 @@ class LogitMap:
             real_number(self.softcap, "softcap", above=0.0, advice="Leave it out for no cap.")
         if self.valid_vocab_size is not None:
             whole_number(self.valid_vocab_size, "valid_vocab_size", least=1)
+
+    def numbers(self) -> tuple[float, float | None, float]:
+        """Return scale, cap and temperature, as the kernels take them."""
+        softcap = None if self.softcap is None else float(self.softcap)
+        return float(self.scale), softcap, float(self.temperature)
 
     def agrees(self, other: LogitMap) -> bool:
         """Return whether two maps give the same logits, up to the rounding of their factors."""
@@ -87,6 +94,15 @@ class Head:
         self.row_tiles = [slice(i, min(i + tile[0], rows)) for i in range(0, rows, tile[0])]
         self.column_tiles = [slice(i, min(i + tile[1], columns)) for i in range(0, columns, tile[1])]
 
+    def cut(self, rows: int, column_tiles: list[slice]) -> Head:
+        """Return the same head with tiles of ``rows`` rows and with these tiles of columns."""
+        head = copy(self)
+        count = self.hidden.shape[0]
+        head.tile = (rows, column_tiles[0].stop - column_tiles[0].start)
+        head.row_tiles = [slice(i, min(i + rows, count)) for i in range(0, count, rows)]
+        head.column_tiles = column_tiles
+        return head
+
     def scratch(self, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate one flat buffer that holds a tile, in the accumulator's dtype or another."""
         size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.settings.columns)
@@ -110,6 +126,10 @@ class Head:
             return tile
         return operand(tile, self.settings.compute, self.settings.accumulator)
 
+    def plain_bias(self, columns: slice) -> Tensor | None:
+        """Return the bias of some columns, which autograd does not follow."""
+        return None if self.bias is None else self.bias.detach()[columns]
+
     def logits(self, x: Tensor, w: Tensor, columns: slice, out: Tensor) -> Tensor:
         """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, at the start of ``out``."""
         z = out[: x.shape[0] * w.shape[0]].view(-1, w.shape[0])
@@ -126,6 +146,13 @@ class Head:
         if self.bias is not None:
             z.add_(self.bias[columns])
         return self.settings.logit_map.apply_(z)
+
+
+def by_kernels(head: Head) -> bool:
+    """Return whether the kernels of ``loss/kernels`` compute the rows of a head, or torch's operators do."""
+    settings = head.settings
+    served = kernels_serve(head.hidden.device, compute=settings.compute, accumulator=settings.accumulator)
+    return served and settings.columns > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,23 +207,45 @@ class GradientSums:
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
-        head, compute = self.head, self.head.settings.compute
+        head = self.head
+        self.add_bias(dx, columns)
+        if head.settings.native:  # cast once for all products
+            dx = dx.to(head.settings.compute)
+        self.add_hidden(dx, head.weight[columns], rows, columns)
+        if self.sums_weight:
+            hidden = head.hidden[rows] if head.counts is None else head.counted(head.hidden, rows)
+            self.add_weight(dx, hidden, rows, columns)
+
+    @property
+    def sums_weight(self) -> bool:
+        """Return whether the weight needs a gradient."""
+        return self.weight is not None or self._wide_weight is not None
+
+    def add_bias(self, dx: Tensor, columns: slice) -> None:
+        """Add a tile's part of the bias's gradient, if it needs one."""
         if self.bias is not None:
             self.bias[columns] += dx.sum(0, dtype=self.bias.dtype)
-        if head.settings.native:  # cast once for all products
-            dx = dx.to(compute)
-        if self.hidden is not None:
-            total = self._tile if self.rows_outside else self.hidden[rows]
-            assert total is not None
-            accumulate(total, dx, head.weight[columns], compute, first=columns.start == 0)
-        if self.weight is not None or self._wide_weight is not None:
-            if self._wide_weight is not None:
-                total = self._wide_weight.tile(columns)
-            else:
-                total = self.weight[columns] if self.rows_outside and self.weight is not None else self._tile
-            assert total is not None
-            hidden = head.hidden[rows] if head.counts is None else head.counted(head.hidden, rows)
-            accumulate(total, dx.t(), hidden, compute, first=rows.start == 0)
+
+    def add_hidden(self, dx: Tensor, weight: Tensor, rows: slice, columns: slice) -> None:
+        """Add ``dx @ weight`` to the gradient of hidden, if it needs one; ``weight`` is ``[v, H]``."""
+        if self.hidden is None:
+            return
+        total = self._tile if self.rows_outside else self.hidden[rows]
+        assert total is not None
+        accumulate(total, dx, weight, self.head.settings.compute, first=columns.start == 0)
+
+    def add_weight(self, dx: Tensor, hidden: Tensor, rows: slice, columns: slice) -> None:
+        """Add ``dx.T @ hidden`` to the gradient of the weight, if it needs one; ``hidden`` is ``[c, H]``."""
+        if not self.sums_weight:
+            return
+        if self._wide_weight is not None:
+            total = self._wide_weight.tile(columns)
+        elif self.rows_outside and self.weight is not None:
+            total = self.weight[columns]
+        else:
+            assert self._tile is not None
+            total = self._tile
+        accumulate(total, dx.t(), hidden, self.head.settings.compute, first=rows.start == 0)
 
     def close(self, outer: slice) -> None:
         """Finish a tile of the outer loop and round its accumulator."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
-from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs, by_kernels
 from lightning_thd.loss.tiles.products import product
 from lightning_thd.loss.tiles.softmax import (
     MAX,
@@ -35,6 +35,9 @@ _LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
 def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
     """Compute the statistics ``[5, R]`` of all rows; ``entropy`` fills WEIGHTED, ``total`` TOTAL."""
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.settings.accumulator)
+    if by_kernels(head):
+        _fill_by_kernels(stats, head, targets, entropy=entropy, total=total)
+        return stats
     first, second = head.scratch(), head.scratch()
     for columns in head.column_tiles:
         w = head.weights(columns)
@@ -56,6 +59,8 @@ def gradients(
     exact: Tensor | None = None,
 ) -> HeadGradients:
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
+    if exact is None and by_kernels(head):
+        return _gradients_by_kernels(head, targets, lse, wanted, needs=needs)
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
     narrow = None if exact is None else head.scratch(head.settings.compute)
@@ -75,6 +80,80 @@ def gradients(
     return sums.result()
 
 
+def _fill_by_kernels(stats: Tensor, head: Head, targets: Tensor, *, entropy: bool, total: bool) -> None:
+    """Compute ``softmax_statistics`` with one kernel for each tile, which reads its products once."""
+    from lightning_thd.loss.kernels.operators import RowBuffer, statistics_of_rows
+
+    head = _widened_tiles(head)
+    buffer = RowBuffer(*_largest_tile(head), head.hidden.device)
+    for columns in head.column_tiles:
+        width, weight = columns.stop - columns.start, head.weights(columns)
+        for rows in head.row_tiles:
+            count = rows.stop - rows.start
+            product(head.inputs(rows), weight, out=buffer.products(count, width))
+            statistics_of_rows(
+                buffer.memory(count),
+                stats[:, rows],
+                targets[rows],
+                head.plain_bias(columns),
+                width,
+                head.settings.start + columns.start,
+                entropy,
+                total,
+                *head.settings.logit_map.numbers(),
+            )
+
+
+def _gradients_by_kernels(
+    head: Head, targets: Tensor, lse: Tensor, wanted: RowGradients, *, needs: Needs
+) -> HeadGradients:
+    """Compute ``gradients`` with one kernel for each tile, which overwrites the products."""
+    from lightning_thd.loss.kernels.operators import RowBuffer, gradient_of_rows
+
+    head, compute = _widened_tiles(head), head.settings.compute
+    none = torch.zeros_like(lse)
+    factors = [lse, wanted.direct, wanted.slope, wanted.target, wanted.flat]
+    stacked = torch.stack([none if factor is None else factor for factor in factors])
+    sums = GradientSums(head, needs=needs, rows_outside=False)
+    buffer = RowBuffer(*_largest_tile(head), head.hidden.device)
+    for columns in head.column_tiles:
+        width, weight = columns.stop - columns.start, head.weights(columns)
+        sums.open(columns)
+        for rows in head.row_tiles:
+            count = rows.stop - rows.start
+            hidden = head.inputs(rows)
+            product(hidden, weight, out=buffer.products(count, width))
+            gradient_of_rows(
+                buffer.memory(count),
+                stacked[:, rows],
+                targets[rows],
+                head.plain_bias(columns),
+                compute,
+                width,
+                head.settings.start + columns.start,
+                wanted.slope is not None,
+                *head.settings.logit_map.numbers(),
+            )
+            dx = buffer.gradient(count, width, compute)
+            sums.add_bias(dx, columns)
+            sums.add_hidden(dx, weight, rows, columns)
+            sums.add_weight(dx, hidden, rows, columns)
+        sums.close(columns)
+    return sums.result()
+
+
+def _widened_tiles(head: Head) -> Head:
+    """Return a head with tiles of twice as many rows: the kernels take one buffer, not two."""
+    if head.settings.chunk != "auto":
+        return head
+    return head.cut(max(1, min(2 * head.tile[0], head.hidden.shape[0])), head.column_tiles)
+
+
+def _largest_tile(head: Head) -> tuple[int, int]:
+    """Return the rows and columns of a buffer for every tile of a head."""
+    return min(head.tile[0], head.hidden.shape[0]), min(head.tile[1], head.settings.columns)
+
+
 # The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of its size.
 # The error of a log-sum is almost 0 if thousands of tokens share the probability. It is up to 0.06 if a token
 # with logit 20 has all of it. So rows of a tile whose rounding would show are computed again exactly, and so
@@ -84,7 +163,13 @@ def gradients(
 def may_round(head: Head) -> bool:
     """Return whether logits are rounded products times a factor, as the estimate of errors assumes."""
     plain = head.settings.logit_map.softcap is None and head.bias is None
-    return head.settings.native and plain and head.settings.columns > 0 and not shapes_are_static()
+    return (
+        head.settings.native
+        and plain
+        and not by_kernels(head)
+        and head.settings.columns > 0
+        and not shapes_are_static()
+    )
 
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,15 @@ forward pass. So the logits of a few rows, of the whole vocabulary, are kept unt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs, by_kernels
+from lightning_thd.loss.tiles.products import product
 from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
@@ -71,6 +73,8 @@ def nll_and_gradients(
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over rows, and gradients; ``seen`` ``[R]`` gets the summands."""
+    if by_kernels(head):
+        return _nll_by_kernels(head, targets, weights, needs, penalties=penalties, seen=seen)
     loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
@@ -93,6 +97,75 @@ def nll_and_gradients(
         sums.close(rows)
     del stash  # free its memory before the weight's gradient is rounded
     return loss, sums.result()
+
+
+def _nll_by_kernels(
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    needs: Needs,
+    *,
+    penalties: Penalties,
+    seen: Tensor | None,
+) -> tuple[Tensor, HeadGradients]:
+    """Compute ``nll_and_gradients`` with one kernel for each tile of rows, between products of whole rows."""
+    from lightning_thd.loss.kernels.operators import RowBuffer, nll_of_rows
+
+    settings = head.settings
+    whole = slice(0, settings.columns)
+    head = head.cut(head.tile[0], _halves(head))
+    sums = GradientSums(head, needs=needs, rows_outside=True)
+    weight = head.weights(whole)
+    losses = weights.new_empty(weights.shape) if seen is None else seen
+    buffer = RowBuffer(min(head.tile[0], len(targets)), settings.columns, head.hidden.device)
+    for rows, hidden in _tiles_of_inputs(head):
+        count = rows.stop - rows.start
+        product(hidden, weight, out=buffer.products(count, settings.columns))
+        nll_of_rows(
+            buffer.memory(count),
+            losses[rows],
+            targets[rows],
+            weights[rows],
+            head.plain_bias(whole),
+            settings.compute,
+            settings.columns,
+            -100 if settings.ignore_index is None else settings.ignore_index,
+            penalties.label_smoothing,
+            penalties.z_loss,
+            *settings.logit_map.numbers(),
+        )
+        dx = buffer.gradient(count, settings.columns, settings.compute)
+        sums.open(rows)
+        sums.add_bias(dx, whole)
+        sums.add_hidden(dx, weight, rows, whole)
+        for columns in head.column_tiles:
+            sums.add_weight(dx[:, columns], hidden, rows, columns)
+        sums.close(rows)
+        del dx
+    del buffer  # free its memory before the weight's gradient is rounded
+    return losses.sum(), sums.result()
+
+
+def _tiles_of_inputs(head: Head) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each tile of rows and its hidden states, cast and without rows that do not count.
+
+    That takes a launch for every six tiles. Their copy is small beside the products of one tile.
+    """
+    for first in range(0, len(head.row_tiles), 6):
+        tiles = head.row_tiles[first : first + 6]
+        start = tiles[0].start
+        hidden = head.inputs(slice(start, tiles[-1].stop))
+        for rows in tiles:
+            yield rows, hidden[rows.start - start : rows.stop - start]
+
+
+def _halves(head: Head) -> list[slice]:
+    """Return the two parts of a ``WideSum`` of the weight's gradient, or all columns if it needs none."""
+    columns = head.settings.columns
+    half = columns // 2 // 16 * 16  # a product of columns at a multiple of 32 bytes is fast
+    if half == 0 or head.weight.dtype == head.settings.accumulator:
+        return [slice(0, columns)]
+    return [slice(0, half), slice(half, columns)]
 
 
 class WholeRows:

@@ -1,0 +1,181 @@
+"""Steps of a model without a known config -> its FLOPs: products counted twice, attention from every call.
+
+The first step's products are counted, and those of one step with other lengths. If they do not grow with the
+slots, all steps are counted. Our attention is counted by its windows from the lengths of every batch. Calls
+with other offsets than the batch's, such as cross-attention, are kept in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_thd.callbacks.seen import Seen, microbatches, resolve
+from lightning_thd.flops.listen import AttentionCall
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.pairs import AttentionPattern
+from lightning_thd.flops.torch_counter import CallListener, Counted, StepCounter, counted, counted_layers
+from lightning_thd.stats import combine
+from lightning_thd.warnings import MeasureWarning, warn
+
+_MOST_STEPS = 4  # a counted step is slow; if steps disagree, a mean of so many is used
+
+
+class OwnModel:
+    """Counts the FLOPs of a module in its first steps.
+
+    Attributes:
+        model: the FLOPs of everything but our attention; None before the first counted step.
+        pattern: the FLOPs of our attention on the batches' own sequences.
+        products: FLOPs of all products of the last ended step, if ``model`` cannot tell them, else None.
+    """
+
+    def __init__(self, module: nn.Module, **conventions: Any) -> None:
+        self._name, self._conventions = type(module).__name__, conventions
+        self.model: FlopsModel | None = None
+        self.pattern: AttentionPattern | None = None
+        self._active: CallListener | None = None  # what listens to the running step
+        self._taken = 0  # the calls of the running step that ``take`` has returned
+        self._own_calls: list[AttentionCall] = []  # of the running step, on the batch's own sequences
+        self._places: set[int] = set()  # addresses of the running step's own offsets
+        self._others = False  # whether some attention has other offsets than the batch's
+        self._steps: list[Counted] = []
+        self._agree: bool | None = False  # whether steps of different lengths agreed; None if they cannot
+        self.products: tuple[int, int] | None = None
+        configs = (getattr(child, "config", None) for child in module.modules())
+        self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
+        self._shares = set[float]()  # decoder slots per encoder slot, each ratio seen
+
+    def begin(self, stage: str, batch: Any, *, inside: bool) -> None:
+        """Begin to count or to listen; ``inside`` a running step, only remember its next batch."""
+        if batch is not None:
+            self._places |= set(_places(batch))
+        if inside and self._active is not None:
+            return
+        self.stop()
+        if batch is not None:
+            self._places = set(_places(batch))
+        # After an evaluation inside a step, the rest of the step says too little about its products.
+        if stage == "train" and batch is not None and not inside and self._wants(batch):
+            self._active = StepCounter()
+        elif self._others:
+            self._active = CallListener()
+        if self._active is not None:
+            self._active.start()
+
+    def take(self) -> list[AttentionCall]:
+        """Return the calls since the last time whose offsets are not the batch's."""
+        if self._active is None:
+            return []
+        new = self._active.calls[self._taken :]
+        self._taken = len(self._active.calls)
+        own = [call for call in new if self._is_own(call)]
+        others = [call for call in new if not self._is_own(call)]
+        self._own_calls += own
+        self._others = self._others or bool(others)
+        return others
+
+    def end(self, stage: str, step: Sequence[Seen]) -> bool:
+        """End a step; return whether it was slow, because its products were counted for the first time."""
+        active, own_calls = self._active, self._own_calls
+        self.products = None
+        self.stop()
+        if not isinstance(active, StepCounter):
+            return False
+        if not step:
+            return True
+        sequences = [_sequences(seen) for seen in step]
+        found = counted(active, [stats for stats, _ in resolve(step)], sequences)
+        shards = max((call.shards for call in own_calls), default=1)
+        every = self._agree is None
+        if not every:
+            self._learn(found, own_calls, len(step), shards)
+        forward, backward = found.flops
+        self.products = shards * forward, shards * backward
+        return not every
+
+    def stop(self) -> None:
+        """Stop to listen, after a step or an error."""
+        if self._active is not None:
+            self._active.stop()
+        self._active, self._taken, self._own_calls, self._places = None, 0, [], set()
+
+    def forget(self) -> None:
+        """Count again, because weights were frozen or unfrozen; the old counts hold until then."""
+        self.stop()
+        self._steps, self._agree = [], False
+
+    def _is_own(self, call: AttentionCall) -> bool:
+        if call.whole is not None:
+            return True
+        same = call.cu_seqlens_q.data_ptr() == call.cu_seqlens_kv.data_ptr()
+        return same and call.cu_seqlens_q.data_ptr() in self._places
+
+    def _wants(self, batch: Any) -> bool:
+        """Return whether to count a step: the first, and others until two of different lengths agree."""
+        seen = microbatches(batch)
+        slots = combine([stats for stats, _ in seen]).slots
+        if not slots or self._varies(batch, slots):
+            return False
+        if not self._steps:
+            rank_zero_info(
+                "No transformers config gives the FLOPs: the products of the first step are counted, and "
+                "those of one step of other lengths. To give them yourself, pass flops_model=."
+            )
+            return True
+        shapes = {(step.stats.slots, sum(step.sequences)) for step in self._steps}
+        if self._agree is None:
+            return True
+        sequences = sum(_sequences(each) for each in seen)
+        return not self._agree and len(self._steps) < _MOST_STEPS and (slots, sequences) not in shapes
+
+    def _varies(self, batch: Any, slots: int) -> bool:
+        """Return whether a decoder's share of the tokens has changed; then say that nothing is counted."""
+        if not self._decodes or not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+            return False
+        self._shares.add(batch["labels"].numel() / slots)
+        if len(self._shares) == 2:
+            self.model = self.pattern = None
+            warn(
+                "FLOPs are no longer logged: the decoder's share of the tokens varies, so a counted step "
+                "says nothing about others. Pass flops_model=, or pad to fixed lengths.",
+                MeasureWarning,
+            )
+        return len(self._shares) > 1
+
+    def _learn(self, found: Counted, own_calls: list[AttentionCall], microbatches: int, shards: int) -> None:
+        self._steps.append(found)
+        try:
+            layers, self._agree = counted_layers(self._steps, name=self._name, shards=shards)
+        except ValueError as err:
+            rank_zero_info(f"FLOPs are not logged: {err}")
+            return
+        self.model = FlopsModel(name=self._name, layers=layers, **self._conventions)
+        convention = self._conventions.get("causal", "half")
+        self.pattern = AttentionPattern.of(own_calls, microbatches, convention)
+
+
+def _sequences(seen: Seen) -> int:
+    stats, lengths = seen
+    return len(lengths) if isinstance(lengths, tuple) else stats.sequences
+
+
+def _places(batch: Any) -> Iterable[int]:
+    """Yield the addresses of the offsets of a batch's own sequences, without a read of the device."""
+    if isinstance(several := getattr(batch, "microbatches", None), Sequence):
+        for microbatch in several:
+            yield from _places(microbatch)
+        return
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for member in batch:
+            if not isinstance(member, Tensor):
+                yield from _places(member)
+        return
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if isinstance(offsets := getattr(batch, name, None), Tensor):
+            yield offsets.data_ptr()

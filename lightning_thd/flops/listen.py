@@ -1,0 +1,93 @@
+"""Our attention and loss functions -> the counters that listen to them, if there are any.
+
+A counter sees torch's functions by itself. It cannot see how many query-key pairs a kernel computes, or which
+of a loss's products a model needs. So these functions say it. They pay one test of an empty list otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One call of attention on a pack: which pairs it computes, and what a pair costs."""
+
+    cu_seqlens_q: Tensor  # on the device of the call; read only when the FLOPs are wanted
+    cu_seqlens_kv: Tensor
+    left: int  # keys before its own that a query sees; -1 for all. The last query is at the last key
+    right: int  # keys after its own; 0 hides later keys, -1 shows all
+    forward: int  # FLOPs of a pair
+    backward: int
+    whole: tuple[int, ...] | None = None  # lengths of the whole pack, if this rank holds a shard of it
+    shards: int = 1  # the number of ranks that share the pack
+
+    @classmethod
+    def of(
+        cls,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        spec: Any,
+        whole: tuple[int, ...] | None = None,
+        shards: int = 1,
+    ) -> AttentionCall:
+        """Describe a call from its tensors and its ``AttentionSpec``."""
+        forward, backward = pair_flops(q_THD.shape[1], q_THD, k_THD, v_THD)
+        return cls(
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            left=spec.left,
+            right=spec.right,
+            forward=forward,
+            backward=backward,
+            whole=whole,
+            shards=shards,
+        )
+
+
+def pair_flops(heads: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Return the FLOPs of a query-key pair forward and backward, by the tensors that need gradients."""
+    scores, values = 2 * heads * q.shape[-1], 2 * heads * v.shape[-1]
+    backward = scores * q.requires_grad + scores * k.requires_grad + values * v.requires_grad
+    if q.requires_grad or k.requires_grad:
+        backward += values  # the gradient of the probabilities
+    return scores + values, backward
+
+
+class Listener(Protocol):
+    """A counter that our functions report to; each method returns a context for the work itself."""
+
+    def attention(self, call: AttentionCall) -> AbstractContextManager[Any]:
+        """Count a call of attention; torch's functions inside the context are its kernel."""
+
+    def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> AbstractContextManager[Any]:
+        """Count output projections ``hidden @ weight.T``, however a fused loss computes them."""
+
+
+LISTENERS: list[Listener] = []
+_NOTHING = nullcontext()
+
+
+def attending(call: AttentionCall) -> AbstractContextManager[Any]:
+    """Report a call of attention; its kernel must run inside the returned context."""
+    return _together([listener.attention(call) for listener in LISTENERS])
+
+
+def projecting(*pairs: tuple[Tensor, Tensor | None]) -> AbstractContextManager[Any]:
+    """Report a fused loss's pairs of hidden states and head (None: logits); it must run in the context."""
+    return _together([listener.heads(pairs) for listener in LISTENERS]) if LISTENERS else _NOTHING
+
+
+def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack

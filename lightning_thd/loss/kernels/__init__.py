@@ -1,0 +1,1 @@
+"""Kernels of the fused losses for GPUs: which heads they serve, and the kernels."""

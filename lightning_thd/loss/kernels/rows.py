@@ -1,0 +1,242 @@
+"""Rows of raw products -> losses, statistics and gradients, in Triton kernels with one program a row.
+
+Raw products ``z`` are fp32, in rows of ``stride`` numbers, of which ``columns`` are used. ``stride`` is a
+multiple of 16, so that 16 bytes load at once for any vocabulary. A gradient replaces its row: in fp32 in
+place, in bf16 in the row's second half. Blocks are written from the last to the first, so that no unread
+number is lost.
+
+With softmax p of the logits ``z' = cap * tanh(scale * (z + bias) / cap) / temperature``, the gradient for z'
+is ``p * (direct + slope * log p) + onehot * target + flat``, as in ``RowGradients`` of ``tiles/softmax.py``.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# e^x is zero in fp32 for lower x. Finite exponents avoid zero times infinity, which is NaN.
+_LOWEST = tl.constexpr(-1e4)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Columns that a program holds at a time. With 16 warps, two programs fit a multiprocessor of sm_90, so that
+# one loads while the other reduces. With twice as many columns only one would fit.
+_WIDEST = 8192
+# Numbers to which the length of a row is rounded up: 64 bytes in fp32, 32 in bf16.
+ALIGNED = tl.constexpr(16)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * _LOG2_E)
+
+
+@triton.jit
+def _exponent(x):
+    return tl.where(x < _LOWEST, _LOWEST, x)  # not tl.maximum, which drops NaN
+
+
+@triton.jit
+def _padded(columns):
+    return tl.cdiv(columns, ALIGNED) * ALIGNED
+
+
+@triton.jit
+def _logits(row, bias, index, columns, scale, cap, heat, CAP: tl.constexpr, BIAS: tl.constexpr):
+    """Load logits, -inf outside of ``columns``, and the cap's slope; ``heat`` is 1 / temperature."""
+    x = tl.load(row + index, mask=index < _padded(columns), other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias + index, mask=index < columns, other=0.0).to(tl.float32)
+    bend = x
+    if CAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * scale / cap * x) - 1.0
+        bend = 1.0 - tanh * tanh
+        x = tanh * (cap * heat)
+    else:
+        x = x * (scale * heat)
+    return tl.where(index < columns, x, float("-inf")), bend
+
+
+@triton.jit
+def _sweep(
+    row, bias, columns, scale, cap, heat, largest, mass, weighted, total,
+    CAP: tl.constexpr, BIAS: tl.constexpr, ENTROPY: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the columns of a row to its statistics, which may hold those of other columns."""
+    for start in range(0, columns, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x, _ = _logits(row, bias, index, columns, scale, cap, heat, CAP, BIAS)
+        if TOTAL:
+            total += tl.sum(tl.where(index < columns, x, 0.0))
+
+        above = tl.maximum(largest, tl.max(x))
+        base = tl.where(above == float("-inf"), 0.0, above)  # -inf minus -inf is NaN
+        shift = _exponent(largest - base)
+        x = _exponent(x - base)
+        e = _exp(x)
+        if ENTROPY:
+            weighted = _exp(shift) * (weighted + mass * shift) + tl.sum(e * x)
+        mass = _exp(shift) * mass + tl.sum(e)
+        largest = above
+    return largest, mass, weighted, total
+
+
+@triton.jit
+def _spread(
+    row, out, bias, columns, target_index, lse, direct, slope, target, flat, scale, cap, heat,
+    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a row's raw products, from the last block to the first."""
+    factor = scale * heat
+    blocks = tl.cdiv(columns, BLOCK)
+    for done in range(blocks):
+        index = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
+        x, bend = _logits(row, bias, index, columns, scale, cap, heat, CAP, BIAS)
+        log_p = _exponent(x - lse)
+        if SLOPE:
+            d = _exp(log_p) * (direct + slope * log_p)
+        else:
+            d = _exp(log_p) * direct
+        d = (d + flat + tl.where(index == target_index, target, 0.0)) * factor
+        if CAP:
+            d *= bend
+        tl.debug_barrier()  # all threads have read this block before one overwrites it
+        tl.store(out + index, d.to(out.dtype.element_ty), mask=index < _padded(columns))
+
+
+@triton.jit
+def _nll(
+    z, out, bias, targets, weights, losses, stride, out_stride, columns, ignore, smoothing, z_loss,
+    scale, cap, heat, CAP: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the weighted loss of a row, and the gradient of its raw products over it."""
+    i = tl.program_id(0)
+    row = z + i.to(tl.int64) * stride
+    out_row = out + i.to(tl.int64) * out_stride
+    y = tl.load(targets + i)
+    w = tl.load(weights + i)
+
+    if y == ignore:  # such a row may hold NaN, so it is not read
+        for start in range(0, columns, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+            tl.store(out_row + index, zeros, mask=index < _padded(columns))
+        tl.store(losses + i, 0.0)
+    else:
+        there = y + tl.zeros([1], tl.int64)
+        x, _ = _logits(row, bias, there, columns, scale, cap, heat, CAP, BIAS)
+        at_target = tl.sum(x)
+
+        # Sums start as tensors: a Python float that a loop changes does not compile.
+        zero = tl.sum(tl.zeros([1], tl.float32))
+        largest, mass, _, total = _sweep(
+            row, bias, columns, scale, cap, heat, zero - float("inf"), zero, zero, zero,
+            CAP, BIAS, False, TOTAL, BLOCK,
+        )  # fmt: skip
+        log_mass = tl.log(mass)
+        lse = largest + log_mass
+        # Subtracting the largest logit and log(sum) one by one is exact if the target is nearly certain.
+        loss = (1.0 - smoothing) * (log_mass - (at_target - largest)) + z_loss * lse * lse
+        if TOTAL:
+            loss += smoothing * (lse - total / columns)
+        tl.store(losses + i, w * loss)
+
+        direct = w * (1.0 + 2.0 * z_loss * lse)
+        target = w * (smoothing - 1.0)
+        flat = -w * smoothing / columns
+        _spread(
+            row, out_row, bias, columns, y, lse, direct, 0.0, target, flat, scale, cap, heat,
+            CAP, BIAS, False, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["start", "rows"])
+def _statistics(
+    z, bias, targets, stats, stride, columns, start, rows, scale, cap, heat,
+    CAP: tl.constexpr, BIAS: tl.constexpr, ENTROPY: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile into the statistics ``[5, rows]``: largest, mass, weighted, target and total."""
+    i = tl.program_id(0)
+    row = z + i.to(tl.int64) * stride
+    place = stats + i
+    target_index = tl.load(targets + i) - start
+    if (target_index >= 0) & (target_index < columns):
+        there = target_index + tl.zeros([1], tl.int64)
+        x, _ = _logits(row, bias, there, columns, scale, cap, heat, CAP, BIAS)
+        tl.store(place + 3 * rows, tl.sum(x))
+
+    largest, mass, weighted, total = _sweep(
+        row, bias, columns, scale, cap, heat,
+        tl.load(place), tl.load(place + rows), tl.load(place + 2 * rows), tl.load(place + 4 * rows),
+        CAP, BIAS, ENTROPY, TOTAL, BLOCK,
+    )  # fmt: skip
+    tl.store(place, largest)
+    tl.store(place + rows, mass)
+    if ENTROPY:
+        tl.store(place + 2 * rows, weighted)
+    if TOTAL:
+        tl.store(place + 4 * rows, total)
+
+
+@triton.jit(do_not_specialize=["start", "rows"])
+def _gradient(
+    z, out, bias, targets, factors, stride, out_stride, columns, start, rows, scale, cap, heat,
+    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a tile from factors ``[5, rows]``: lse, direct, slope, target and flat."""
+    i = tl.program_id(0)
+    row = z + i.to(tl.int64) * stride
+    out_row = out + i.to(tl.int64) * out_stride
+    place = factors + i
+    target_index = tl.load(targets + i) - start
+    _spread(
+        row, out_row, bias, columns, target_index,
+        tl.load(place), tl.load(place + rows), tl.load(place + 2 * rows), tl.load(place + 3 * rows),
+        tl.load(place + 4 * rows), scale, cap, heat, CAP, BIAS, SLOPE, BLOCK,
+    )  # fmt: skip
+
+
+def shape_of(columns: int) -> tuple[int, int]:
+    """Return the columns of a block and the warps of a program."""
+    block = min(_WIDEST, max(16, triton.next_power_of_2(columns)))
+    return block, 16 if block == _WIDEST else 4
+
+
+def _options(columns: int, bias: Tensor | None, softcap: float | None) -> dict[str, object]:
+    block, warps = shape_of(columns)
+    return {"CAP": softcap is not None, "BIAS": bias is not None, "BLOCK": block, "num_warps": warps}
+
+
+def nll(
+    z: Tensor, out: Tensor, losses: Tensor, targets: Tensor, weights: Tensor, bias: Tensor | None,
+    columns: int, ignore: int, smoothing: float, z_loss: float,
+    scale: float, softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
+    """Launch ``_nll`` on rows ``z`` ``[c, stride]``; the gradient goes to ``out``."""
+    _nll[(z.shape[0],)](
+        z, out, bias, targets, weights, losses, z.stride(0), out.stride(0), columns, ignore, smoothing,
+        z_loss, scale, softcap or 1.0, 1.0 / temperature, TOTAL=smoothing > 0.0,
+        **_options(columns, bias, softcap),
+    )  # fmt: skip
+
+
+def statistics(
+    z: Tensor, stats: Tensor, targets: Tensor, bias: Tensor | None, columns: int, start: int,
+    entropy: bool, total: bool, scale: float, softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
+    """Launch ``_statistics`` on rows ``z`` ``[c, stride]`` whose first column is ``start``."""
+    _statistics[(z.shape[0],)](
+        z, bias, targets, stats, z.stride(0), columns, start, stats.stride(0), scale, softcap or 1.0,
+        1.0 / temperature, ENTROPY=entropy, TOTAL=total, **_options(columns, bias, softcap),
+    )  # fmt: skip
+
+
+def gradient(
+    z: Tensor, out: Tensor, factors: Tensor, targets: Tensor, bias: Tensor | None, columns: int, start: int,
+    slope: bool, scale: float, softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
+    """Launch ``_gradient`` on rows ``z`` ``[c, stride]`` whose first column is ``start``."""
+    _gradient[(z.shape[0],)](
+        z, out, bias, targets, factors, z.stride(0), out.stride(0), columns, start, factors.stride(0), scale,
+        softcap or 1.0, 1.0 / temperature, SLOPE=slope, **_options(columns, bias, softcap),
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""The kernels of the losses, run by Triton's interpreter, against autograd in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd.loss.kernels.operators import (
+    RowBuffer,
+    gradient_of_rows,
+    nll_of_rows,
+    statistics_of_rows,
+)
+from lightning_thd.loss.tiles.softmax import MAX, SUM, TARGET, TOTAL, WEIGHTED, blank_statistics
+
+ROWS = 7
+# The interpreter cuts fp32 off to bf16, by up to 2^-7; a GPU rounds, by up to 2^-9.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 7.9e-3}
+Report = Callable[[str, float], None]
+MAPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 30.0},
+    "scale and temperature": {"scale": 0.25, "temperature": 1.7},
+    "softcap, scale and temperature": {"softcap": 5.0, "scale": 0.5, "temperature": 0.7},
+    "label smoothing": {"smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "all at once": {"softcap": 20.0, "scale": 1.5, "temperature": 0.8, "smoothing": 0.2, "z_loss": 1e-3},
+}
+EXTRAS = ("", "bias", "ignored", "-inf")
+
+
+@pytest.fixture(autouse=True)
+def masked_lanes() -> Iterator[None]:
+    """Let the interpreter compute lanes that are masked out, which may hold anything."""
+    before = np.seterr(all="ignore")
+    yield
+    np.seterr(**before)
+
+
+@pytest.fixture
+def report(record_property: Callable[[str, object], None]) -> Report:
+    """Have ``make test-kernels`` list an error at its end."""
+    return record_property
+
+
+def cases() -> Iterator[Any]:
+    widths = (8, 16, 1000, 1031, 40_000)
+    for name, columns, compute, extra in itertools.product(MAPS, widths, TOLERANCE, EXTRAS):
+        if columns == 40_000 and (name not in ("plain", "all at once") or extra == "bias"):
+            continue
+        if extra == "-inf" and ("smoothing" in MAPS[name] or "softcap" in MAPS[name]):
+            continue  # the mean logit is -inf, and a cap makes all logits finite
+        sample = columns == 1031 and (name, extra) in (("all at once", "ignored"), ("plain", "-inf"))
+        marks = [] if sample else [pytest.mark.slow]
+        title = f"{name} {columns} {str(compute)[6:]} {extra}".strip()
+        yield pytest.param(name, columns, compute, extra, marks=marks, id=title)
+
+
+def numbers(options: dict[str, Any]) -> tuple[float, float | None, float]:
+    return options.get("scale", 1.0), options.get("softcap"), options.get("temperature", 1.0)
+
+
+def logits_of(raw: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    scale, softcap, temperature = numbers(options)
+    z = (raw if bias is None else raw + bias.double()) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def draw(columns: int, *, infinite: bool = False) -> tuple[Tensor, Tensor]:
+    """Return raw products and targets; some columns are -inf, but not the targets'."""
+    torch.manual_seed(columns)
+    raw, targets = torch.randn(ROWS, columns) * 4, torch.randint(0, columns, (ROWS,))
+    if infinite:
+        raw[:, ::5] = -torch.inf
+        raw[:, -1] = 1.0
+        targets = torch.full((ROWS,), columns - 1)
+    return raw, targets
+
+
+def filled(raw: Tensor) -> RowBuffer:
+    buffer = RowBuffer(*raw.shape, raw.device)
+    buffer.memory(len(raw)).fill_(torch.nan)
+    buffer.products(*raw.shape).copy_(raw)
+    return buffer
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference as a share of the largest number."""
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize(("name", "columns", "compute", "extra"), list(cases()))
+def test_losses_and_gradients(
+    name: str, columns: int, compute: torch.dtype, extra: str, report: Report
+) -> None:
+    options = MAPS[name]
+    raw, targets = draw(columns, infinite=extra == "-inf")
+    weights, bias = torch.rand(ROWS), torch.randn(columns) if extra == "bias" else None
+    given = raw.clone()
+    if extra == "ignored":
+        targets[::3] = -100
+        given[0] = torch.nan  # a row that does not count
+
+    leaf = raw.double().requires_grad_()
+    z = logits_of(leaf, bias, options)
+    lse, smoothing = z.logsumexp(1), options.get("smoothing", 0.0)
+    at_target = z.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
+    loss = (1.0 - smoothing) * (lse - at_target) + options.get("z_loss", 0.0) * lse.square()
+    if smoothing:
+        loss = loss + smoothing * (lse - z.mean(1))
+    wanted = torch.where(targets != -100, weights.double() * loss, 0.0)
+    (gradient,) = torch.autograd.grad(wanted.sum(), leaf)
+    wanted = wanted.detach()
+
+    buffer, losses = filled(given), torch.full((ROWS,), torch.nan)
+    nll_of_rows(
+        buffer.memory(ROWS), losses, targets, weights, bias, compute, columns, -100,
+        smoothing, options.get("z_loss", 0.0), *numbers(options),
+    )  # fmt: skip
+    found = buffer.gradient(ROWS, columns, compute)
+    assert found.dtype == compute
+    assert float(((losses.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max()) < 2e-6
+    assert error(found, gradient) < TOLERANCE[compute]
+    if columns == 1031 and compute == torch.float32:
+        report(f"gradient of rows, {name}{extra and ', '}{extra}", error(found, gradient))
+
+
+@pytest.mark.parametrize("columns", [1000, pytest.param(1031, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"softcap": 8.0, "scale": 0.5, "temperature": 1.3}])
+def test_statistics_and_gradients_over_tiles_of_the_vocabulary(
+    columns: int, tiles: int, options: dict[str, Any], report: Report
+) -> None:
+    raw, targets = draw(columns)
+    leaf = raw.double().requires_grad_()
+    z = logits_of(leaf, None, options)
+    log_p = z.log_softmax(1)
+    outputs = [
+        log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1), z.logsumexp(1), z.mean(1)
+    ]  # fmt: skip
+    upstream = torch.randn(4, ROWS, dtype=torch.float64)
+    summed = sum((g * output).sum() for g, output in zip(upstream, outputs, strict=True))
+    (wanted,) = torch.autograd.grad(summed, leaf)
+    outputs = [output.detach() for output in outputs]
+
+    edges = [round(columns * k / tiles) for k in range(tiles + 1)]
+    parts = [slice(*pair) for pair in itertools.pairwise(edges)]
+    stats = blank_statistics(raw, ROWS, torch.float32)
+    for part in parts:
+        buffer, width = filled(raw[:, part]), part.stop - part.start
+        statistics_of_rows(
+            buffer.memory(ROWS), stats, targets, None, width, part.start, True, True, *numbers(options)
+        )
+    log_mass = stats[SUM].log()
+    lse, entropy = stats[MAX] + log_mass, log_mass - stats[WEIGHTED] / stats[SUM]
+    found = (stats[TARGET] - lse, entropy, lse, stats[TOTAL] / columns)
+    for mine, oracle in zip(found, outputs, strict=True):
+        assert float((mine.double() - oracle).abs().max()) < 1e-5
+
+    g_logp, g_entropy, g_lse, g_mean = upstream.float()
+    direct = g_lse - g_logp - g_entropy * entropy
+    factors = torch.stack([lse, direct, -g_entropy, g_logp, g_mean / columns])
+    for part, compute in itertools.product(parts, TOLERANCE):
+        buffer, width = filled(raw[:, part]), part.stop - part.start
+        gradient_of_rows(
+            buffer.memory(ROWS), factors, targets, None, compute, width, part.start, True, *numbers(options)
+        )
+        worst = (buffer.gradient(ROWS, width, compute).double() - wanted[:, part]).abs().max()
+        assert float(worst / wanted.abs().max()) < TOLERANCE[compute]
+    report(f"log-probabilities of rows, {columns} columns, {tiles} tiles", error(found[0], outputs[0]))
+
+
+def test_what_is_not_a_number_shows() -> None:
+    """A NaN logit shows in the loss and gradient of its row alone, as does a row of -inf."""
+    raw, targets = draw(64)
+    raw[1, 5] = torch.nan
+    raw[2] = -torch.inf
+    buffer, losses = filled(raw), torch.zeros(ROWS)
+    nll_of_rows(
+        buffer.memory(ROWS), losses, targets, torch.ones(ROWS), None, torch.bfloat16, 64, -100, 0.0, 0.0,
+        1.0, None, 1.0,
+    )  # fmt: skip
+    gradient = buffer.gradient(ROWS, 64, torch.bfloat16)
+    assert losses.isnan().nonzero().flatten().tolist() == [1, 2]
+    assert gradient[1].isnan().all()
+    assert gradient.isnan().any(1).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_each_logit_is_loaded_twice_and_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten bytes in bf16, over rows of three blocks; ``benchmarks/loss_counts.py`` counts with them."""
+    from triton.runtime import interpreter
+
+    moved = {"load": 0, "store": 0}
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def counted_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        found = load(self, pointers, mask, *rest)
+        if mask.data.size > 1:
+            moved["load"] += int(mask.data.sum()) * found.data.itemsize
+        return found
+
+    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if mask.data.size > 1:
+            moved["store"] += int(mask.data.sum()) * 2  # bf16
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted_load)
+    monkeypatch.setattr(builder, "create_masked_store", counted_store)
+    columns = 40_000
+    raw, targets = draw(columns)
+    nll_of_rows(
+        filled(raw).memory(ROWS), torch.empty(ROWS), targets, torch.ones(ROWS), None, torch.bfloat16,
+        columns, -100, 0.0, 0.0, 1.0, None, 1.0,
+    )  # fmt: skip
+    assert moved == {"load": 8 * ROWS * columns, "store": 2 * ROWS * columns}

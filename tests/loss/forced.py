@@ -1,0 +1,62 @@
+"""Kernels of the losses on the CPU: the real ones under Triton's interpreter, else their stand-in in torch.
+
+``TRITON_INTERPRET=1 python -m pytest -p tests.loss.forced tests/loss/test_fused.py`` runs a suite so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from lightning_thd.loss.kernels import choice
+from lightning_thd.loss.tiles import products
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@contextmanager
+def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
+    """Let kernels serve every device, and yield the names of those that are launched, in order."""
+    if interpreted:
+        np.seterr(all="ignore")  # the interpreter also computes lanes that are masked out
+        from lightning_thd.loss.kernels import rows
+    else:
+        from tests.loss import rows_in_torch as rows  # type: ignore[no-redef]
+    calls: list[str] = []
+    with (
+        mock.patch.dict(sys.modules, {"lightning_thd.loss.kernels.rows": rows}),
+        mock.patch("lightning_thd.loss.kernels.rows", rows, create=True),
+        mock.patch.object(choice, "runs_triton", return_value=True),
+        # a GPU widens no product of bf16 afterwards, nor does it compute rows again
+        mock.patch.object(products, "cpu_multiplies_bf16", return_value=False),
+        _watched(rows, calls),
+    ):
+        yield calls
+
+
+@contextmanager
+def _watched(rows: object, calls: list[str]) -> Iterator[None]:
+    def watched(name: str) -> object:
+        launch = getattr(rows, name)
+
+        def counted(*args: object) -> None:
+            calls.append(name)
+            launch(*args)
+
+        return counted
+
+    names = ("nll", "statistics", "gradient")
+    with mock.patch.multiple(rows, **{name: watched(name) for name in names}):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def forced() -> Iterator[list[str]]:
+    with kernels_forced() as calls:
+        yield calls

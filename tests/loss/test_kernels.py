@@ -1,0 +1,178 @@
+"""Losses whose rows come from the kernels, here their stand-in: which heads take them, and that they fit.
+
+``tests/interpreter`` runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd._imports import installed
+from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
+from lightning_thd.loss.kernels import choice
+from tests.imagined.support import why_not
+from tests.loss.forced import kernels_forced
+from tests.loss.oracles import Case, relative, wide
+from tests.loss.test_fused import KINDS, at_the_edges, fused, shards, whole
+from tests.ranks import run_ranks
+
+CUDA = torch.device("cuda")
+ROOT = Path(__file__).parents[2]
+# A bf16 gradient of a logit is rounded, and products of a bf16 weight are exact in fp32.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "wide", "triton", "hip", "serves"),
+    [
+        ("cuda", torch.bfloat16, torch.float32, True, None, True),
+        ("cuda", torch.float32, torch.float32, True, None, True),
+        ("cuda", torch.float16, torch.float32, True, None, False),
+        ("cuda", torch.float64, torch.float64, True, None, False),
+        ("cuda", torch.bfloat16, torch.float32, False, None, False),
+        ("cuda", torch.bfloat16, torch.float32, True, "6.4", False),
+        ("cpu", torch.float32, torch.float32, True, None, False),
+        ("meta", torch.bfloat16, torch.float32, True, None, False),
+    ],
+)
+def test_one_function_chooses(
+    device: str, compute: torch.dtype, wide: torch.dtype, triton: bool, hip: str | None, serves: bool
+) -> None:
+    with (
+        mock.patch.object(choice, "_has_triton", return_value=triton),
+        mock.patch.object(torch.version, "hip", hip),
+    ):
+        assert choice.kernels_serve(torch.device(device), compute=compute, accumulator=wide) is serves
+
+
+def operands(case: Case) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]]:
+    leaves, targets = case.tensors()
+    return leaves, targets, case.teacher()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", ["nll", "logprobs"])
+@pytest.mark.parametrize("chunk", ["auto", 20])
+@pytest.mark.parametrize("vocabulary", [101, 5000])
+def test_values_and_gradients(kind: str, dtype: torch.dtype, chunk: object, vocabulary: int) -> None:
+    case = Case(
+        dtype=dtype, bias=True, ignored=0.02, softcap=5.0, temperature=0.7, logit_scale=0.5,
+        valid_vocab_size=vocabulary - 11, vocabulary=vocabulary, tokens=150,
+    )  # fmt: skip
+    leaves, targets, taught = operands(case)
+    with torch.no_grad():
+        leaves[0][targets == -100] = torch.nan
+    with kernels_forced(interpreted=False) as calls:
+        loss = fused(kind, leaves, targets, taught, chunk=chunk, **case.kwargs(leaves))
+        ours = torch.autograd.grad(loss, leaves)
+    assert set(calls) == ({"nll"} if kind == "nll" else {"statistics", "gradient"})
+    with torch.no_grad():
+        leaves[0][targets == -100] = 0.0
+    leaves64 = wide(leaves)
+    wanted = whole(kind, case, leaves64, targets, taught)
+    theirs = torch.autograd.grad(wanted, leaves64)
+    assert relative(loss, wanted) < 2e-5
+    for mine, oracle in zip(ours, theirs, strict=True):
+        assert relative(mine, oracle) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_products_stay_with_torch(kind: str, dtype: torch.dtype) -> None:
+    leaves, targets, taught = operands(Case(dtype=dtype))
+    with kernels_forced(interpreted=False) as calls:
+        fused(kind, leaves, targets, taught).backward()
+    assert calls == []
+
+
+def test_a_nan_shows_in_its_row_alone() -> None:
+    leaves, targets, _ = operands(Case(dtype=torch.float32))
+    with torch.no_grad():
+        leaves[0][3] = torch.nan
+    with kernels_forced(interpreted=False):
+        logp = fused_linear_logprobs(leaves[0], leaves[1], targets).logp
+        loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+        (gradient,) = torch.autograd.grad(loss, leaves[0])
+    assert logp.isnan().nonzero().flatten().tolist() == [3]
+    assert loss.isnan()
+    assert gradient.isnan().any(1).nonzero().flatten().tolist() == [3]
+
+
+def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
+    leaves, targets, _ = operands(Case(dtype=torch.float32))
+    targets[2] = 101
+    with kernels_forced(interpreted=False), pytest.raises(ValueError, match=r"targets\[2\] is 101"):
+        fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+
+
+def over_ranks() -> list[float]:
+    """Return errors of losses whose vocabulary two ranks share, by kernels."""
+    errors = []
+    with kernels_forced(interpreted=False) as calls:
+        for kind in ("nll", "logprobs"):
+            case = Case(
+                vocabulary=100, dtype=torch.float32, ignored=0.4, softcap=5.0, temperature=0.7, bias=True
+            )
+            full, targets = case.tensors()
+            local, taught = shards(full), case.teacher()
+            loss = fused(kind, local, targets, taught, **case.kwargs(local), tp_group=dist.group.WORLD)
+            ours = torch.autograd.grad(loss, local)
+            leaves64 = wide(full)
+            wanted = whole(kind, case, leaves64, targets, taught)
+            theirs = shards(list(torch.autograd.grad(wanted, leaves64)))
+            errors += [relative(a, b) for a, b in zip([loss, *ours], [wanted, *theirs], strict=True)]
+        assert set(calls) == {"statistics", "gradient"}
+        errors += [1e-6 * error for error in at_the_edges()]  # in fp64, which stays with torch's operators
+    return errors
+
+
+def test_ranks_that_share_the_vocabulary_equal_one() -> None:
+    for errors in run_ranks(over_ranks, 2):
+        assert len(errors) > 8
+        assert max(errors) < 2e-5
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_each_logit_moves_ten_bytes_in_a_few_launches() -> None:
+    """At 32,768 x 151,936, counted on fake tensors in a process of its own, where a GPU is imagined."""
+    script = (
+        "from benchmarks.loss_counts import *\n"
+        "for name, way in WAYS.items():\n"
+        "    found = count(way, kernels=True)\n"
+        "    most, launches = GOALS[name]\n"
+        "    traffic = found.traffic.total() / (TOKENS * VOCABULARY)\n"
+        "    assert 0.99 * most < traffic < 1.03 * most, (name, traffic)\n"
+        "    assert 10 < found.launches.total() <= launches, (name, found.launches)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.skipif(not installed("triton"), reason="triton is not installed: make test-kernels installs it")
+def test_a_sample_of_the_kernels_in_tritons_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/interpreter/test_loss_rows.py",
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [*command, "-m", "not slow"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert " passed" in ran.stdout
