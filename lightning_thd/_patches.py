@@ -6,12 +6,7 @@ while" are undone at the end of a ``with`` block or a run.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
-
-from torch import nn
 
 
 class Patch(NamedTuple):
@@ -22,33 +17,11 @@ class Patch(NamedTuple):
 
 
 PATCHES: Final[dict[str, Patch]] = {
-    "attention chosen": Patch(
-        "PreTrainedModel.get_correct_attn_implementation, .set_attn_implementation, .post_init",
-        "models/announce.py",
-    ),
-    "guard": Patch("forward of every PreTrainedModel class", "models/announce.py"),
-    "copies": Patch("PreTrainedModel.__setstate__", "models/announce.py"),
-    "checkpoints": Patch(
-        "PreTrainedModel._set_gradient_checkpointing, torch's CheckpointWrapper.__init__",
-        "models/announce.py",
-    ),
-    "masks": Patch("transformers.masking_utils._preprocess_mask_arguments", "models/masks.py"),
-    "mixers": Patch("forward of state-space, linear-attention and convolution layers", "models/mixers.py"),
+    "attention chosen": Patch("PreTrainedModel.get_correct_attn_implementation", "models/preparing.py"),
     "mixer kernels": Patch(
-        "causal convolutions, scans and delta rules in transformers' modeling files",
+        "convolutions, scans and delta rules in a modeling file, while a layer runs on a shard",
         "models/passing/adopt.py",
     ),
-    "position tables": Patch("forward of position embeddings of the RoBERTa kind", "models/positions.py"),
-    "row scales": Patch(
-        "forward of attention that scales queries by their slot in the row, as Llama 4's does without rope",
-        "models/positions.py",
-    ),
-    "vision towers": Patch(
-        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their files", "models/towers.py"
-    ),
-    "ropes": Patch("forward of rotary embeddings with longrope or dynamic ropes", "models/positions.py"),
-    "zero embeddings": Patch("forward of Gemma 3n's scaled word embeddings", "models/positions.py"),
-    "classifiers": Patch("forward of ...ForSequenceClassification", "models/pooled_heads.py"),
     "postponed weights": Patch(
         "PreTrainedModel._load_pretrained_model, ._finalize_model_loading, for a while", "models/weights.py"
     ),
@@ -97,21 +70,3 @@ def patch(row: str, owner: Any, name: str, value: Any) -> None:
     path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     APPLIED.add((row, f"{path}.{name}"))
     setattr(owner, name, value)
-
-
-def layer_classes(model_class: type) -> Iterator[Any]:
-    """Yield each nn.Module class that the files of a model class and of its bases define or import."""
-    for name in dict.fromkeys(base.__module__ for base in model_class.__mro__):
-        for cls in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
-            if inspect.isclass(cls) and issubclass(cls, nn.Module):
-                yield cls
-
-
-def patch_forward(
-    row: str, cls: Any, mark: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Replace a class's forward by ``make(forward)``, unless the forward has the attribute ``mark``."""
-    if not hasattr(cls.forward, mark):
-        made = make(cls.forward)
-        setattr(made, mark, True)
-        patch(row, cls, "forward", made)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd.cuda_graph.errors import CaptureError, refuse
 from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN, USUAL
-from lightning_thd.models.positions import keep_frequencies
+from lightning_thd.models.families.ropes import keep_frequencies
 
 # Attributes of the Trainer that change during training. All others (devices, precision) may be read.
 _CHANGING = frozenset(

@@ -29,7 +29,7 @@ from lightning_thd.cuda_graph.guards import (
 )
 from lightning_thd.cuda_graph.recording import RefuseReads, record
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.models.positions import keep_frequencies
+from lightning_thd.models.families.ropes import keep_frequencies
 
 _AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 

@@ -22,6 +22,7 @@ from lightning_thd.integrations.packed_loop import (
 )
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import why_refused
 
@@ -73,6 +74,7 @@ def prepare_thd(
         ValueError: for engines, parallelism and schedulers unfit for packs, or ``data`` of another type.
         TypeError: for a scheduler without ``step()``.
     """
+    prepare_if_asked(model)
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):

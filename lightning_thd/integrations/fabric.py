@@ -21,6 +21,7 @@ from lightning_thd.integrations.packed_loop import (
 )
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.parallel.across_ranks import ALONE
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import refused_engine
@@ -73,6 +74,7 @@ def prepare_fabric(
             f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
             "ModelParallelStrategy or one device."
         )
+    prepare_if_asked(model)
     ways = context_parallel_layout, context_parallel_communication
     shared = share_packs(model, data_rank(fabric), fabric.device, context_parallel_size, *ways)
     loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)

@@ -23,8 +23,9 @@ from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
-from lightning_thd.models.announce import NAME, run_as_pack
+from lightning_thd.models.announce import run_as_pack
 from lightning_thd.models.pack import current_pack
+from lightning_thd.models.switching import NAME
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})

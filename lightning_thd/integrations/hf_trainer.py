@@ -37,7 +37,8 @@ from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin, re
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
-from lightning_thd.models.announce import NAME
+from lightning_thd.models.preparing import prepare_if_asked
+from lightning_thd.models.switching import NAME
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
 
@@ -292,6 +293,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "
                 "model_init_kwargs={'attn_implementation': 'thd'}). See docs/reference/messages.md#attention."
             )
+        prepare_if_asked(self.model)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule"

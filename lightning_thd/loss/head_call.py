@@ -28,6 +28,8 @@ from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain
 from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
+from lightning_thd.models.preparing import is_prepared
+from lightning_thd.models.preparing import prepare as prepare_model
 from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 from lightning_thd.parallel.routers import require_gradients
@@ -120,6 +122,8 @@ class HeadCall:
                 "sequences see each other without an error. Build it with attn_implementation='thd' and its "
                 "own copy of the config, or call model.set_attn_implementation('thd')."
             )
+        if not is_prepared(call.inner):
+            prepare_model(model)
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
-from lightning_thd.models.masks import decode_limit, shows_all
-from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Scope, current_pack, current_scope
+from lightning_thd.models.masks import decode_limit, lost_window, shows_all
+from lightning_thd.models.pack import CAUSAL, NOTES, READY, STATE, Scope, current_pack, current_scope
 
 _PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) of no mask, or of one that sets none
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
@@ -55,6 +55,8 @@ def thd_attention(
     replaces ``is_causal``, except in cross-attention. Other arguments that might change the result raise.
     Takes ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]``, sinks ``[H]``; returns ``[B, T, H, E]``, None.
     """
+    if READY not in module.__dict__ and getattr(module, "config", None) is not None:
+        _refuse_unprepared(module)
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
@@ -93,6 +95,15 @@ class _BoundKernel(NamedTuple):
     attend: Bound
     sees_later: bool  # whether tokens see later tokens
     config: Any  # kept alive, because its id is in the key
+
+
+def _refuse_unprepared(module: nn.Module) -> None:
+    raise ValueError(
+        f"{type(module).__name__} runs 'thd', but it belongs to a model that was not prepared for packs: its "
+        "config was changed by hand or by a second model that was built from the same config object, or the "
+        "layer was put into the model later. Call lightning_thd.models.prepare(model) with the whole model, "
+        "or build it with attn_implementation='thd'. See docs/reference/messages.md#attention."
+    )
 
 
 def _decode_mask(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
@@ -152,6 +163,12 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
             "model from a config with the new window."
         )
     window = current if given == _UNSET else given
+    if given == _UNSET and lost_window(module):
+        raise ValueError(
+            f"{type(module).__name__} passes no sliding_window to its attention in this release of "
+            "transformers. Use a release that `lightning-thd doctor` lists as tested, or padded rows with "
+            "attn_implementation='eager'."
+        )
     # If a decoder's config has is_causal=False, the window does not count the token itself: add it.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
-import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_thd._patches import patch
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
 
 _MASKING_UTILS = "transformers.masking_utils"
@@ -25,7 +20,7 @@ _UNDERSTOOD = (
     "chunked_overlay",
     "blockwise_overlay",
 )
-# The part that transformers adds if it finds packs in position_ids, see ``skip_position_scan``.
+# The part that transformers adds if it finds packs in position_ids.
 _FOUND_PACKS = "packed_sequence_mask_function"
 # Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
@@ -48,6 +43,8 @@ def thd_mask(
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
     if scope is not None and kind not in scope.masks:
         scope.masks = (*scope.masks, kind)
+    if scope is not None and scope.shows_all:
+        attention_mask = None  # ours, see ``families/plain_masks.py``
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             f"attn_implementation='thd' got an attention_mask {tuple(attention_mask.shape)} hiding tokens. "
@@ -69,7 +66,7 @@ def thd_mask(
             f"{type(config).__name__}: this model needs a mask with a special pattern. Leave "
             "token_type_ids and images out, or use padded rows with attn_implementation='eager'."
         )
-    passed = _PASSES_WINDOW.get(type(config), False)
+    passed = _KNOWS_WINDOW.get(type(config), False)
     if local_size is not None and not passed and longest_sequence(q_length) > local_size:
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return encode_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
@@ -115,7 +112,7 @@ def _equals_plain(
     added = kind == BIDIRECTIONAL
     every_part = list(_parts(mask_function))
     parts = [part for part in every_part if part.__qualname__.partition(".")[0] != _FOUND_PACKS]
-    if len(parts) < len(every_part) and not _asks_for_masks(config):
+    if len(parts) < len(every_part) and not _READERS.get(type(config), False):
         added = True  # "thd" keeps the sequences of a pack apart by itself
     for part in parts:
         variables = inspect.getclosurevars(part).nonlocals
@@ -143,55 +140,40 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
         yield from _parts(part)
 
 
-# Config class -> whether the model passes its window to the attention call too, not only in the mask.
-_PASSES_WINDOW: dict[type, bool] = {}
+# Config class -> whether layers of its models hold or get their window, so that not only a mask knows it.
+_KNOWS_WINDOW: dict[type, bool] = {}
+# Families whose layers hold no window but pass ``config.sliding_window`` to the attention in every call.
+# Checked with transformers 5.19, 5.23 and 5.24; ``lost_window`` refuses a layer of these that passes none.
+_PASSES_WINDOW: Final = frozenset(
+    {"minimax", "ministral3", "mistral", "mixtral", "olmoe", "phi3", "phi4_multimodal", "starcoder2"}
+    | {"voxtral_realtime_text"}
+)
+# Families that read their masks, or ask for masks that a plain one would not need.
+_READS_MASKS: Final = frozenset(
+    {"axk2", "deepseek_v32", "diffusion_gemma_text", "doge", "dots3_note", "dots3_note_text", "glm5_next"}
+    | {"glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_text", "hy_v4_vl", "hy_v4_vl_text", "mistral_large4"}
+    | {"qwen4_exp", "qwen4_exp_text", "t5gemma2", "unlimited_ocr", "unlimited_ocr_text"}
+)
+_READERS: dict[type, bool] = {}
 
 
-def learn_window(config: Any) -> None:
-    """Search the modeling file of ``config`` for a window that is passed to its attention."""
-    # Layers pass the window as an argument, or hold it as an attribute that thd_attention reads.
-    passes = re.search(r"\bsliding_window=|self\.sliding_window =", _modeling_source(config))
-    _PASSES_WINDOW[type(config)] = passes is not None
+def learn_masks(model: nn.Module) -> None:
+    """Note whether the layers of a model know their window, and whether they read masks."""
+    config: Any = model.config
+    layers = [module for module in model.modules() if module is not model]
+    kind = type(config)
+    holds = any(hasattr(layer, "sliding_window") for layer in layers)
+    passes = getattr(config, "model_type", "") in _PASSES_WINDOW
+    _KNOWS_WINDOW[kind] = _KNOWS_WINDOW.get(kind, False) or holds or passes
+    reads = getattr(config, "model_type", "") in _READS_MASKS
+    indexes = any("Indexer" in type(layer).__name__ for layer in layers)
+    _READERS[kind] = _READERS.get(kind, False) or reads or indexes
 
 
-def _asks_for_masks(config: Any) -> bool:
-    """Return whether the modeling file of ``config`` asks for masks that a plain one would not need."""
-    return re.search(r"\ballow_is_causal_skip\b|\bindexed_attention\b", _modeling_source(config)) is not None
-
-
-def _modeling_source(config: Any) -> str:
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    try:
-        return inspect.getsource(sys.modules[name])
-    except (KeyError, OSError, TypeError):  # a class of a notebook or of ``python -c`` has no file
-        return ""
-
-
-def skip_position_scan(masking_utils: ModuleType) -> None:
-    """Under "thd", skip transformers' search for packs in position_ids, because it reads the device.
-
-    This only saves time: ``thd_mask`` recognises what the search adds to a mask. So a release without this
-    private function, or with other arguments, is left as it is.
-    """
-    namespace: Any = masking_utils
-    original: Callable[..., Any] | None = getattr(namespace, "_preprocess_mask_arguments", None)
-    if original is None:
-        return
-    names = list(inspect.signature(original).parameters)
-    if names[0] != "config" or "position_ids" not in names:
-        return
-    place = names.index("position_ids")
-
-    @functools.wraps(original)
-    def preprocess(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config._attn_implementation == "thd":
-            if "position_ids" in kwargs:
-                kwargs["position_ids"] = None
-            else:
-                args = (*args[: place - 1], None, *args[place:])
-        return original(config, *args, **kwargs)
-
-    patch("masks", namespace, "_preprocess_mask_arguments", preprocess)
+def lost_window(module: nn.Module) -> bool:
+    """Return whether a layer passed no window to the attention, and its family should pass one."""
+    config = getattr(module, "config", None)
+    return getattr(config, "model_type", "") in _PASSES_WINDOW and not hasattr(module, "sliding_window")
 
 
 def longest_sequence(q_length: int) -> int:

@@ -29,6 +29,7 @@ PACK_KWARGS: Final = (BOUNDARIES, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_
 # Attributes that note the window of a layer, and config values of a model, at their construction.
 NOTES: Final = ("_thd_window", "_thd_construction")
 Pack = Boundaries  # TODO: remove when no file of this folder says Pack
+READY: Final = "_thd_ready"  # marks every module of a prepared model
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"
 
@@ -50,21 +51,13 @@ class Scope:
     families: tuple[type, ...] = ()
     masks: tuple[str, ...] = ()
     sees_later: str | None = None  # the class of a layer that lets tokens of this pack see later ones
-
-
-@dataclass(slots=True, eq=False)
-class Caller:
-    """A running model without "thd", which may contain a model with "thd"."""
-
-    labelled: str | None  # class name of the model that got labels: this one or an outer one
-    pack: Boundaries | None = None  # the pack of an inner model with "thd"
+    shows_all: bool = False  # whether the model got a padding mask that shows all slots
 
 
 # The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. Not a
 # subclass with defaults: torch.compile (2.13) loses values that a traced hook stores in one.
 STATE = threading.local()
 STATE.scope = None
-STATE.caller = None
 
 
 def current_scope() -> Scope | None:

@@ -13,26 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch.samples import refuse_shifted
-from lightning_thd.models.mixers import MIXERS
+from lightning_thd.models.families.recurrent import MIXERS, Recurrent
 from lightning_thd.models.pack import NOTES, Pack
 from lightning_thd.seqlens import host_values
 
 # ---- When the attention is chosen
 
-# Older modeling files keep a dictionary of attention classes instead of asking for a function.
-_TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:(?:self\.)?config\._)?attn_implementation\s*\]")
-_ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE)
+# Files that keep a dictionary of attention classes without "thd", beside attention that asks for a
+# function. transformers 5.19, 5.23 and 5.24; in a file that is not listed the dictionary raises a KeyError.
+_KEEPS_CLASSES: Final = frozenset({"deepseek_ocr2", "git", "sam", "sam_hq", "unlimited_ocr"})
+_TEXT_KEEPS_CLASSES: Final = frozenset({"git"})
 
 
 def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention ignores ``attn_implementation``: Bloom, Falcon, GPT-J, MPT, ..."""
-    source = _source(type(model).__module__)
-    table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
     own = f"{type(model).__name__} has its own attention"
     advice = "Use padded rows with attn_implementation='eager', or a model that uses AttentionInterface."
-    if table is not None and not _sees_images(model):
-        raise ValueError(f"{own}, from {table}, which has no 'thd'. {advice}")
-    names = _ATTENTION.findall(source)
+    if _family_of(model) in _TEXT_KEEPS_CLASSES and not is_tower(model):
+        raise ValueError(f"{own}, from a dictionary of classes that has no 'thd'. {advice}")
+    names = _attention_classes(model)
     has_tower = model.config.get_text_config() is not model.config
     images_only = has_tower and bool(names) and all("Vision" in name for name in names)
     mixers_only = bool(names) and all(name in MIXERS for name in names)
@@ -42,23 +41,41 @@ def refuse_own_attention(model: Any) -> None:
 
 def keeps_own_attention(model: Any) -> bool:
     """Return whether a model is a vision tower whose attention has no "thd"."""
-    kind = type(model)
-    return _sees_images(model) and not (
-        kind._can_set_attn_implementation() and _TABLE.search(_source(kind.__module__)) is None
-    )
+    if not is_tower(model):
+        return False
+    return not type(model)._can_set_attn_implementation() or _family_of(model) in _KEEPS_CLASSES
 
 
-def _sees_images(model: Any) -> bool:
+def _family_of(model: Any) -> str:
+    """Return the name of the modeling file that defines a model's class, such as ``llama``."""
+    return type(model).__module__.rpartition(".modeling_")[2]
+
+
+def _attention_classes(model: Any) -> list[str]:
+    """Return the names of attention classes in the file that defines a model's class."""
+    module = type(model).__module__
+    classes = [value for value in vars(sys.modules.get(module, sys)).values() if isinstance(value, type)]
+    return [
+        cls.__name__
+        for cls in classes
+        if "Attention" in cls.__name__ and issubclass(cls, nn.Module) and cls.__module__ == module
+    ]
+
+
+def is_tower(model: Any) -> bool:
+    """Return whether a model takes pixels and no tokens."""
     names = list(inspect.signature(type(model).forward).parameters)
     return names[1:2] == ["pixel_values"] and not any(name.endswith("input_ids") for name in names)
 
 
-def _source(name: str) -> str:
-    module = sys.modules.get(name)
-    try:
-        return "" if module is None else inspect.getsource(module)
-    except (OSError, TypeError):  # a class from an interactive prompt has no source
-        return ""
+def refuse_model_around(outer: Any, inner: Any) -> None:
+    """Refuse a model without "thd" around a language model with "thd": its loss would mix sequences."""
+    raise ValueError(
+        f"{type(outer).__name__} was not prepared for packs, and holds a {type(inner).__name__} with 'thd'. "
+        "Its own loss, or an output that it pools, would mix the sequences of a pack. Call "
+        f"set_attn_implementation('thd') on the outer {type(outer).__name__}; or, if its config says 'thd', "
+        "lightning_thd.models.prepare(model). See docs/reference/messages.md#attention."
+    )
 
 
 # ---- At a model's first pack
@@ -66,8 +83,6 @@ def _source(name: str) -> str:
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # In 5.17 the logits of moshi are off by 1.1 in a pack, and the experts of longcat_flash get no gradients.
 _EXACT_FROM: Final = {"moshi": (5, 18), "longcat_flash": (5, 18)}
-# The results of `_asks_for_attention`; a functools.cache would make torch.compile warn.
-_ASKS: dict[str, bool] = {}
 
 
 class _Found(NamedTuple):
@@ -84,7 +99,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
     refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
     aware = False
     for found in _language_modules(model):
-        if hasattr(type(found.module).forward, "_thd_mixer"):
+        if isinstance(found.module, Recurrent):
             aware = True
             continue
         is_layer = found.module is not found.owner
@@ -93,7 +108,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
     if not aware:
         raise ValueError(
             f"{type(model).__name__} has no layer that knows about packs: no attention that reads "
-            "attn_implementation, and no layer from lightning_thd.models.mixers.MIXERS. Feed it padded rows."
+            "attn_implementation, and no recurrent layer that is known. Feed it padded rows."
         )
 
 
@@ -115,8 +130,8 @@ def _refuse_layer(found: _Found) -> None:
         raise ValueError(
             f"{found.name} ({kind}) mixes tokens by a convolution or a state, which may carry "
             "over into the next sequence of a pack. Feed this model padded rows; or, if the layer is "
-            f"causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None before the model is built, "
-            "and verify it with lightning_thd.models.check_packing(model)."
+            f"causal, call lightning_thd.models.register_family(model_type, recurrent_layers=[{kind!r}]) "
+            "before the model is built, and verify it with lightning_thd.models.check_packing(model)."
         )
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
@@ -143,9 +158,7 @@ def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
 
 def _asks_for_attention(name: str) -> bool:
     """Return whether a modeling file, given by its module name, uses transformers' attention table."""
-    if name not in _ASKS:
-        _ASKS[name] = ".modeling_" in name and "get_interface(" in _source(name)
-    return _ASKS[name]
+    return ".modeling_" in name and hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _language_modules(model: Any) -> Iterator[_Found]:
@@ -155,7 +168,7 @@ def _language_modules(model: Any) -> Iterator[_Found]:
     while stack:
         found = stack.pop()
         yield found
-        if hasattr(type(found.module).forward, "_thd_mixer"):
+        if isinstance(found.module, Recurrent):
             continue
         for name, child in found.module.named_children():
             inner = hasattr(child, "config") and hasattr(child, "get_input_embeddings")

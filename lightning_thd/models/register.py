@@ -25,7 +25,6 @@ def register_thd() -> None:
     for name, callback in (
         ("transformers.modeling_utils", partial(_register, "AttentionInterface", _attention)),
         ("transformers.masking_utils", partial(_register, "AttentionMaskInterface", _mask)),
-        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", _watch_wrappers),
     ):
         if name not in _done:
             _done.add(name)
@@ -64,24 +63,19 @@ def _register(table: str, install: Callable[[ModuleType], Callable[..., Any]], m
 
 
 def _attention(modeling_utils: ModuleType) -> Callable[..., Any]:
-    from lightning_thd.models.announce import watch_models
     from lightning_thd.models.attend import thd_attention
+    from lightning_thd.models.families.qwen_vl import FLASH_NAME
+    from lightning_thd.models.preparing import watch_attention
 
-    watch_models(modeling_utils.PreTrainedModel)
+    watch_attention(modeling_utils.PreTrainedModel)
+    modeling_utils.AttentionInterface.register(FLASH_NAME, thd_attention)
     return thd_attention
 
 
 def _mask(masking_utils: ModuleType) -> Callable[..., Any]:
-    from lightning_thd.models.masks import skip_position_scan, thd_mask
+    from lightning_thd.models.masks import thd_mask
 
-    skip_position_scan(masking_utils)
     return thd_mask
-
-
-def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
-    from lightning_thd.models.announce import watch_wrappers
-
-    watch_wrappers(checkpoint_wrapper)
 
 
 class _Finder:

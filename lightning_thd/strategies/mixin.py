@@ -21,6 +21,7 @@ from lightning_thd._imports import available
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_batch import epoch_weight
+from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel.context import traffic
@@ -194,6 +195,7 @@ class THDStrategyMixin(Strategy):
         if pipeline is not None and stage is not None:
             pipeline.reuse(stage)
         refuse_compiled_module(module, axes.sizes)
+        prepare_if_asked(module)
         self._checkpoints.refuse_unsupported()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)

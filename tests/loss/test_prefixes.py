@@ -19,7 +19,7 @@ from benchmarks.families import build as build_tiny
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.preference import sequence_sums
-from lightning_thd.models.mixers import has_mixers
+from lightning_thd.models.families.recurrent import has_mixers
 from tests.models.families import FAMILIES, build, build_in_double
 from tests.models.matrix import checkpoint
 from tests.wide import nothing_narrower

@@ -19,7 +19,9 @@ import transformers
 from benchmarks import families
 from benchmarks.families import samples
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import register_thd
+from lightning_thd.loss import causal_lm_loss
+from lightning_thd.models import prepare, register_thd
+from lightning_thd.models.announce import Announcing
 from tests.models.families import build
 from tests.models.matrix import relative_error
 from tests.models.support import loss_alone, pack
@@ -99,51 +101,63 @@ def test_a_language_model_without_thd_inside_one_with_it_is_refused(way: str, co
         call(**pack().hf_kwargs())
 
 
-BEHIND: dict[str, tuple[str, Way]] = {
-    "config": ("llama", lambda model: setattr(model.config, "_attn_implementation", "thd")),
-    "no attention": ("mamba2", lambda model: setattr(model.config, "_attn_implementation", "thd")),
-    "part": ("llama", lambda model: model.model.set_attn_implementation("thd")),
-}
-
-
 @NON_LEAF
 @pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("way", BEHIND)
-def test_a_model_switched_behind_its_back_is_refused_until_it_is_told(way: str, compiled: bool) -> None:
-    family, switch = BEHIND[way]
-    model, batch = build(family, "eager").eval(), small_pack()
-    switch(model)
+def test_a_model_whose_config_is_changed_by_hand_is_refused_until_it_is_prepared(compiled: bool) -> None:
+    model, batch = build("llama", "eager").eval(), small_pack()
+    model.config._attn_implementation = "thd"  # type: ignore[union-attr]
     call = called(model, compiled)
-    with pytest.raises(ValueError, match=r"config that says 'thd', but was built with another attention"):
-        call(**batch.hf_kwargs(), labels=batch.input_ids[None])
-    model.set_attn_implementation("thd")  # type: ignore[operator]
-    want: Any = build(family, "thd").eval()
-    got = call(**batch.hf_kwargs(), labels=batch.input_ids[None])
+    with pytest.raises(
+        ValueError, match=r"LlamaAttention .* not prepared for packs: .*models\.prepare\(model\)"
+    ):
+        call(**batch.hf_kwargs())
+    assert prepare(model) is model
+    want: Any = build("llama", "thd").eval()
+    got = called(model, compiled)(**batch.hf_kwargs(), labels=batch.input_ids[None])
     assert torch.equal(got.logits, want(**batch.hf_kwargs()).logits)
 
 
-@NON_LEAF
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_a_language_model_put_into_a_model_that_knows_nothing_of_it(compiled: bool) -> None:
-    stock, batch = families.build(*LLAVA, "eager"), pack()
-    model = copy.deepcopy(stock)
-    model.model.language_model = families.build(*LLAVA, "thd").model.language_model
-    model.load_state_dict(stock.state_dict())
-    call = called(model, compiled)
-    with pytest.raises(ValueError, match=r"LlavaForCond\w+ got labels, and \w+, a model inside it, got a"):
-        call(**batch.hf_kwargs(), labels=batch.input_ids[None])
-    want = [stock(input_ids=ids[None]).logits[0] for ids in samples()]
-    for ours, theirs in zip(batch.unpack(call(**batch.hf_kwargs()).logits), want, strict=True):
-        assert relative_error(ours, theirs) <= 2e-5
-    model.set_attn_implementation("thd")
+def test_a_family_without_attention_whose_config_is_changed_by_hand_is_prepared_by_the_loss() -> None:
+    model, batch = build("mamba2", "eager"), small_pack()
+    model.config._attn_implementation = "thd"  # type: ignore[union-attr]
+    assert torch.equal(causal_lm_loss(model, batch), causal_lm_loss(build("mamba2", "thd"), batch))
+
+
+def test_a_part_that_is_switched_prepares_the_model_around_it() -> None:
+    stock, model = (families.build("llama", "LlamaForCausalLM", "eager") for _ in range(2))
+    model.model.set_attn_implementation("thd")
     assert_exact(model, stock)
+
+
+def test_a_language_model_put_into_a_model_that_knows_nothing_of_it() -> None:
+    stock, batch = families.build(*LLAVA, "eager"), pack()
+    for model in (families.build(*LLAVA, "eager"), copy.deepcopy(stock)):
+        model.model.language_model = families.build(*LLAVA, "thd").model.language_model
+        model.load_state_dict(stock.state_dict())
+        with pytest.raises(ValueError, match=r"\w+ was not prepared for packs, and holds a \w+ with 'thd'"):
+            prepare(model)
+        model.set_attn_implementation("thd")
+        assert_exact(model, families.build(*LLAVA, "eager"))
+    model = families.build(*LLAVA, "eager")
+    model.model.language_model = families.build(*LLAVA, "thd").model.language_model
+    with pytest.raises(ValueError, match=r"was not prepared for packs, and holds a \w+ with 'thd'"):
+        model(**batch.hf_kwargs(), labels=batch.input_ids[None])
 
 
 def test_a_classifier_around_a_model_that_works_on_packs_is_refused() -> None:
     model = families.build("llama", "LlamaForSequenceClassification", "eager")
     model.model = transformers.LlamaModel._from_config(copy.deepcopy(model.config), attn_implementation="thd")
-    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification returns one row of logits"):
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification was not prepared for packs"):
         model(**pack().hf_kwargs())
+
+
+def test_a_stock_model_keeps_its_class_beside_one_with_thd() -> None:
+    stock, model = (build("llama", name).eval() for name in ("eager", "thd"))
+    assert type(stock) is transformers.LlamaForCausalLM
+    assert type(stock).forward is transformers.LlamaForCausalLM.forward
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {type(layer) for layer in stock.modules()} & {Announcing} == set()
 
 
 PAST: dict[str, Way] = {
@@ -190,15 +204,14 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
         model(ids, input_ids=ids, position_ids=positions, **given)
 
 
-def test_a_class_that_knows_no_packs_is_taught_when_its_model_is_unpickled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_of_an_unpickled_model_know_packs() -> None:
     model: Any = build("mamba2", "thd").eval()
-    batch, mixer = small_pack(), type(model.backbone.layers[0].mixer)
-    want, pickled = model(**batch.hf_kwargs()).logits, pickle.dumps(model)
-    monkeypatch.setattr(mixer, "forward", mixer.forward.__wrapped__)  # as in a new process
-    assert not torch.equal(model(**batch.hf_kwargs()).logits, want)
-    assert torch.equal(pickle.loads(pickled)(**batch.hf_kwargs()).logits, want)
+    batch, stock = small_pack(), build("mamba2", "eager").eval()
+    want = model(**batch.hf_kwargs()).logits
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(**batch.hf_kwargs()).logits, want)
+    assert type(twin.backbone.layers[0].mixer) is type(model.backbone.layers[0].mixer)
+    assert type(stock.backbone.layers[0].mixer) is not type(twin.backbone.layers[0].mixer)  # type: ignore[union-attr, index]
 
 
 TWINS: dict[str, Way] = {

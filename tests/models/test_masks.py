@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,11 @@ from transformers import masking_utils
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.models import masks, register_thd
+from lightning_thd.models.families import plain_masks
 from lightning_thd.models.masks import shows_all
 from lightning_thd.parallel.shard import shard_batch
+from tests.models.families import FAMILIES, build
+from tests.models.matrix import packs
 
 register_thd()
 NO_BLOCKS = torch.full((1, 6), -1)  # text through a multimodal model: -1 is a token of no image
@@ -29,7 +31,7 @@ NO_BLOCKS = torch.full((1, 6), -1)  # text through a multimodal model: -1 is a t
 def causal(window: int | None = None, attention: str = "thd", **arguments: Any) -> Any:
     config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation, config.sliding_window = attention, window
-    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    positions = arguments.pop("position_ids", torch.tensor([[0, 1, 0, 1, 2, 3]]))
     mask = arguments.pop("attention_mask", None)
     embeds = torch.zeros(1, 6, 16)
     # By place, because 5.24 has another name for the cache, which is None here.
@@ -48,7 +50,10 @@ def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, r"\(1, 6\) hiding tokens.*from_padded"),
         ({"or_mask_function": lambda *_: True}, "LlamaConfig: this model needs a mask with a special"),
         ({"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1]])}, "mask with a special pattern"),
-        ({"allow_is_causal_skip": False}, "LlamaConfig: this model chooses the keys .* or adds to its mask"),
+        (
+            {"allow_is_causal_skip": False, "position_ids": torch.arange(6)[None]},
+            "LlamaConfig: this model chooses the keys .* or adds to its mask",
+        ),
         (
             {
                 "window": 2,
@@ -64,38 +69,31 @@ def test_patterns_that_would_be_lost_are_refused(arguments: dict[str, Any], mess
         causal(**dict(arguments))
 
 
-@pytest.fixture
-def scanning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run transformers' search for packs, as in a release whose function cannot be replaced."""
-    original = inspect.unwrap(masking_utils._preprocess_mask_arguments)
-    assert original is not masking_utils._preprocess_mask_arguments
-    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", original)
-
-
-@pytest.mark.usefixtures("scanning")
-def test_without_the_patch_that_saves_time_masks_are_none_or_refused_as_with_it() -> None:
-    for given in ({}, {"attention_mask": torch.ones(1, 6)}, {"block_sequence_ids": NO_BLOCKS}):
-        assert causal(**given) is None
-    for given in ({"or_mask_function": lambda *_: True}, {"block_sequence_ids": NO_BLOCKS + 1}):
-        with pytest.raises(ValueError, match="mask with a special pattern"):
-            causal(**given)
-
-
-@pytest.mark.usefixtures("scanning")
-def test_without_the_patch_a_model_that_reads_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_modeling_source", lambda _: "create_causal_mask(allow_is_causal_skip=False)")
+def test_a_model_that_reads_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(masks._READERS, transformers.LlamaConfig, True)
     with pytest.raises(ValueError, match="chooses the keys of every token by an index"):
         causal()
 
 
-@pytest.mark.parametrize("names", [["config", "positions"], ["settings", "position_ids"], None])
-def test_a_patch_that_only_saves_time_is_left_out_where_it_does_not_fit(names: list[str] | None) -> None:
-    module: Any = ModuleType("masking_utils")
-    if names is not None:
-        exec(f"def _preprocess_mask_arguments({', '.join(names)}): return 1", vars(module))
-    before = dict(vars(module))
-    masks.skip_position_scan(module)
-    assert vars(module) == before
+@pytest.mark.parametrize("name", sorted(plain_masks.MODEL_TYPES & FAMILIES.keys()))
+def test_listed_families_build_masks_without_a_look_at_positions(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers searches positions for packs, which waits for a GPU."""
+    seen: list[torch.Tensor] = []
+    search = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils,
+        "find_packed_sequence_indices",
+        lambda positions: seen.append(positions) or search(positions),
+    )
+    model, (batch, _) = build(name, "thd").eval(), packs()
+    got = model(**batch.hf_kwargs()).logits
+    assert not seen
+    for module in model.modules():
+        module.__dict__.pop(plain_masks.PLAIN_MASKS, None)
+    assert torch.equal(model(**batch.hf_kwargs()).logits, got)
+    assert seen
 
 
 def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
@@ -152,12 +150,9 @@ def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size(
     ],
     ids=lambda made: made.model_type,
 )
-@pytest.mark.parametrize("scans", [False, True], ids=["", "scanning"])
 def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(
-    made: Any, scans: bool, request: pytest.FixtureRequest
+    made: Any,
 ) -> None:
-    if scans:
-        request.getfixturevalue("scanning")
     # A release before 5.23 gives both models the same config, and the later one's attention.
     model, stock = (
         transformers.AutoModelForCausalLM.from_config(copy.deepcopy(made), attn_implementation=name).eval()

@@ -19,10 +19,12 @@ pytest.importorskip("transformers")
 from lightning_thd._known_bad import known_problems
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import mixers, register_thd
-from lightning_thd.models.mixers import MIXERS, adopt_mixers, can_run
+from lightning_thd.models import register_thd
+from lightning_thd.models.adapted import adapt
+from lightning_thd.models.families import recurrent
+from lightning_thd.models.families.padded_groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.families.recurrent import MIXERS, Recurrent, can_run
 from lightning_thd.models.pack import Scope, scoped
-from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import _KERNELS
 from lightning_thd.models.refusals import refuse_unknown_layers
 from tests.models import matrix
@@ -41,7 +43,10 @@ def announced(batch: THDBatch) -> AbstractContextManager[None]:
     return scoped(Scope(batch.boundaries, None, module=nn.Identity()))
 
 
-adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
+def mixer() -> Any:
+    layer = Mamba2Mixer()
+    adapt(layer, Recurrent)
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -55,14 +60,14 @@ adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
 def test_a_cache_a_mask_and_other_rows_are_refused(slots: int, given: dict[str, Any], message: str) -> None:
     (batch, _) = matrix.packs()
     with announced(batch), pytest.raises(ValueError, match=message):
-        Mamba2Mixer()(torch.randn(1, slots, 3), **given)
+        mixer()(torch.randn(1, slots, 3), **given)
 
 
 def test_every_known_layer_of_transformers_is_found_by_its_name() -> None:
     for name in ("mamba", "bamba", "qwen3_next", "lfm2", "recurrent_gemma", "minimax"):
         model = build(name, "thd")
         refuse_unknown_layers(model)
-        adopted = {type(m).__name__ for m in model.modules() if hasattr(type(m).forward, "_thd_mixer")}
+        adopted = {type(m).__name__ for m in model.modules() if isinstance(m, Recurrent)}
         assert len(adopted & MIXERS.keys()) == 1
 
 
@@ -90,11 +95,11 @@ def test_kernels_run_where_all_is_well(
     reading = functools.partial(known_problems, version_of=found.get)
     fakes = {"_on_gpu": lambda _: True, "available": lambda _: True, "_capability": lambda _: 9}
     for name, fake in {**fakes, "known_problems": reading}.items():
-        monkeypatch.setattr(mixers, name, fake)
-    mixers._is_sound.cache_clear()
+        monkeypatch.setattr(recurrent, name, fake)
+    recurrent._is_sound.cache_clear()
     with static_shapes() if recorded else nullcontext():
         assert {x for x in (FLA, SSD, None) if can_run(x, torch.zeros(1, 5, 4))} == usable
-    mixers._is_sound.cache_clear()
+    recurrent._is_sound.cache_clear()
 
 
 def recorded(own: Any, told: list[Any]) -> Any:
@@ -115,7 +120,7 @@ def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.Monk
     module = sys.modules[type(model).__module__]
     for kernel in (x for x in _KERNELS if hasattr(getattr(module, x, None), "__wrapped__")):
         monkeypatch.setattr(module, kernel, recorded(getattr(module, kernel), told))
-    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels is not None)
+    monkeypatch.setattr(recurrent, "can_run", lambda kernels, tokens: kernels is not None)
     model(**batch.hf_kwargs())
     for kernel, ids, offsets, on_host in told:
         if "delta" in kernel:
@@ -147,17 +152,18 @@ class DropsOffsets(nn.Module):
 def test_a_layer_that_would_drop_the_boundaries_never_runs_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not mixers._hands_boundaries_on(TakesNothingMore, TakesNothingMore.forward)
-    assert mixers._hands_boundaries_on(DropsOffsets, DropsOffsets.forward)  # as Mamba2 does
-    # In a file with a delta rule, "cu_seq_lens_q" must be renamed for the kernel.
-    monkeypatch.setattr(sys.modules[__name__], "torch_chunk_gated_delta_rule", print, raising=False)
-    assert not mixers._hands_boundaries_on(DropsOffsets, DropsOffsets.forward)
-    monkeypatch.setitem(mixers.MIXERS, "DropsOffsets", FLA)
-    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels is not None)
-    monkeypatch.setattr(mixers, "_grouped", lambda *_, **__: "groups")
-    run = mixers._pack_aware(DropsOffsets, DropsOffsets.forward)
+    monkeypatch.setattr(recurrent, "is_checked", lambda: True)
+    assert not recurrent._hands_boundaries_on(TakesNothingMore)
+    assert recurrent._hands_boundaries_on(DropsOffsets)  # as Mamba2 does
+    monkeypatch.setattr(recurrent, "is_checked", lambda: False)  # a release that nobody has looked at
+    assert not recurrent._hands_boundaries_on(DropsOffsets)
+    monkeypatch.setitem(recurrent.MIXERS, "DropsOffsets", FLA)
+    monkeypatch.setattr(recurrent, "can_run", lambda kernels, tokens: kernels is not None)
+    monkeypatch.setattr(recurrent, "_grouped", lambda *_, **__: "groups")
+    layer = DropsOffsets()
+    adapt(layer, Recurrent)
     with announced(THDBatch.collate([{"input_ids": [1, 2]}, {"input_ids": [3]}])):
-        assert run(DropsOffsets(), torch.zeros(1, 3, 4)) == "groups"
+        assert layer(torch.zeros(1, 3, 4)) == "groups"
 
 
 @given(lengths=LENGTHS)

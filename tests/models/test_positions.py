@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 from benchmarks.families import build, compare, samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import packed, positions, register_thd
+from lightning_thd.models import packed, prepare, register_thd
+from lightning_thd.models.families import llama4, roberta, ropes
 from lightning_thd.models.pack import pack_from_positions
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.support import ROPES, alone, build_rope, documents
@@ -89,56 +90,68 @@ def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch
     rows, align = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])], Alignment.for_(cp=2)
     batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align, pad_to=64)
     given = batch.input_ids[None], batch.position_ids[None]
-    wanted = positions.padded_positions(*given, 1, batch.boundaries)
+    wanted = roberta.padded_positions(*given, 1, batch.boundaries)
     assert int(wanted.max()) == 6  # padding needs no larger table
-    monkeypatch.setattr(positions, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
+    monkeypatch.setattr(roberta, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
     for rank in range(2):
         shard = shard_batch(batch, group=None, cp=2, rank=rank)
         given = shard.input_ids[None], shard.position_ids[None]
-        got = positions.padded_positions(*given, 1, shard.boundaries)
+        got = roberta.padded_positions(*given, 1, shard.boundaries)
         assert torch.equal(got, wanted[:, shard.boundaries.layout.own])
 
 
 # ---- Releases that take what we hand over under other names
 
 
-class KeepsItsCacheElsewhere(torch.nn.Module):
+class Llama4TextAttention(torch.nn.Module):
+    floor_scale = 8192
+
     def forward(self, hidden_states: torch.Tensor, kept: Any = None) -> torch.Tensor:
         return torch.arange(hidden_states.shape[1]) + kept.get_seq_length()
 
 
-class CountsWithoutCache(torch.nn.Module):
+class CountsInAnotherWay(torch.nn.Module):
     floor_scale = 8192
 
-    def forward(self, hidden_states: torch.Tensor, seen: int) -> torch.Tensor:
-        return (hidden_states + seen) / self.floor_scale
+
+class RobertaEmbeddings(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        return input_ids
 
 
 class NumbersTokensItself(torch.nn.Module):
-    def forward(self, input_ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-        return create_position_ids_from_input_ids(input_ids, self.padding_idx)  # type: ignore[name-defined]  # noqa: F821
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_table = torch.nn.Embedding(8, 4, padding_idx=1)
 
 
 @pytest.mark.parametrize(
-    ("adopt", "cls", "message"),
+    ("family", "layer", "message"),
     [
-        (positions.adopt_row_scales, KeepsItsCacheElsewhere, "takes no cache under a known name"),
-        (positions.adopt_row_scales, CountsWithoutCache, "counts the tokens before a row in another way"),
-        (positions.adopt_position_tables, NumbersTokensItself, "takes input_ids, places, so 'thd' cannot"),
+        (llama4, Llama4TextAttention, "takes no cache under a known name"),
+        (llama4, CountsInAnotherWay, "is not among the layers that were checked"),
+        (roberta, RobertaEmbeddings, "takes input_ids, places. So 'thd' cannot"),
+        (roberta, NumbersTokensItself, "is not among the layers that were checked"),
     ],
 )
-def test_a_layer_that_takes_other_names_is_refused_when_it_is_patched(
-    monkeypatch: pytest.MonkeyPatch, adopt: Any, cls: type, message: str
+def test_a_layer_that_is_not_known_is_refused_when_its_model_is_prepared(
+    family: Any, layer: type[torch.nn.Module], message: str
 ) -> None:
-    monkeypatch.setattr(positions, "layer_classes", lambda _: [cls])
-    with pytest.raises(ValueError, match=f"{cls.__name__} .*{message}"):
-        adopt(cls)
+    with pytest.raises(ValueError, match=f"{layer.__name__} .*{message}"):
+        family.adapt_layers(torch.nn.Sequential(layer()))
+
+
+def test_a_rope_that_no_layer_computes_is_refused() -> None:
+    model: Any = build_rope("llama dynamic", "thd")
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"Llama\w+ has a rope of type dynamic, .* but no layer with"):
+        prepare(model)
 
 
 def test_a_dynamic_rope_without_its_counter_is_refused() -> None:
     rotary = SimpleNamespace(original_max_seq_len=4, longest_so_far=4, inv_freq=torch.ones(2))
     with pytest.raises(ValueError, match="SimpleNamespace .* no max_seq_len_cached, so 'thd' cannot"):
-        positions._reset_frequencies(rotary, "", torch.device("cpu"))
+        ropes._reset_frequencies(rotary, "", torch.device("cpu"))
 
 
 # ---- Ropes whose frequencies depend on length
@@ -182,7 +195,7 @@ def test_padding_inside_a_sequence_does_not_make_it_longer(name: str, told: bool
 @pytest.mark.parametrize("name", ROPES)
 def test_a_recorded_step_takes_short_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_rope(name, "thd")
-    monkeypatch.setattr("lightning_thd.models.positions.shapes_are_static", lambda: True)
+    monkeypatch.setattr("lightning_thd.models.families.ropes.shapes_are_static", lambda: True)
     short, long = (THDBatch.collate([{"input_ids": ids} for ids in documents(x)]) for x in ((3, 12), (3, 13)))
     model(**short.hf_kwargs())
     with pytest.raises(ValueError, match=r"longer than 12 tokens.*in a recorded step.*at most 12 tokens"):

@@ -17,7 +17,8 @@ from benchmarks.families import families, samples
 from lightning_thd import varlen_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries import Boundaries as Pack
-from lightning_thd.models import PackingLeakError, attend, check_packing, positions, register_thd
+from lightning_thd.models import PackingLeakError, attend, check_packing, masks, register_thd
+from lightning_thd.models.families import gemma3n, llama4, roberta, ropes
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.models.support import build_rope
 
@@ -292,7 +293,12 @@ def as_the_layer_says(module: Any, is_causal: bool | None) -> bool:
 
 
 def of_any_length(patch: Patch) -> None:
-    patch.setattr(positions, "_depends_on_length", lambda kind: False)
+    patch.setattr(ropes, "_depends_on_length", lambda kind: False)
+
+
+def takes_blocks_for_nothing(patch: Patch) -> None:
+    patch.setattr(masks, "_equals_plain", lambda *_: (True, False, None))
+    patch.setattr(attend, "_INERT", attend._INERT | {"block_indices"})
 
 
 # Family, model class, its fix switched off, and what the probe then says.
@@ -302,7 +308,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
     "roberta's offset": (
         "roberta",
         "RobertaForCausalLM",
-        lambda patch: patch.setattr(positions, "padded_positions", as_given),
+        lambda patch: patch.setattr(roberta, "padded_positions", as_given),
         STOCK,
     ),
     "paligemma's mask": (
@@ -314,7 +320,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
     "minimax's blocks": (
         "minimax_m3_vl_text",
         "MiniMaxM3VLForCausalLM",
-        lambda patch: patch.setattr(attend, "_INERT", attend._INERT | {"block_indices"}),
+        takes_blocks_for_nothing,
         STOCK,
     ),
     "phi3's longrope": ("phi3 longrope", "", of_any_length, ROPE),
@@ -322,7 +328,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
     "gemma3n's pad": (
         "gemma3n_text",
         "Gemma3nForCausalLM",
-        lambda patch: patch.setattr(positions, "_TINY", 0.0),
+        lambda patch: patch.setattr(gemma3n, "_TINY", 0.0),
         "gets different or non-finite gradients if a trailing pad is added",
     ),
 }
@@ -333,7 +339,7 @@ def test_right_as_it_is_and_caught_with_its_fix_off(case: str, monkeypatch: Patc
     family, model_class, switch_off, verdict = WRONG[case]
     model = build_tiny(family, model_class, "thd") if model_class else build_rope(family, "thd")
     if case == "minimax's blocks":
-        with pytest.raises(ValueError, match="passes block_indices"):
+        with pytest.raises(ValueError, match="chooses the keys of every token by an index"):
             check_packing(model)
     else:
         report = check_packing(model)
@@ -352,12 +358,16 @@ FAR = {"floor_scale": 8192, "attention_chunk_size": 8192, "no_rope_layers": [0, 
 def test_what_depends_on_the_row_is_seen_behind_far_limits(what: str, monkeypatch: Patch) -> None:
     if what == "ESM's masked tokens":
         model: Any = build_tiny("esm", "EsmForMaskedLM", "thd", {"token_dropout": True, "mask_token_id": 4})
-        name, wrong = "_without_masked", lambda embeds, masked, _: embeds * (1 - masked.float().mean())
+        where, name, wrong = (
+            roberta,
+            "_without_masked",
+            lambda embeds, masked, _: embeds * (1 - masked.float().mean()),
+        )
     else:
         model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", FAR)
-        name, wrong = "_starts_at_zero", along_the_row
+        where, name, wrong = llama4, "starts_at_zero", along_the_row
     assert check_packing(model).ok
-    monkeypatch.setattr(positions, name, wrong)
+    monkeypatch.setattr(where, name, wrong)
     with pytest.raises(PackingLeakError):
         check_packing(model)
 

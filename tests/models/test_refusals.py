@@ -20,7 +20,7 @@ from benchmarks.families import samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
-from lightning_thd.models.pooled_heads import refuse_pooled_pack
+from lightning_thd.models.families.pooled_heads import refuse_pooled_pack
 from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from lightning_thd.parallel import shard_batch
 from tests.models import matrix

@@ -1,8 +1,9 @@
 """transformers' convolutions, scans and delta rules -> the same functions, which also run on shards.
 
-Layers look these functions up in their Python module, where each function is patched once. A stretch is a
-part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, like an attention with a
-window. So ``context.needs`` plans the exchange of slots, as for attention. N slots of a shard, C channels.
+Layers look these functions up in their Python module, and find ours there while they run on a shard. A
+stretch is a part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, like an
+attention with a window. So ``context.needs`` plans the exchange of slots, as for attention. N slots of a
+shard, C channels.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
-from types import CellType, FunctionType
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,15 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_thd._patches import patch
-from lightning_thd.models.padded_groups import padded_rows, places_in
+from lightning_thd._imports import available
+from lightning_thd.models.families.padded_groups import padded_rows, places_in
 from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
 from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
-
-_STATE = threading.local()
-_STATE.running = None
 
 
 class _Running(NamedTuple):
@@ -108,84 +106,114 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
 _KERNELS: Final = (_CONVOLUTION, *_SCANS, _FUSED, "mamba_inner_fn", "mamba_selective_scan")
-# Layers whose only recurrent function is the convolution; all others must call a scan too.
-_CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
+# Layers -> the scan that carries their state from slot to slot, beside the convolution; None without a scan.
+_SSD_SCAN: Final = "mamba2_chunk_scan"
+_DELTA_RULE: Final = "torch_chunk_gated_delta_rule"
+_CARRIES: Final[dict[str, str | None]] = {
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"), _SSD_SCAN),
+    **dict.fromkeys(("Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"), _SSD_SCAN),
+    **dict.fromkeys(("OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet"), _DELTA_RULE),
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA_RULE),
+    "Qwen4ExpTextGatedDeltaNet": _DELTA_RULE,
+    **dict.fromkeys(
+        ("BailingHybridDeltaAttention", "KimiLinearDeltaAttention"), "chunk_kimi_delta_attention"
+    ),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")),
+}
 
 
-def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch the kernels in a layer's module; return its convolution and scan, or none if it does not fit."""
-    module: Any = sys.modules[layer.__module__]
-    for name in _KERNELS:
-        function = getattr(module, name, None)
-        if callable(function) and not hasattr(function, "_thd_shards"):
-            patch("mixer kernels", module, name, _shard_aware(name, function))
-    names = _names_in(layer.forward) & {*_SCANS, _CONVOLUTION}  # type: ignore[attr-defined]
-    carried = {name for name in names if callable(getattr(module, name, None))}
-    fits = _CONVOLUTION in carried and len(carried) == (1 if layer.__name__ in _CONVOLUTION_ALONE else 2)
-    return frozenset(carried) if fits else frozenset()
+def carried_functions(name: str, layer: type) -> frozenset[str]:
+    """Return the functions with which a layer carries its state, or none if it gathers the pack instead."""
+    if name not in _CARRIES:
+        return frozenset()
+    scan = _CARRIES[name]
+    wanted = {_CONVOLUTION} if scan is None else {_CONVOLUTION, scan}
+    module = sys.modules[layer.__module__]
+    if not all(callable(getattr(module, function, None)) for function in wanted):
+        return frozenset()
+    return frozenset(wanted)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_on_shard(
+    layer: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layout: ShardLayout,
-    wanted: frozenset[str],
 ) -> Any:
-    """Call a layer's forward on a shard and pass its states from rank to rank; a collective."""
-    running, before = _Running(layout, []), getattr(_STATE, "running", None)
-    _STATE.running = running
-    try:
+    """Call a layer's forward on a shard and pass its states from rank to rank; a collective.
+
+    The layer looks its convolution and its scan up in its Python module. While it runs, it finds ours there.
+    """
+    module: Any = sys.modules[layer._thd_original.__module__]
+    running = _Running(layout, [])
+    with _replaced(module, functools.partial(_shard_aware, running)):
         out = function(*args, **kwargs)
-    finally:
-        _STATE.running = before
-    if (called := sorted(running.called)) != sorted(wanted):
+    called = sorted(running.called)
+    wanted = sorted(layer._thd_carried)
+    if called != wanted:
         raise RuntimeError(
-            f"A recurrent layer on a context-parallel shard called {called}, but {sorted(wanted)} carry its "
+            f"A recurrent layer on a context-parallel shard called {called}, but {wanted} carry its "
             "state. Another kernel replaces them (use_kernels=True?). Set context_parallel_size=1."
         )
     return out
 
 
-def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' function to take states or slots of other ranks while a layer runs on a shard."""
-    in_torch = inspect.unwrap(original)
+def functions_in_torch(layer: type, tokens: Tensor) -> AbstractContextManager[None]:
+    """Run a layer on the host with transformers' own functions, in place of kernels that are installed.
+
+    An installed kernel replaces them on every device, and refuses tensors of a CPU.
+    """
+    if tokens.device.type not in ("cpu", "meta") or not any(map(available, _PACKAGES)):
+        return nullcontext()
+    return _replaced(sys.modules[layer.__module__], _in_torch)
+
+
+# Layers of several threads would find each other's functions: backward recomputes in its own threads.
+_REPLACING: Final = threading.RLock()
+# The packages with kernels of these functions.
+_PACKAGES: Final = ("causal_conv1d", "mamba_ssm", "fla")
+
+
+@contextmanager
+def _replaced(module: Any, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
+    """Put other functions into a modeling file of transformers, for as long as one layer runs."""
+    with _REPLACING:
+        own = {name: getattr(module, name) for name in _KERNELS if callable(getattr(module, name, None))}
+        for name, original in own.items():
+            setattr(module, name, make(name, original))
+        try:
+            yield
+        finally:
+            for name, original in own.items():
+                setattr(module, name, original)
+
+
+def _in_torch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs an installed kernel only on tensors that are not on the host."""
+    own = inspect.unwrap(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # An installed kernel replaces transformers' own function, but refuses tensors of other devices.
         told = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
-        return (original if told or args[0].device.type not in ("cpu", "meta") else in_torch)(*args, **kwargs)
+        function = original if told or args[0].device.type not in ("cpu", "meta") else own
+        return function(*args, **kwargs)
 
-    @functools.wraps(original)
+    return run
+
+
+def _shard_aware(running: _Running, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' function that takes states or slots of other ranks."""
+    run = _in_torch(name, original)
+
     def on_shards(*args: Any, **kwargs: Any) -> Any:
-        running = getattr(_STATE, "running", None)
-        if running is None:
-            return run(*args, **kwargs)
         if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
             return None
         running.called.append(name)
         function: Callable[..., Any] = _SCANS.get(name, convolve_shard)
         return function(run, running.layout, *args, **kwargs)
 
-    on_shards._thd_shards = True  # type: ignore[attr-defined]
-    if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by __wrapped__
-        del on_shards.__wrapped__
     return on_shards
-
-
-def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
-    """Collect the global names used in a function and in functions that its decorators wrap."""
-    code = getattr(forward, "__code__", None)
-    if code is None or depth == 0:
-        return set()
-    names = set(code.co_names)
-    cells: tuple[CellType, ...] = getattr(forward, "__closure__", None) or ()
-    inner = [cell.cell_contents for cell in cells] + [getattr(forward, "__wrapped__", None)]
-    for function in inner:
-        if isinstance(function, FunctionType):
-            names |= _names_in(function, depth - 1)
-    return names
 
 
 # ---- Convolutions

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd.models.padded_groups import padded_rows, places_in
+from lightning_thd.models.families.padded_groups import padded_rows, places_in
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import Ints, ranges

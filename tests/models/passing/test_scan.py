@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers.models.bamba import modeling_bamba
-from transformers.models.mamba import modeling_mamba
 
 from lightning_thd.alignment import Layout
 from lightning_thd.models.passing import adopt
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
-from tests.models.families import build
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
@@ -181,15 +179,13 @@ def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
 
 def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> None:
     """causal-conv1d, for example, replaces the function on every device, and refuses tensors of a CPU."""
-    build("mamba", "thd")  # a family whose states no rank passes on
-    assert sum(hasattr(getattr(modeling_mamba, x, None), "_thd_shards") for x in adopt._KERNELS) == 3
     own = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
 
     @functools.wraps(own)
     def kernel(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("Expected x.is_cuda() to be true")
 
-    run = adopt._shard_aware("causal_conv1d_fn", kernel)
+    run = adopt._in_torch("causal_conv1d_fn", kernel)
     x, weight, bias = torch.randn(2, 3, 7), torch.randn(3, 4), torch.randn(3)
     assert torch.equal(run(x, weight, bias, activation="silu"), own(x, weight, bias, activation="silu"))
     assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture

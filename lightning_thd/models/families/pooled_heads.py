@@ -7,7 +7,6 @@ Legend: T slots in a pack, N rows of a group, L slots of its longest row, D hidd
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import typing
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd._patches import patch
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.models.families.padded_groups import padded_rows
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
-from lightning_thd.models.padded_groups import padded_rows
 
 # An output whose name has one of these parts may be pooled to one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
@@ -30,15 +28,6 @@ _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
 _TOKEN_LEVEL = re.compile(
     r"CausalLM|LMHead|MaskedLM|ForConditionalGeneration|TokenClassification|QuestionAnswering|Model$"
 )
-
-
-def adopt_classifier(model_class: Any) -> None:
-    """Patch a sequence classifier or reward model to return one output per sequence of a pack."""
-    forward = model_class.forward
-    if "ForSequenceClassification" in model_class.__name__ and not hasattr(forward, "_thd_pooled"):
-        # The patch goes inside ``announce.guard``, which must run first because it announces the pack.
-        patched = _classify_each_sequence(getattr(forward, "_thd_unguarded", forward))
-        patch("classifiers", model_class, "forward", patched)
 
 
 def class_pools(model_class: Any) -> bool:
@@ -77,7 +66,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     if pooled is None or pooler is None or hidden is None or hidden.shape[:2] != (1, pack.slots):
         return None
     albert = isinstance(pooler, torch.nn.Linear) and hasattr(model, "pooler_activation")
-    if not albert and "[:, 0]" not in inspect.getsource(type(pooler).forward):
+    if not albert and not _reads_first_token(pooler, hidden):
         raise ValueError(
             f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
@@ -86,6 +75,20 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
     return output
+
+
+@torch.no_grad()
+def _reads_first_token(pooler: Any, hidden: Tensor) -> bool:
+    """Return whether a pooler reads a row's first token only; it is tried once, on two slots of a pack."""
+    if "_thd_first_token" not in pooler.__dict__ and hidden.shape[1] > 1:
+        training = pooler.training
+        pooler.eval()  # no dropout
+        try:
+            same = torch.equal(pooler(hidden[:, :2]), pooler(hidden[:, :1]))
+        finally:
+            pooler.train(training)
+        pooler.__dict__["_thd_first_token"] = same
+    return bool(pooler.__dict__.get("_thd_first_token", True))
 
 
 def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
@@ -115,22 +118,12 @@ def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
             )
 
 
-def _classify_each_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
-    names = list(inspect.signature(forward).parameters)[1:]
-
-    @functools.wraps(forward)
-    def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = current_scope()
-        if scope is None or scope.module is not self or scope.pack is None:
-            return forward(self, *args, **kwargs)
-        return _classify(forward, self, {**dict(zip(names, args, strict=False)), **kwargs}, scope.pack)
-
-    forward_in_pack._thd_pooled = True  # type: ignore[attr-defined]
-    return forward_in_pack
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
+def classify(
+    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack
+) -> Any:
+    """Run a sequence classifier or reward model, and return one output per sequence of its pack."""
+    given = {**dict(zip(model._thd_parameters, args, strict=False)), **kwargs}
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
@@ -140,7 +133,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     labels, as_tuple = given.pop("labels", None), given.pop("return_dict", None) is False
     outputs: list[Any] = []
     with base.register_forward_hook(lambda _, __, output: outputs.append(output)):
-        output = forward(model, **given)
+        output = forward(**given)
     logits = output.logits
     shared = pack.prefixes
     lengths = pack.real_lengths if shared is None else shared.lengths
@@ -154,7 +147,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         real = source < pack.slots
         token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], padding_id)
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
-            part = forward(model, input_ids=token_rows, attention_mask=real.long()).logits
+            part = forward(input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
     loss = None if labels is None else _loss(model, rows, labels)
     output = type(output)(**{**output, "loss": loss, "logits": rows})  # output.loss = ... would put it last

@@ -1,9 +1,12 @@
 """State-space, linear-attention and short-convolution layers -> the same layers, reset at every sequence.
 
-The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
-kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
-states between ranks (see ``passing``), or gathers the pack if the shard is striped or no state can be passed.
-Legend: T slots in a pack, N = T / cp slots of a shard.
+Inside a pack, an adapted layer passes seq_idx and cu_seqlens to the fused kernels. Without usable kernels it
+runs on padded groups of sequences. On a context-parallel shard it passes states between ranks (see
+``passing``), or gathers the pack if the shard is striped or no state can be passed. Legend: T slots in a
+pack, N = T / cp slots of a shard.
+
+Checked with transformers 5.19, 5.23 and 5.24; in other releases all layers run on padded groups. A layer with
+a convolution or a state that is not listed is refused (see ``refusals``).
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from torch import Tensor, nn
 
 from lightning_thd._imports import available
 from lightning_thd._known_bad import known_problems
-from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
+from lightning_thd.models.adapted import Adapter, adapt, kind_of
+from lightning_thd.models.families.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.families.releases import is_checked
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
-from lightning_thd.models.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
-from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
+from lightning_thd.models.passing.adopt import carried_functions, functions_in_torch, run_on_shard
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -52,44 +56,52 @@ _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache", "state"
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def adopt_mixers(model_class: type) -> None:
-    """Patch the state-space, linear-attention and convolution layers of a model class to handle packs."""
-    for cls in layer_classes(model_class):
-        if cls.__name__ in MIXERS:
-            patch_forward("mixers", cls, "_thd_mixer", functools.partial(_pack_aware, cls))
+def adapt_layers(model: nn.Module) -> None:
+    """Adapt the state-space, linear-attention and convolution layers of a model."""
+    for module in model.modules():
+        if kind_of(module, MIXERS):
+            adapt(module, Recurrent)
 
 
 def has_mixers(model: nn.Module) -> bool:
-    """Return whether the model has a patched state-space, linear-attention or convolution layer."""
-    return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
+    """Return whether the model has an adapted state-space, linear-attention or convolution layer."""
+    return any(isinstance(module, Recurrent) for module in model.modules())
 
 
-def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-    carried = adopt_functions(cls)
-    several = cls.__name__ in _SEVERAL_OUTPUTS
-    kernels = MIXERS[cls.__name__]
-    if kernels is not None and not _hands_boundaries_on(cls, forward):
-        kernels = None  # a release whose layers would drop them: groups of padded sequences are exact
-    tokens_name = list(inspect.signature(forward).parameters)[1]
+class Recurrent(Adapter):
+    """The adapter of layers that carry a state or a convolution along a row."""
 
-    @functools.wraps(forward)
-    def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @classmethod
+    def _thd_describe(cls, original: Any) -> dict[str, Any]:
+        name = next(base.__name__ for base in original.__mro__ if base.__name__ in MIXERS)
+        kernels = MIXERS[name]
+        if kernels is not None and not _hands_boundaries_on(original):
+            kernels = None  # layers that would drop the boundaries: groups of padded sequences are exact
+        return {
+            "_thd_kernels": kernels,
+            "_thd_carried": carried_functions(name, original),
+            "_thd_several": name in _SEVERAL_OUTPUTS,
+            "_thd_tokens": list(inspect.signature(original.forward).parameters)[1],
+        }
+
+    def _thd_run(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         pack = current_pack() and model_pack()  # current_pack raises if a recomputation lost its pack
         if pack is None:
             return forward(self, *args, **kwargs)
-        tokens = args[0] if args else kwargs[tokens_name]
+        tokens = args[0] if args else kwargs[self._thd_tokens]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
         shard = pack.shard
-        if shard is not None and carried and shard.layout != "striped":
-            return run_on_shard(functools.partial(forward, self), args, kwargs, shard, carried)
+        if shard is not None and self._thd_carried and shard.layout != "striped":
+            return run_on_shard(self, functools.partial(forward, self), args, kwargs, shard)
         if shard is not None:
-            return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)
+            again = functools.partial(Recurrent._thd_run, self, forward)
+            return run_on_pack(again, args, kwargs, shard)
+        kernels = self._thd_kernels
         if kernels is not None and can_run(kernels, tokens):
-            return forward(self, *args, **kwargs, **boundaries(kernels, pack, type(self)))
-        return _grouped(functools.partial(forward, self), args, kwargs, several=several)
-
-    return pack_aware_forward
+            return forward(self, *args, **kwargs, **boundaries(kernels, pack, self._thd_original))
+        with functions_in_torch(self._thd_original, tokens):
+            return _grouped(functools.partial(forward, self), args, kwargs, several=self._thd_several)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -127,14 +139,10 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
     return bool(_usable(kernels, tokens.device.index or 0))
 
 
-def _hands_boundaries_on(layer: type, forward: Callable[..., Any]) -> bool:
-    """Return whether a layer passes keywords to its kernels, with ``cu_seq_lens_q`` renamed for fla."""
-    parameters = inspect.signature(forward).parameters.values()
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        return False
-    module = sys.modules[layer.__module__]
-    renames = hasattr(module, "torch_chunk_gated_delta_rule")  # Kimi's rule takes the kernel's own keyword
-    return not renames or "cu_seq_lens_q" in inspect.getsource(layer)
+def _hands_boundaries_on(layer: Any) -> bool:
+    """Return whether a layer passes its keywords to its kernels, as those of the checked releases do."""
+    parameters = inspect.signature(layer.forward).parameters.values()
+    return is_checked() and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:

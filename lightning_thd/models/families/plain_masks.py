@@ -1,0 +1,38 @@
+"""Families that use a padding mask only to build their masks -> no read of the device for that.
+
+Without a padding mask transformers looks for restarts in ``position_ids`` whenever it builds a mask, and
+waits for the device to answer. With "thd" nobody needs that answer. So base models of these families get a
+padding mask that shows all slots, and ``thd_mask`` leaves it out. T slots in a pack.
+
+Checked with transformers 5.19, 5.23 and 5.24. In other releases, and in other families, the read stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_thd.models.families.releases import is_checked
+from lightning_thd.models.pack import Pack
+
+MODEL_TYPES: Final = frozenset(
+    {"cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite"}
+    | {"helium", "llama", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"}
+    | {"qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+PLAIN_MASKS: Final = "_thd_plain_masks"  # the attribute of such a base model
+
+
+def adapt_layers(model: Any) -> None:
+    """Note whether a model is the base model of such a family."""
+    listed = getattr(model.config, "model_type", "") in MODEL_TYPES and is_checked()
+    if listed and model.base_model is model:
+        model.__dict__[PLAIN_MASKS] = True
+
+
+def all_slots(pack: Pack) -> Tensor:
+    """Return a padding mask, bool ``[1, T]``, that shows all slots of a pack."""
+    shown = torch.ones(1, 1, dtype=torch.bool, device=pack.cu_seqlens_q.device)
+    return shown.expand(1, pack.slots)

@@ -1,0 +1,122 @@
+"""Position tables of the RoBERTa kind -> positions that restart in every sequence of a pack.
+
+These tables start at ``padding_idx + 1`` and skip padding tokens, and they compute positions from the tokens
+of a row. ESM also scales a row by its share of masked tokens; here each sequence has its own share. T slots
+in a pack.
+
+Checked with transformers 5.19, 5.23 and 5.24. A table with a ``padding_idx`` in a layer that is not listed is
+refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.models.adapted import Adapter, adapt, kind_of
+from lightning_thd.models.families.releases import unknown_layer
+from lightning_thd.models.pack import Pack, model_pack
+from lightning_thd.parallel.context.layout import gather_pack
+
+LAYERS: Final = frozenset(
+    {"AltRobertaEmbeddings", "BridgeTowerTextEmbeddings", "CamembertEmbeddings", "ClapTextEmbeddings"}
+    | {"Data2VecTextEmbeddings", "EsmEmbeddings", "EvollaSaProtEmbeddings", "IBertEmbeddings"}
+    | {"Kosmos2TextSinusoidalPositionalEmbedding", "Kosmos2_5TextSinusoidalPositionalEmbedding"}
+    | {"LayoutLMv3TextEmbeddings", "LiltTextEmbeddings", "LongformerEmbeddings", "LukeEmbeddings"}
+    | {"MPNetEmbeddings", "MarkupLMEmbeddings", "PPDocLayoutV2TextEmbeddings", "RobertaEmbeddings"}
+    | {"RobertaPreLayerNormEmbeddings", "XLMRobertaEmbeddings", "XLMRobertaXLEmbeddings", "XmodEmbeddings"}
+)
+_NEEDED: Final = {"input_ids", "inputs_embeds", "position_ids"}
+_WHAT: Final = "counts positions from padding tokens"
+
+
+def adapt_layers(model: nn.Module) -> None:
+    """Adapt the position tables of a model; refuse those that are not known."""
+    for module in model.modules():
+        if kind_of(module, LAYERS):
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            if not set(names) >= _NEEDED or not hasattr(module, "padding_idx"):
+                raise ValueError(unknown_layer(module, _WHAT, f"takes {', '.join(names)}"))
+            adapt(module, PaddedPositions)
+        elif _has_unknown_table(module):
+            raise ValueError(unknown_layer(module, _WHAT, "is not among the layers that were checked"))
+
+
+def _has_unknown_table(module: nn.Module) -> bool:
+    return any(
+        "position" in name and isinstance(child, nn.Embedding) and child.padding_idx is not None
+        for name, child in module.named_children()
+    )
+
+
+class PaddedPositions(Adapter):
+    """The adapter of embeddings that compute positions from tokens."""
+
+    @classmethod
+    def _thd_describe(cls, original: Any) -> dict[str, Any]:
+        return {"_thd_names": tuple(inspect.signature(original.forward).parameters)[1:]}
+
+    def _thd_run(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pack = model_pack()
+        if pack is None:
+            return forward(self, *args, **kwargs)
+        named = {**dict(zip(self._thd_names, args, strict=False)), **kwargs}
+        input_ids = named.get("input_ids")
+        named["position_ids"] = padded_positions(input_ids, named.get("position_ids"), self.padding_idx, pack)
+        if input_ids is not None and getattr(self, "token_dropout", False):
+            embeds = named.get("inputs_embeds")
+            embeds = self.word_embeddings(input_ids) if embeds is None else embeds
+            pack.refuse_shard(self, "its token_dropout counts the masked tokens of whole sequences")
+            embeds = _without_masked(embeds, input_ids == self.mask_token_id, pack)
+            named |= {"input_ids": None, "inputs_embeds": embeds}
+        return forward(self, **named)
+
+
+def padded_positions(
+    input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
+) -> Tensor:
+    """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
+    if input_ids is None:
+        return (starts_at_zero(pack)[None] if position_ids is None else position_ids) + (padding_idx + 1)
+    real = input_ids[0].ne(padding_idx).long()
+    tokens, offsets, taken = real, pack.cu_seqlens_q, None
+    if (shard := pack.shard) is not None:  # the first tokens of a sequence may be on another rank
+        tokens, offsets, taken = gather_pack(real, shard), shard.pack_offsets, shard.own
+    elif pack.prefixes is not None:  # or in the slots of another sequence
+        tokens, offsets = real.index_select(0, pack.prefixes.keys), pack.cu_seqlens_k
+        moved = (pack.cu_seqlens_k - pack.cu_seqlens_q)[1:].index_select(0, pack.seq_idx[0].long())
+        taken = torch.arange(pack.slots, device=moved.device) + moved
+    before = tokens.cumsum(0) - tokens
+    first = before.index_select(0, offsets[:-1].long().clamp(max=len(tokens) - 1))
+    counted = before - first.repeat_interleave(offsets.diff(), output_size=len(tokens)) + 1
+    counted = counted if taken is None else counted.index_select(0, taken)
+    if position_ids is not None:  # those of a long trailing pad stay within the table
+        counted = torch.minimum(counted, position_ids[0] + 1)
+    return (counted * real + padding_idx)[None]
+
+
+# The share of tokens that ESM masked in its training, a constant of its modeling file.
+_HIDDEN_IN_TRAINING = 0.15 * 0.8
+
+
+def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
+    """Zero ESM's masked tokens, and scale each sequence by 0.88 / (its share of tokens not masked)."""
+    members, offsets = pack.seq_idx[0].long(), pack.cu_seqlens_q
+    lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
+    counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
+    seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
+    embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
+    return (embeds * seen.index_select(0, members)[None, :, None]).to(embeds.dtype)
+
+
+def starts_at_zero(pack: Pack) -> Tensor:
+    """Count the tokens of every sequence from 0; int64 ``[T]``."""
+    first = pack.cu_seqlens_q[:-1].long()
+    if pack.prefixes is not None:  # the first tokens of a sequence may be in other slots
+        first = first - (pack.cu_seqlens_k.diff() - pack.cu_seqlens_q.diff())
+    starts = first.index_select(0, pack.seq_idx[0].long())
+    return torch.arange(pack.slots, device=starts.device) - starts

@@ -1,0 +1,138 @@
+"""A model of transformers -> the same model, prepared to run on packs.
+
+``watch_attention`` replaces the one method of transformers that chooses a model's attention. transformers
+calls it when a model is built or switched, so every model with "thd" is prepared there, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_thd._patches import patch
+from lightning_thd._versions import warn_of_newer
+from lightning_thd.models.adapted import adapt
+from lightning_thd.models.announce import OTHERS, Announcing, remember
+from lightning_thd.models.layers import prepare_layers
+from lightning_thd.models.refusals import (
+    is_tower,
+    keeps_own_attention,
+    refuse_model_around,
+    refuse_own_attention,
+)
+from lightning_thd.models.switching import (
+    NAME,
+    is_transformers_model,
+    language_config,
+    mentions_thd,
+    spread_thd,
+)
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Prepare the models with "thd" in a module to run on packs.
+
+    A model is prepared when it is built with ``attn_implementation="thd"`` or switched to it. Losses,
+    strategies and integrations call this too. Call it yourself after you changed a model by hand: you
+    assigned "thd" to its config, replaced layers, or wrapped layers in activation checkpoints. More calls do
+    no harm.
+
+    Args:
+        model: a model of transformers, or any module around models of transformers (DDP, FSDP, PEFT,
+            torch.compile, a LightningModule).
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd".
+    """
+    models: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
+    asked = [inner for inner in models if mentions_thd(inner.config)]
+    if models and not asked:
+        raise ValueError(
+            f"{type(models[0]).__name__} runs attn_implementation={models[0].config._attn_implementation!r}, "
+            "so there is nothing to prepare. Build it with attn_implementation='thd', or call "
+            "model.set_attn_implementation('thd')."
+        )
+    for inner in asked:
+        if not keeps_own_attention(inner):
+            _announce_packs(inner)
+    for inner in asked:
+        spread_thd(inner, follow=False)
+        prepare_layers(inner)
+    for outer in models:
+        inside = (inner for inner in asked if any(child is inner for child in outer.modules()))
+        inner = next(
+            (inner for inner in inside if isinstance(inner, Announcing) and not is_tower(inner)), None
+        )
+        if inner is not None and not isinstance(outer, Announcing):
+            refuse_model_around(outer, inner)
+    return model
+
+
+def prepare_if_asked(module: nn.Module | None) -> None:
+    """Prepare the models with "thd" in a module, if there are any."""
+    models: list[Any] = []
+    if module is not None:
+        models = [inner for inner in module.modules() if is_transformers_model(inner)]
+    if any(mentions_thd(inner.config) for inner in models):
+        assert module is not None
+        prepare(module)
+
+
+def is_prepared(model: object) -> bool:
+    """Return whether a model of transformers announces its packs."""
+    return isinstance(model, Announcing)
+
+
+def _announce_packs(model: Any) -> None:
+    if model.config._attn_implementation == NAME:
+        refuse_own_attention(model)
+    if not isinstance(model, Announcing):
+        warn_of_newer()
+        adapt(model, Announcing)
+        remember(model)
+        OTHERS.discard(model)
+
+
+def _announce_around(model: Any) -> None:
+    """Prepare the models that hold a language model which is switched to "thd" as a part of them."""
+    for outer in list(OTHERS):
+        holds = language_config(outer.config) is model.config and any(x is model for x in outer.modules())
+        if outer is not model and holds:
+            outer.config._attn_implementation_internal = NAME
+            _announce_packs(outer)
+            prepare_layers(outer)
+
+
+def watch_attention(base: Any) -> None:
+    """Prepare every model of class ``base`` (PreTrainedModel) that is built with "thd" or switched to it."""
+    choose: Callable[..., str] = base.get_correct_attn_implementation
+    if list(inspect.signature(choose).parameters)[:2] != ["self", "requested_attention"]:
+        raise TypeError("get_correct_attn_implementation takes other arguments")
+
+    @functools.wraps(choose)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
+        chosen = choose(self, *args, **kwargs)
+        if chosen == NAME and keeps_own_attention(self):
+            return choose(self, None)  # a vision tower whose attention has no "thd"
+        if chosen == NAME:
+            refuse_own_attention(self)
+        if chosen != NAME and not mentions_thd(self.config):
+            OTHERS.add(self)
+        else:
+            for inner in self.modules():  # also models that share the config, which transformers skips
+                if is_transformers_model(inner) and inner.config is self.config:
+                    _announce_packs(inner)
+            if chosen == NAME:
+                _announce_around(self)
+            if any(True for _ in self.children()):  # else ``post_init`` does it when the layers are built
+                prepare_layers(self)
+        return chosen
+
+    patch("attention chosen", base, "get_correct_attn_implementation", get_correct_attn_implementation)

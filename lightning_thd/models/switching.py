@@ -1,0 +1,56 @@
+"""A model and its parts -> which of them run "thd"."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from lightning_thd.models.refusals import keeps_own_attention
+
+NAME: Final = "thd"
+
+
+def is_transformers_model(module: object) -> bool:
+    """Return whether a module is a model of transformers, which has a config and chooses an attention."""
+    return hasattr(type(module), "get_correct_attn_implementation")
+
+
+def mentions_thd(config: Any) -> bool:
+    """Return whether a config, or one inside it, names "thd"."""
+    if config._attn_implementation == NAME:
+        return True
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if hasattr(inner, "sub_configs") and mentions_thd(inner):
+            return True
+    return False
+
+
+def spread_thd(model: nn.Module, *, follow: bool) -> None:
+    """Set "thd" on every model around a language model with "thd".
+
+    If the language model has lost "thd", ``follow`` gives its new attention to the outer models. Without
+    ``follow`` they keep the "thd" that was asked for by name.
+    """
+    inside: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
+    for inner in reversed(inside):
+        own = inner.config._attn_implementation
+        # get_text_config() is slow if one config has an encoder and a decoder.
+        text = own
+        if mentions_thd(inner.config):
+            text = language_config(inner.config)._attn_implementation
+        wanted = own
+        if text == NAME or follow:
+            wanted = text
+        if NAME in (own, wanted) and not keeps_own_attention(inner):
+            chosen = inner.get_correct_attn_implementation(wanted)
+            inner.config._attn_implementation_internal = chosen
+
+
+def language_config(config: Any) -> Any:
+    """Return the config of the language model inside a config; the config itself where there are several."""
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # several language models
+        return config
