@@ -365,7 +365,8 @@ def test_what_depends_on_the_row_is_seen_behind_far_limits(what: str, monkeypatc
         )
     else:
         model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", FAR)
-        where, name, wrong = llama4, "starts_at_zero", along_the_row
+        where, name = llama4, "starts_at_zero"
+        wrong = along_the_row
     assert check_packing(model).ok
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises(PackingLeakError):
