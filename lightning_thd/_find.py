@@ -49,6 +49,17 @@ def outermost_models(module: nn.Module | None) -> dict[str, Any]:
     return found
 
 
+def recipe_of(module: nn.Module | None) -> Any | None:
+    """Return the FP8 recipe with which a model or a layer of it was converted, or None."""
+    if module is None:
+        return None
+    for child in module.modules():
+        recipe = child.__dict__.get("_thd_fp8")
+        if recipe is not None:
+            return recipe
+    return None
+
+
 def model_with_head(module: nn.Module) -> Any | None:
     """Return the outermost model that owns a language model's head, or None."""
     for _, child in models_in(module):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 STATIC = threading.local()  # not a ContextVar, which torch.compile cannot trace
+ONLY_LOOKS = "_thd_only_looks"
 
 
 @contextlib.contextmanager
@@ -32,3 +35,16 @@ def trial_runs() -> Iterator[None]:
         yield
     finally:
         STATIC.trial = False
+
+
+def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does not change a step's results: graphs stay valid with it, captures skip it."""
+    look = functools.partial(_unless_trial, hook)
+    setattr(look, ONLY_LOOKS, True)
+    return look
+
+
+def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(STATIC, "trial", False):
+        return None
+    return hook(*args, **kwargs)

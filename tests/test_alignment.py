@@ -127,7 +127,10 @@ FOR_TWO = Alignment.for_(cp=2, tp=2, sequence_parallel=True, recipe="blockwise")
         (lambda: FOR_TWO.check(544), "544 slots; wanted a multiple of 512. THDDataModule pads"),
         (lambda: Alignment.for_(cp=0), "cp=0; wanted 1 or more"),
         (lambda: Alignment.for_(recipe="delayed"), "recipe='delayed'; wanted one of tensorwise"),
-        (lambda: Alignment(sequence_multiple=8, total_multiple=12), "too. Use total_multiple=24"),
+        (
+            lambda: Alignment(sequence_multiple=8, total_multiple=12),
+            "is a sequence too. Use total_multiple=24",
+        ),
         (lambda: Alignment().padded_length(-1), "length=-1; wanted 0 or more"),
         (lambda: Alignment().padded_lengths([2, -3]), "lengths.1. is -3; wanted 0 or more"),
     ],

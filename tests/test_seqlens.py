@@ -81,7 +81,14 @@ def test_padding_keeps_the_real_and_spreads_the_tail_or_raises(
 
 
 def test_any_kind_of_numbers_gives_int32() -> None:
-    for make in (list, tuple, np.uint16, np.int32, torch.tensor, lambda x: torch.tensor(x).to(torch.uint8)):
+    for make in (
+        list,
+        tuple,
+        np.uint16,
+        np.int32,
+        torch.tensor,
+        lambda x: torch.tensor(x, dtype=torch.uint8),
+    ):
         offsets = cu_seqlens_from_lengths(make([3, 0, 2]))
         assert (offsets.tolist(), offsets.dtype) == ([0, 3, 3, 5], torch.int32)
     assert position_ids_from_cu_seqlens(cu(0, 3), 3).dtype == torch.int64
@@ -171,7 +178,10 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         # What does not fit is never cut.
         (lambda: pad_cu_seqlens(OFFSETS, 1, 9), "2 sequences do not fit into num_sequences=1; none may be"),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 4), "5 tokens do not fit into total=4; none may be cut off"),
-        (lambda: pad_cu_seqlens(OFFSETS, 2, 9), "A tail of 4 slots needs a dummy .*num_sequences=3 or"),
+        (
+            lambda: pad_cu_seqlens(OFFSETS, 2, 9),
+            "A tail of 4 slots needs a dummy sequence.*num_sequences=3 or",
+        ),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 14, max_seqlen=4), "9 slots over 2 spare .* makes them 5 long"),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 9, max_seqlen=2), "^A sequence has 3 tokens, but max_seqlen=2"),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 2**31), "total=2147483648; wanted at most 2147483647"),

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd._static import shapes_are_static
+from lightning_thd._static import only_looking, shapes_are_static
 from lightning_thd.callbacks.seen import kept_slots
-from lightning_thd.cuda_graph.fingerprint import only_looking
-from lightning_thd.models.pack import current_scope
 from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
 from lightning_thd.parallel.routers import routers_of
 
@@ -60,6 +58,9 @@ class ExpertChoices:
         if chosen is None or chosen.ndim != 2:
             return
         counts = self._tensor(chosen.device)
+        # A monitor of models without packs does not load attention.
+        from lightning_thd.models.pack import current_scope
+
         scope = current_scope()
         real = None if scope is None or scope.pack is None else scope.pack.real_slots
         mask = self._mask if real is None else None

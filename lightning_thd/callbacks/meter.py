@@ -19,10 +19,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd._find import recipe_of
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
-from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints
 from lightning_thd.flops.pairs import AttentionPattern, flops_of_calls

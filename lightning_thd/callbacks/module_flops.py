@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
+from lightning_thd._static import only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
-from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, Member, join

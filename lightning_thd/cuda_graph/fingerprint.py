@@ -11,7 +11,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
-from lightning_thd._static import STATIC
+from lightning_thd._static import ONLY_LOOKS
 
 PLAIN = (int, float, bool, str, type(None))
 ABSENT = object()
@@ -37,20 +37,8 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # Attributes of every LightningModule, such as its Trainer, are not compared, except registries and these two.
 USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
-_ONLY_LOOKS = "_thd_only_looks"
 
 _get: Any = dict.get
-
-
-def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does not change a step's results: graphs stay valid with it, captures skip it."""
-    look = functools.partial(_unless_trial, hook)
-    setattr(look, _ONLY_LOOKS, True)
-    return look
-
-
-def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return None if getattr(STATIC, "trial", False) else hook(*args, **kwargs)
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -123,7 +111,7 @@ class _Space(NamedTuple):
     def counts(self, name: Any, value: Any) -> bool:
         """Return whether a member is compared."""
         if self.whole:
-            return not getattr(value, _ONLY_LOOKS, False)
+            return not getattr(value, ONLY_LOOKS, False)
         if name in self.left_out or (str(name).startswith("_thd_") and name != _RECIPE):
             return False
         if self.read is not None:

@@ -3,5 +3,9 @@
 from lightning_thd.data.datamodule import THDDataModule
 from lightning_thd.data.read.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
 from lightning_thd.data.store.tokens import TokenStore
+from lightning_thd.models import register_thd
 
 __all__ = ["ByteTokenizer", "StdlibText", "THDDataModule", "TokenStore", "read_documents", "stdlib_documents"]
+
+# The model that trains on this data may be built with "thd" before anything else is imported.
+register_thd()

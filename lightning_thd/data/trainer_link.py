@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_thd._find import model_config, models_in, outermost_models, text_config
+from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -93,14 +93,6 @@ def model_alignment(module: nn.Module | None) -> Alignment | None:
     """Return the alignment that a model converted to FP8 needs, in a loop without a precision plugin."""
     recipe = recipe_of(module)
     return None if recipe is None else cast("Alignment", recipe.alignment())
-
-
-def recipe_of(module: nn.Module | None) -> Any | None:
-    """Return the FP8 recipe with which a model or a layer of it was converted, or None."""
-    for child in module.modules() if module is not None else ():
-        if (recipe := child.__dict__.get("_thd_fp8")) is not None:
-            return recipe
-    return None
 
 
 def vocab_size(module: nn.Module | None) -> int | None:

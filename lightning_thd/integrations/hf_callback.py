@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._imports import require
+from lightning_thd._static import only_looking
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
-from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.integrations.hf_options import precision_of
 

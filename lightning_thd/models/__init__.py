@@ -16,3 +16,6 @@ __all__ = [
     "register_family",
     "register_thd",
 ]
+
+# Whoever takes a loss, a strategy, data or an integration from the package imports this module.
+register_thd()

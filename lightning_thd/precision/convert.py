@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import whole_number
+from lightning_thd._find import recipe_of
 from lightning_thd._imports import require
-from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision.recipes import Recipe, check_device, resolve
 

@@ -16,9 +16,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_thd._checks import whole_number
+from lightning_thd._find import recipe_of
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.trainer_link import alignment_of, recipe_of
+from lightning_thd.data.trainer_link import alignment_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.across_ranks import group_size, stage_group
 from lightning_thd.precision.convert import (

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_thd._find import model_with_head
-from lightning_thd.data.trainer_link import recipe_of
+from lightning_thd._find import model_with_head, recipe_of
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work

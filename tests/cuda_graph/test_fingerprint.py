@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_thd import causal_lm_loss
-from lightning_thd.cuda_graph.fingerprint import Fingerprint, only_looking, watched
+from lightning_thd._static import only_looking
+from lightning_thd.cuda_graph.fingerprint import Fingerprint, watched
 from tests.cuda_graph.support import GraphModule, gradients, graphed, random_batch, worst
 from tests.tiny import tiny_llama
 

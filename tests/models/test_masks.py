@@ -48,7 +48,10 @@ def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_
     ("arguments", "message"),
     [
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, r"\(1, 6\) hiding tokens.*from_padded"),
-        ({"or_mask_function": lambda *_: True}, "LlamaConfig: this model needs a mask with a special"),
+        (
+            {"or_mask_function": lambda *_: True},
+            "LlamaConfig: this model needs a mask with a special pattern",
+        ),
         ({"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1]])}, "mask with a special pattern"),
         (
             {"allow_is_causal_skip": False, "position_ids": torch.arange(6)[None]},

@@ -112,7 +112,8 @@ def recorded(own: Any, told: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2", "bamba", "falcon_h1", "zamba2", "qwen3_next", "olmo_hybrid", "kimi_linear"]
+    "name",
+    ["mamba2", "bamba", "falcon_h1", "zamba2", "qwen3_next", "olmo_hybrid", "kimi_linear"],
 )
 def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """transformers drops keywords that a kernel does not take, so a wrong name would mix the sequences."""

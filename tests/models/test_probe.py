@@ -213,7 +213,9 @@ class Averaging(Own):
 
 def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
     model = Averaging()
-    with pytest.raises(PackingLeakError, match=r"batch norms, which .*; the first .* is norm\.") as caught:
+    with pytest.raises(
+        PackingLeakError, match=r"batch norms, which average .*; the first .* is norm\."
+    ) as caught:
         check_packing(model, vocab_size=32)
     assert caught.value.report.batch_norms == ("norm",)
     assert "averages in training        norm" in str(caught.value.report)
@@ -226,7 +228,9 @@ def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
 @pytest.mark.parametrize(
     ("family", "model_class"),
     [
-        pytest.param("nemotron_h", "NemotronHForCausalLM", marks=pytest.mark.slow),  # logits in fp32
+        pytest.param(
+            "nemotron_h", "NemotronHForCausalLM", marks=pytest.mark.slow
+        ),  # casts its logits to fp32
         ("qwen3_moe", "Qwen3MoeForCausalLM"),  # rounding sends tokens to other experts
         ("gemma4_text", "Gemma4ForCausalLM"),
     ],

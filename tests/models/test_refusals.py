@@ -38,7 +38,9 @@ def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
     model, (batch, _) = build("llama", "thd"), matrix.packs()
     layer: Any = model.get_submodule("model.layers.1")
     layer.memory = nn.Sequential(nn.Conv1d(32, 32, 4, groups=32))
-    with pytest.raises(ValueError, match=r"layers\.1\.memory \(Sequential\) mixes tokens .*check_packing"):
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.memory \(Sequential\) mixes tokens .*check_packing"
+    ):
         model(**batch.hf_kwargs())
 
 
@@ -57,7 +59,9 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
 
 
 def test_families_that_an_early_release_computes_otherwise() -> None:
-    with pytest.raises(ValueError, match=r"5.17.0, moshi differs between a pack .* is exact from 5.18"):
+    with pytest.raises(
+        ValueError, match=r"transformers 5.17.0, moshi differs between a pack .*; it is exact from 5.18"
+    ):
         refuse_early_release("moshi", "5.17.0")
     refuse_early_release("moshi", "5.18.0")
     refuse_early_release("llama", "5.17.0")
@@ -78,7 +82,10 @@ def test_no_sequence_predicts_the_next_ones_first_token(family: str) -> None:
 
 def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> None:
     model, batch = tiny("llama", CAUSAL["llama"], "thd"), pack()
-    with pytest.raises(ValueError, match="LlamaForCausalLM got labels with a pack: .* next tokens already"):
+    message = (
+        "LlamaForCausalLM got labels with a pack: the labels are the next tokens already, as batch.targets"
+    )
+    with pytest.raises(ValueError, match=message):
         model(**batch.hf_kwargs(), labels=batch.targets[None])
     with pytest.raises(ValueError, match="Pass shift_labels=labels too"):
         model(**pack(pad_to=60).hf_kwargs(), labels=pack(pad_to=60).targets[None])
@@ -133,7 +140,9 @@ def test_what_needs_whole_sequences_refuses_a_shard(
 def test_offsets_that_do_not_end_with_the_pack(offsets: list[int]) -> None:
     model, given = tiny("llama", "LlamaForSequenceClassification", "thd"), pack().hf_kwargs()
     given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"runs from \[\d\] to \[\d+\], but must run from 0 to 38, the"):
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q runs from \[\d\] to \[\d+\], but must run from 0 to 38, the slots"
+    ):
         model(**given)
 
 
@@ -153,7 +162,9 @@ class Scores(transformers.LlamaPreTrainedModel):  # type: ignore[misc]
 def test_one_score_for_all_sequences_is_refused_and_one_a_token_is_not() -> None:
     config = tiny("llama", "LlamaForCausalLM", "eager").config
     model = Scores._from_config(copy.deepcopy(config), attn_implementation="thd").eval()
-    with pytest.raises(ValueError, match="Scores returns one row of logits for a pack of 4 sequences"):
+    with pytest.raises(
+        ValueError, match="Scores returns one row of logits for a pack of 4 sequences. Feed it"
+    ):
         model(**pack().hf_kwargs())
     for pooled in (torch.ones(1, 3), (torch.ones(1, 3),), {"text_embeds": torch.ones(1, 38)}):
         with pytest.raises(ValueError, match="Scores returns one row of (output 0|text_embeds), "):
