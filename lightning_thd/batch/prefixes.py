@@ -27,8 +27,7 @@ from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.boundaries import Boundaries, KernelCall
-from lightning_thd.boundaries.core import Need
-from lightning_thd.boundaries.immutable import Immutable
+from lightning_thd.boundaries.core import Immutable, Need
 from lightning_thd.stats import SeqStats
 
 _Ints = NDArray[np.int64]
@@ -124,6 +123,7 @@ class SharedBoundaries(Boundaries):
     __slots__ = ("prefixes",)
 
     prefixes: Prefixes
+    eager = "shared_prefixes"  # the number of gathered keys differs between batches
 
     @classmethod
     def of(cls, prefixes: Prefixes, slots: int) -> SharedBoundaries:
@@ -164,6 +164,18 @@ class SharedBoundaries(Boundaries):
         """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
         what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
         raise ValueError(f"{what}. Set share_prefixes=False for this model.")
+
+    @property
+    def filled_lengths(self) -> tuple[int, ...]:
+        """Return the slots of every leaf, and of the pad at the end, whose keys are listed too."""
+        return self.lengths
+
+    def refuse_cut(self) -> None:
+        """Raise ValueError, because ranks would cut every sequence."""
+        raise ValueError(
+            "Context parallelism cuts every sequence, but this batch has share_prefixes=True. Set "
+            "context_parallel_size=1, or collate with share_prefixes=False."
+        )
 
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""

@@ -18,7 +18,7 @@ from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.upload import PinnedBatch, version
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.boundaries.immutable import Immutable
+from lightning_thd.boundaries.core import Immutable
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
@@ -182,7 +182,7 @@ class THDBatch(_Pinned):
             set_name=set_name,
             max_targets=max_targets,
         )
-        if len(self.sequence_ids) != len(self.lengths):
+        if len(self.sequence_ids) != len(boundaries.sequence_lengths or ()):
             raise ValueError(
                 f"{len(self.lengths)} lengths have {len(self.sequence_ids)} sequence_ids; want one each."
             )
@@ -303,7 +303,11 @@ class THDBatch(_Pinned):
     def token_targets(self) -> Tensor:
         """Return ``targets``; for a batch with shared prefixes, the target of each token of its sequences."""
         prefixes = self.boundaries.prefixes
-        return self.targets if prefixes is None else prefixes.of_tokens(prefixes.targets, IGNORE_INDEX)
+        if prefixes is None:
+            assert self._targets is not None
+            return self._targets
+        tokens: Tensor = prefixes.of_tokens(prefixes.targets, IGNORE_INDEX)
+        return tokens
 
     @property
     def token_offsets(self) -> Tensor:
@@ -351,7 +355,7 @@ class THDBatch(_Pinned):
         """Move the tensors to a device; from CPU to CUDA, this is one copy that by default does not block."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
-        if self.boundaries.stays(device):
+        if self.boundaries.ranks > 1 and self.boundaries.stays(device):
             return self
         tensors = self._tensors()
         if device.type == "cpu" and all(x.is_cpu for x in tensors.values()):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import described, host_ints
-from lightning_thd.boundaries.immutable import Immutable
 from lightning_thd.boundaries.kernel_call import KernelCall
 from lightning_thd.seqlens import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 
@@ -24,6 +23,35 @@ _T = TypeVar("_T")
 # What a layer does that not all boundaries allow: it carries a state along a sequence; lets tokens see later
 # tokens; attends in chunks; reads one token of every sequence; computes a loss over the row of slots.
 Need = Literal["recurrent", "both_ways", "chunked", "pooled", "own_loss"]
+
+
+class Immutable:
+    """Base of immutable classes with slots.
+
+    They are no dataclasses, because Lightning's precision plugins and FSDP rebuild dataclasses that they
+    find in the arguments of a module, and set their fields.
+    """
+
+    __slots__ = ()
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be assigned or deleted: batches are immutable. "
+            "Make a changed copy of a THDBatch with .replace(...)."
+        )
+
+    __delattr__ = __setattr__
+
+    def __getstate__(self) -> dict[str, Any]:
+        names: tuple[str, ...] = self.__slots__
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state)
 
 
 class Boundaries(Immutable):
@@ -58,6 +86,7 @@ class Boundaries(Immutable):
     group: Any = None  # the process group of these ranks, if they communicate
     shard: Any = None  # the layout of a pack that is cut over ranks
     prefixes: Any = None  # the map of sequences that share prefixes
+    eager: str | None = None  # why a CUDA graph cannot hold these boundaries, in the words of its counters
     row = "batch"  # what has these slots, for messages
 
     def __init__(
@@ -160,6 +189,11 @@ class Boundaries(Immutable):
         if self.real_offsets is None:
             return self.lengths
         return self.once(_real_lengths)
+
+    @property
+    def filled_lengths(self) -> tuple[int, ...]:
+        """Return the slots of every entry that holds tokens, so without a pad at the end."""
+        return self.lengths[: self.sequences]
 
     @property
     def sequences(self) -> int | None:
@@ -280,6 +314,9 @@ class Boundaries(Immutable):
         return by_size[size]
 
     # ---- What a batch does with them
+
+    def refuse_cut(self) -> None:
+        """Raise ValueError if context-parallel ranks cannot share this pack."""
 
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because a batch with these boundaries has no such field."""

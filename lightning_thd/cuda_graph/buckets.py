@@ -44,10 +44,7 @@ class Layout(NamedTuple):
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
         """Return the layout of a batch without its trailing padding, which a bucket's tail replaces."""
-        boundaries = batch.boundaries
-        if boundaries.prefixes is not None:
-            return cls.of(boundaries.lengths)
-        return cls.of(boundaries.lengths[: len(batch.lengths)])
+        return cls.of(batch.boundaries.filled_lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -274,10 +274,8 @@ class GraphedStep:
 def _unsupported(batch: Any) -> str | None:
     if not isinstance(batch, THDBatch):
         return "batch_type"
-    if batch.boundaries.prefixes is not None:  # the number of gathered keys differs between batches
-        return "shared_prefixes"
-    if batch.boundaries.ranks > 1:  # the sizes of exchanges between ranks differ between batches
-        return "context_parallel"
+    if (reason := batch.boundaries.eager) is not None:
+        return reason
     if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
         return "watched"
     return None if batch.weights is None else "weights"

@@ -173,7 +173,9 @@ def _loss(
         loss = loss + torch.stack(further).mean() * mtp_weight
     if "aux_loss" in found:
         loss = loss + found["aux_loss"]
-    return pack_value(loss, batch), TokenStats(*(value.detach() for value in sums)) if stats else None
+    if batch.boundaries.group is not None:
+        loss = pack_value(loss, batch)
+    return loss, TokenStats(*(value.detach() for value in sums)) if stats else None
 
 
 @torch.no_grad()
@@ -184,10 +186,10 @@ def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
         rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(each).flatten(0, -2)
-    if batch.prefixes is not None:  # several tokens may share a row
-        tokens = batch.prefixes.token_rows
+    if batch.boundaries.prefixes is not None:  # several tokens may share a row
+        tokens = batch.boundaries.prefixes.token_rows
         counted = torch.ones_like(tokens) if batch.weights is None else (batch.weights != 0).long()
-        sums = sums * batch.prefixes.of_rows(counted)[:, None]
+        sums = sums * batch.boundaries.prefixes.of_rows(counted)[:, None]
     return sums.sum(0)
 
 
@@ -216,7 +218,7 @@ def causal_lm_logprobs(
         results = linear_logprobs(args, entropy=entropy)
         return torch.cat([part.flatten() for part in results if part is not None])
 
-    shared = batch.prefixes
+    shared = batch.boundaries.prefixes
     rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
     found = HeadCall.of(model).run(model, batch, values, size=wide * rows)
     columns = list(found["values"].chunk(wide))
@@ -246,7 +248,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
     if reduction != "tokens":
         choice(reduction, "reduction", *get_args(Reduction))
     given = [part for part in (batch.weights, weights) if part is not None]
-    shared = batch.prefixes
+    shared = batch.boundaries.prefixes
     if not given and reduction == "tokens" and shared is None:
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
@@ -311,11 +313,11 @@ def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
     """Return operands and targets of slots, or of rows of ``Prefixes``; and the most loss tokens, or None."""
-    if batch.prefixes is None:
+    if batch.boundaries.prefixes is None:
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:
         raise ValueError("The model predicts beyond the next token. Collate with share_prefixes=False.")
-    rows = batch.prefixes
+    rows = batch.boundaries.prefixes
     return operands.at(rows.slots), rows.targets, rows.targets.shape[0]
 
 

@@ -27,7 +27,7 @@ from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, ope
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.models.pack import STATE, announced
+from lightning_thd.models.pack import BOUNDARIES, STATE, Scope
 from lightning_thd.models.preparing import is_prepared
 from lightning_thd.models.preparing import prepare as prepare_model
 from lightning_thd.models.refusals import refuse_losing_adapters
@@ -175,7 +175,7 @@ class HeadCall:
         own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
-        scope = STATE.scope = announced(kwargs)
+        scope = STATE.scope = Scope(kwargs[BOUNDARIES], None)
         self._here.job, self._own = job, (job.model_forward, job.head.forward)
         if job.stage is not None:
             job.stage.in_loss = True

@@ -85,11 +85,6 @@ def packed(batch: THDBatch) -> Generator[None]:
         yield
 
 
-def announced(kwargs: dict[str, Any]) -> Scope:
-    """Return the scope in which a loss calls a model with the ``hf_kwargs()`` of a batch."""
-    return Scope(kwargs[BOUNDARIES], None)
-
-
 def current_pack() -> Boundaries | None:
     """Return the pack of the running model or announced batch, or None; raise if a recomputation lost it."""
     scope: Scope | None = getattr(STATE, "scope", None)

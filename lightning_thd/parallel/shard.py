@@ -36,11 +36,7 @@ def shard_batch(
     pack's, because the mean over ranks also divides by cp. ``cu_seqlens`` and ``cu_seqlens_padded`` raise.
     """
     check_batch(batch)
-    if batch.boundaries.prefixes is not None:
-        raise ValueError(
-            "Context parallelism cuts every sequence, but this batch has share_prefixes=True. Set "
-            "context_parallel_size=1, or collate with share_prefixes=False."
-        )
+    batch.boundaries.refuse_cut()
     known = cp is not None and rank is not None
     if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
         raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")

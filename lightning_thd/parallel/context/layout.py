@@ -142,6 +142,7 @@ class ShardBoundaries(Boundaries):
 
     layout: ShardLayout
     row = "shard"
+    eager = "context_parallel"  # the sizes of exchanges between ranks differ between batches
 
     @classmethod
     def of(cls, whole: Boundaries, layout: ShardLayout) -> ShardBoundaries:
