@@ -45,13 +45,13 @@ def requirements() -> list[str]:
     return [re.sub(r",<[\d.]+", "", line) for line in lines if line and not line.startswith("%")]
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, tests: list[str]) -> int:
     """Run the tests, print what other packages deprecate, and keep a row; return pytest's exit code."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "report.json"
         paths = [str(ROOT), *(str(Path(overlay).resolve()) for overlay in arguments.overlay)]
         environment = {**os.environ, "PYTHONPATH": ":".join(paths), "THD_RELEASE_REPORT": str(kept)}
-        command = [arguments.python, "-m", "pytest", "-q", "-p", "tests.release_report", *arguments.tests]
+        command = [arguments.python, "-m", "pytest", "-q", "-p", "tests.release_report", *tests]
         if arguments.deprecations:
             command += [word for kind in _LISTED for word in ("-W", f"default::{kind}")]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         listed.write_text("".join(f"{line}\n" for line in report["deprecations"]))
         print(f"{len(report['deprecations'])} deprecations of other packages are listed in {listed}.")
     if arguments.write:
-        PAGE.write_text(with_row(PAGE.read_text(), row_of(arguments.name, arguments.tests, report)))
+        PAGE.write_text(with_row(PAGE.read_text(), row_of(arguments.name, tests, report)))
     return code
 
 
@@ -71,8 +71,9 @@ def row_of(name: str, tests: list[str], report: dict[str, object]) -> str:
     versions: dict[str, str | None] = report["versions"]  # type: ignore[assignment]
     today = datetime.now(UTC).date().isoformat()
     shown = [versions[package] or "-" for package in NAMES]
+    paths = [word for word in tests if word.startswith("tests")]
     counts = [str(report[key]) for key in ("passed", "failed", "skipped", "seconds")]
-    return f"| {' | '.join([name, *shown, ' '.join(tests) or 'all', *counts, today])} |"
+    return f"| {' | '.join([name, *shown, ' '.join(paths) or 'all', *counts, today])} |"
 
 
 def with_row(page: str, row: str) -> str:
@@ -100,12 +101,12 @@ def main(words: list[str]) -> int:
     runs.add_argument("--overlay", action="append", default=[], help="a folder of packages before the others")
     runs.add_argument("--deprecations", help="list deprecations in this file; they are no errors then")
     runs.add_argument("--write", action="store_true", help="keep a row in docs/reference/versions.md")
-    runs.add_argument("tests", nargs="*", help="arguments of pytest, after --")
-    arguments = parser.parse_args(words)
+    cut = words.index("--") if "--" in words else len(words)  # what follows belongs to pytest
+    arguments = parser.parse_args(words[:cut])
     if arguments.command == "requirements":
         print(" ".join(requirements()))
         return 0
-    return run(arguments)
+    return run(arguments, words[cut + 1 :])
 
 
 if __name__ == "__main__":

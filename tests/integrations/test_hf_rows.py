@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import re
 import warnings
 from pathlib import Path
@@ -28,8 +29,11 @@ trl = pytest.importorskip("trl")
 
 STEPS = 2
 # Since 1.15 the trainers of pairs and groups ask the model for log-probabilities, which packs can give.
+# TRL 1.15 needs Triton for them.
 FUSED = hasattr(trl.trainer, "add_fused_lm_head")
-needs_fused = pytest.mark.skipif(not FUSED, reason=f"TRL {trl.__version__} takes them from logits")
+RUNS = FUSED and importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction is not None
+WHY = f"TRL {trl.__version__} takes log-probabilities from logits, or needs Triton"
+needs_fused = pytest.mark.skipif(not RUNS, reason=WHY)
 # TRL's fused head and the balancing loss of experts compute in fp32, over as many tokens as they are given.
 OF_TRL = (1e-6, 1e-5)  # of losses, and of what is made of gradients or differences
 EXACT = (1e-10, 1e-9)
@@ -163,8 +167,8 @@ def both(kind: str, out: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
 
 def check(kind: str, folder: Path, world: int = 1, to: tuple[float, float] = OF_TRL, **options: Any) -> None:
     losses_to, others_to = to
-    if kind != "reward" and not FUSED:
-        pytest.skip(f"TRL {trl.__version__} takes log-probabilities from logits")
+    if kind != "reward" and not RUNS:
+        pytest.skip(WHY)
     for found, wanted in run_ranks(both, world, kind, str(folder), options):
         assert len(found["logs"]) >= STEPS
         for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
