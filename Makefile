@@ -97,19 +97,21 @@ gpu:
 # own; PIP_OPTIONS may name an index with torch's CPU build, which saves gigabytes.
 OLDEST ?= .venv-oldest
 PIP_OPTIONS ?=
+TESTS ?=
 $(OLDEST)/.installed: setup.cfg constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(PIP_OPTIONS) -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]'
 	touch $@
 
+# Old packages meet newer ones of others here, so deprecations are listed, in runs/oldest.txt.
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m tests.releases run oldest --deprecations runs/oldest.txt -- \
+		-n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The tests with the newest release of everything that the index has, whatever setup.cfg allows, in an environment
 # of their own. Deprecations of other packages are listed in runs/newest.txt and are no errors.
 NEWEST ?= .venv-newest
-TESTS ?=
 $(NEWEST)/.installed: setup.cfg
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip

@@ -71,9 +71,9 @@ def row_of(name: str, tests: list[str], report: dict[str, object]) -> str:
     versions: dict[str, str | None] = report["versions"]  # type: ignore[assignment]
     today = datetime.now(UTC).date().isoformat()
     shown = [versions[package] or "-" for package in NAMES]
-    paths = [word for word in tests if word.startswith("tests")]
+    paths = [word.removeprefix("tests/").removesuffix(".py") for word in tests if word.startswith("tests")]
     counts = [str(report[key]) for key in ("passed", "failed", "skipped", "seconds")]
-    return f"| {' | '.join([name, *shown, ' '.join(paths) or 'all', *counts, today])} |"
+    return f"| {' | '.join([name, *shown, ', '.join(paths) or 'all', *counts, today])} |"
 
 
 def with_row(page: str, row: str) -> str:

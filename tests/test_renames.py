@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ CASES = (
     Case("_preprocess_mask_arguments", "transformers.masking_utils", "packs", works=True),
     Case("_set_gradient_checkpointing", "transformers.modeling_utils", "packs", works=False),
     Case("_load_pretrained_model", "transformers.modeling_utils", "late_weights", works=False),
-    Case("_combined_loader", "lightning.pytorch", "streams", works=False),
+    Case("_combined_loader_states_to_load", "lightning.pytorch", "streams", works=False),
     Case("_worker_info", "torch.utils.data", "streams_of_workers", works=False),
 )
 
@@ -57,7 +58,8 @@ class _Renamed(importlib.machinery.SourceFileLoader):
         self.renamed = renamed
 
     def get_code(self, fullname: str) -> CodeType:
-        source = Path(self.path).read_text(encoding="utf-8").replace(self.renamed, f"{self.renamed}_of_later")
+        source = Path(self.path).read_text(encoding="utf-8")
+        source = re.sub(rf"(?<!\w){self.renamed}\b", f"{self.renamed}_of_later", source)
         return compile(source, self.path, "exec", dont_inherit=True)
 
 

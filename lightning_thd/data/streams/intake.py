@@ -264,6 +264,11 @@ class Reading(IterableDataset[Read]):
         if worker is not None:
             first += self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
             # A dataset that sees a worker may read only a part of its shard. So hide the worker.
+            if not hasattr(worker_module, "_worker_info"):
+                raise RuntimeError(
+                    "torch.utils.data of this release has no _worker_info, so a stream's records would be "
+                    "divided twice. Set num_workers=0, or install a tested release: see lightning-thd doctor."
+                )
             worker_module._worker_info = None
         for number in self.mine[first % every :: every]:
             yield from self.rows(number, self.starts[number])
