@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_thd import varlen_attention
 from lightning_thd.attention import entry, support
@@ -46,3 +47,23 @@ def test_a_pack_without_pairs_is_differentiable(queries: int, keys: int) -> None
     out = varlen_attention(*given, *offsets, queries, keys, backend="portable")
     assert out.shape == shapes[0]
     assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), given))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_infinite_sinks_take_all_or_nothing_also_from_queries_without_keys(backend: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(rows, 2, 8, dtype=torch.float64, requires_grad=True) for rows in (7, 6, 6))
+    # causal from the bottom right: the first two queries of the first sequence see no key
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32), torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def attend(sinks: Tensor | None) -> tuple[Tensor, ...]:
+        out = varlen_attention(q, k, v, *offsets, 4, 4, sinks=sinks, backend=backend)
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    without = attend(None)
+    out, dq, dk, dv, dsinks = attend(torch.tensor([-torch.inf, torch.inf], dtype=q.dtype, requires_grad=True))
+    for ours, plain in zip((out, dq, dk, dv), without, strict=True):
+        torch.testing.assert_close(ours[:, 0], plain[:, 0])  # a sink of -inf is no sink
+        assert not ours[:, 1].any()  # a sink of +inf leaves nothing for the keys
+    assert not dsinks.any()

@@ -172,12 +172,16 @@ class _Attention(torch.autograd.Function):
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale out and lse as if every query saw an extra key with the logit ``sinks[h]`` and a zero value."""
     total = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
-    return out_THE * (lse_TH - total).exp().unsqueeze(-1).to(out_THE.dtype), total
+    # A query without keys gives its keys no share, whatever the sink: -inf minus -inf would be NaN.
+    share = (lse_TH - total).exp().masked_fill(lse_TH == -torch.inf, 0.0)
+    return out_THE * share.unsqueeze(-1).to(out_THE.dtype), total
 
 
 def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient ``[H]`` of the sinks: the sum over rows of ``-weight * (grad_out . out)``."""
     delta = torch.linalg.vecdot(grad_out.to(lse_TH.dtype), out_THE.to(lse_TH.dtype))
+    # An infinite sink takes all or nothing, and inf minus inf would be NaN.
     weight = (sinks.to(lse_TH.dtype) - lse_TH).exp()
+    weight = torch.where(sinks.isinf(), (sinks > 0).to(weight.dtype), weight)
     gradient: Tensor = -(weight * delta).sum(0)
     return gradient.to(sinks.dtype)
