@@ -35,6 +35,7 @@ from lightning_thd.models.probe_model import (
     undisturbed,
     working_dtype,
 )
+from lightning_thd.models.probe_port import Port, Reference
 from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 
 Forward = Callable[[nn.Module, THDBatch], Any]
@@ -68,8 +69,9 @@ def check_packing(
     raise_on_leak: bool = True,
     seed: int = 0,
     thorough: bool = True,
+    reference: Reference | None = None,
 ) -> PackingReport:
-    """Check whether any sequence of a pack sees another sequence in a model.
+    """Check whether any sequence of a pack sees another, and whether a port equals what it was ported from.
 
     During the check the model is in ``eval()``, and parameters that are all zero hold small noise. Batch
     norms that average over the pack in the model's present mode fail the check. For S sequences the check
@@ -90,6 +92,9 @@ def check_packing(
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
             ``lengths`` is left out, the check adds a sequence longer than all windows, chunks and rope limits
             below 1,024 tokens. Limits from 1,024 on are set to 9 during the check.
+        reference: what the model was ported from: a module, or a function of one row of ids ``[1, L]`` that
+            returns logits. It runs every sequence without packing. A module runs with the weights of
+            ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
 
     Returns:
         The report, which prints as a table. If a model in half precision differs without a leak and
@@ -104,9 +109,10 @@ def check_packing(
     check_options(vocab_size, tolerance)
     whole_number(seed, "seed")
     flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
-    if thorough and tuple(lengths) == LENGTHS:
-        lengths = (*lengths, *lengths_to_reach(model, max(LENGTHS)))
     run = forward or default_forward(model)
+    port = None if reference is None else Port(model, reference)
+    if tuple(lengths) == LENGTHS:
+        lengths = _default_lengths(model, run, vocab_size, seed, port, thorough=thorough)
     norms = averaging_norms(model)
 
     def measure() -> _Probe:
@@ -116,10 +122,14 @@ def check_packing(
         if thorough:
             probe.compare_with_stock()
             probe.add_a_pad()
+        if port is not None:
+            probe.compare_with_reference(port)
         return probe
 
-    limits = lowered_limits(model) if thorough else nullcontext()
-    with undisturbed(model, grad=grad), no_zero_weights(model), limits:
+    limits = lowered_limits(model) if thorough and port is None else nullcontext()
+    noise = no_zero_weights(model) if port is None or port.shares_weights else nullcontext()
+    beside = nullcontext() if port is None else port.undisturbed(grad=grad)
+    with undisturbed(model, grad=grad), beside, noise, limits:
         batch = random_pack(model, vocab_size, lengths, seed)
         report = _judged(measure(), tolerance)
         if not report.ok and not report.leaks and tolerance is None:
@@ -127,6 +137,32 @@ def check_packing(
     if raise_on_leak and not report.ok:
         raise PackingLeakError(report)
     return report
+
+
+def _default_lengths(
+    model: nn.Module,
+    run: Forward,
+    vocab_size: int | None,
+    seed: int,
+    port: Port | None,
+    *,
+    thorough: bool,
+) -> tuple[int, ...]:
+    """Return ``LENGTHS``, without 1 if the model refuses one token, and with one beyond all windows."""
+    lengths: tuple[int, ...] = LENGTHS
+    with undisturbed(model, grad=False):
+        single = random_pack(model, vocab_size, (1, 1), seed)
+        single = THDBatch.collate([{"input_ids": single.input_ids[:1].cpu()}]).to(single.input_ids.device)
+        try:
+            run(model, single)
+            alone_fails = False
+        except Exception:  # the checks below show whether the model fails on other lengths too
+            alone_fails = True
+    if alone_fails:
+        lengths = tuple(length for length in LENGTHS if length > 1)
+    if port is not None:
+        return (*lengths, *port.lengths_to_reach(max(LENGTHS)))
+    return (*lengths, *lengths_to_reach(model, max(LENGTHS))) if thorough else lengths
 
 
 def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
@@ -153,6 +189,7 @@ class _Probe:
     def __init__(self, model: nn.Module, run: Forward, batch: THDBatch, *, grad: bool) -> None:
         self.model, self.name = model, type(model).__name__
         self.run, self.batch, self.grad = run, batch, grad
+        self.port: Port | None = None
         self.inputs: Tensor | None = None
         self.dtype = torch.float32
         self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0}
@@ -249,6 +286,37 @@ class _Probe:
             rows = slots_of(self.batch, i, rows=len(whole))
             self.keep("reference_error", (whole[rows] - x).abs().max().item() / scale, i)
 
+    def compare_with_reference(self, port: Port) -> None:
+        """Run every sequence through the reference, and compare its logits and all weights' gradients."""
+        self.port = port
+        self.skipped += port.skipped
+        whole = self.logits(self.batch)
+        rows = [ids[None] for ids in self.batch.unpack(self.batch.input_ids)]
+        wanted = [port.logits(ids) for ids in rows]
+        scale = max(max(x.detach().abs().max().item() for x in wanted), torch.finfo(torch.float32).tiny)
+        for i, x in enumerate(wanted):
+            got = whole[slots_of(self.batch, i, rows=len(whole))]
+            if got.shape != x.shape:
+                raise ValueError(
+                    f"reference gives logits {list(x.shape)} for a sequence of which {self.name} gives "
+                    f"{list(got.shape)}. Return one row for each token, or one for the sequence."
+                )
+            self.keep("port_error", (got - x).detach().abs().max().item() / scale, i)
+        weights = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
+        if not self.grad or not port.shares_weights or sum(p.numel() for p in weights) > _MANY:
+            return
+        factors = torch.randn_like(whole)
+        parts = [factors[slots_of(self.batch, i, rows=len(whole))] for i in range(len(rows))]
+        ours = (whole * factors).sum()
+        theirs = torch.stack([(x * part).sum() for x, part in zip(wanted, parts, strict=True)]).sum()
+        found = [torch.autograd.grad(each, weights, allow_unused=True) for each in (ours, theirs)]
+        zero = torch.zeros(())
+        for a, b in zip(*found, strict=True):
+            if a is not None or b is not None:
+                a, b = (zero.to(weights[0].device) if x is None else x for x in (a, b))
+                largest = max(b.abs().max().item(), 1e-3 * scale, 1e-30)
+                self.keep("port_gradient", (a - b).abs().max().item() / largest, 0)
+
     def add_a_pad(self) -> None:
         """Compare the gradients of parameters with and without a trailing pad."""
         parameters = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
@@ -310,6 +378,11 @@ class _Probe:
             index = self.worst["error" if report.matches_stock else "reference_error"]
             alone, slots = self.alone(index), slots_of(self.batch, index)
             run_alone, rows = partial(self.logits, alone), torch.arange(len(alone.input_ids))
+            if report.same and report.matches_stock and not report.matches_reference:
+                index = self.worst["port_error"]
+                alone, slots = self.alone(index), slots_of(self.batch, index)
+                assert self.port is not None
+                return self.port.first_module(partial(self.logits, alone), alone.input_ids[None])
             if not report.matches_stock:
                 stock = partial(logits_alone, self.model, alone.input_ids)
                 return first_leaking_module(self.model, run_alone, stock, rows, rows, tolerance=tolerance)

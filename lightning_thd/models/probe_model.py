@@ -115,8 +115,8 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 
 # ---- Stock attention
 
-# In slots. Longer sequences make the probe slow on a CPU, so it lowers limits of _REACH or more to _LOW.
-_REACH, _LOW = 1024, 9
+# In slots. Longer sequences make the probe slow on a CPU, so it lowers limits of REACH or more to _LOW.
+REACH, _LOW = 1024, 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
@@ -147,15 +147,15 @@ def logits_of(output: Any) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
-    """Return a length beyond all limits below ``_REACH``, or no length if ``longest`` is beyond them."""
-    near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
+    """Return a length beyond all limits below ``REACH``, or no length if ``longest`` is beyond them."""
+    near = [size for _, _, size in _limits(model) if longest <= size < REACH]
     return [max(near) + 5] if near else []
 
 
 @contextmanager
 def lowered_limits(model: nn.Module) -> Generator[None]:
     """Lower large windows, chunks and rope limits inside this context, for packed and stock runs alike."""
-    far = [(holder, name, size) for holder, name, size in _limits(model) if size >= _REACH]
+    far = [(holder, name, size) for holder, name, size in _limits(model) if size >= REACH]
     noted = [(x, name, x.__dict__[name]) for x in model.modules() for name in NOTES if name in x.__dict__]
     try:
         for holder, name, _ in far:
@@ -221,10 +221,23 @@ def first_leaking_module(
     tolerance: float = 1e-6,
 ) -> str | None:
     """Return the first module whose input rows agree in two runs and whose output rows differ, or None."""
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    with _recorded(model, first_rows) as calls:
+    return first_differing_module((model, model), first, second, first_rows, second_rows, tolerance=tolerance)
+
+
+def first_differing_module(
+    models: tuple[nn.Module, nn.Module],
+    first: Callable[[], Tensor],
+    second: Callable[[], Tensor],
+    first_rows: Tensor,
+    second_rows: Tensor,
+    *,
+    tolerance: float,
+) -> str | None:
+    """Do the same for the runs of two models whose modules have the same names."""
+    kinds = {name: type(module).__name__ for name, module in models[0].named_modules()}
+    with _recorded(models[0], first_rows) as calls:
         first()
-    with _recorded(model, second_rows) as others:
+    with _recorded(models[1], second_rows) as others:
         second()
     for key, call in calls.items():  # in the order in which the calls ended: inner modules first
         other = others.get(key)
@@ -272,7 +285,8 @@ def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[T
     for value in _tensors(values):
         dim = next((d for d, size in enumerate(value.shape) if slots and size == slots[0]), None)
         if dim is not None and value.is_floating_point():
-            found.append(value.detach().movedim(dim, 0)[rows.to(value.device)].float().cpu())
+            token_rows = value.detach().movedim(dim, 0)[rows.to(value.device)]
+            found.append(token_rows.reshape(len(rows), -1).float().cpu())  # a model may add a batch dimension
     return found
 
 

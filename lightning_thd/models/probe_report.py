@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 # The rounding of a softmax in fp32, relative to the largest logit, with room for a few layers.
 _SOFTMAX = 1e-5
+# A port's largest error in fp32. A window that is one key too small changes a logit by more than this.
+_PORT = 2e-5
+_HALF = 1e-2  # tolerances from here on are those of half precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,8 @@ class PackingReport:
         tolerance: largest ``error``, ``gradient_error`` and ``pad_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest change of a parameter's gradient by a trailing pad, relative to that gradient.
+        port_error: largest difference of a logit from ``reference=``, if it was given.
+        port_gradient: largest difference of a weight's gradient from that of ``reference=``.
         batch_norms: names of the batch norms that average over a pack in the mode of the given model.
         skipped: the checks that were skipped, and why.
         module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
@@ -43,6 +48,8 @@ class PackingReport:
     tolerance: float
     reference_error: float | None = None
     pad_error: float | None = None
+    port_error: float | None = None
+    port_gradient: float | None = None
     batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     module: str | None = None
@@ -62,12 +69,23 @@ class PackingReport:
     def ok(self) -> bool:
         """Return whether the pack passes every check."""
         agrees = self.same and not self.leaks and self.matches_stock
-        return agrees and self.pads_are_inert and not self.batch_norms
+        return agrees and self.pads_are_inert and self.matches_reference and not self.batch_norms
 
     @property
     def matches_stock(self) -> bool:
         """Return whether stock eager attention gives the same logits, if it was run."""
         return self.reference_error is None or self.reference_error <= self.reference_tolerance
+
+    @property
+    def matches_reference(self) -> bool:
+        """Return whether logits and gradients are those of ``reference=``, if it was given."""
+        measured = (self.port_error, self.port_gradient)
+        return all(value is None or value <= self.port_tolerance for value in measured)
+
+    @property
+    def port_tolerance(self) -> float:
+        """Return the largest ``port_error`` and ``port_gradient`` that pass; a lost key is a small error."""
+        return min(self.tolerance, _PORT) if self.tolerance < _HALF else self.tolerance
 
     @property
     def reference_tolerance(self) -> float:
@@ -88,6 +106,8 @@ class PackingReport:
             ("gradient against alone", self.gradient_error, self.tolerance),
             ("against stock eager", self.reference_error, self.reference_tolerance),
             ("gradient with trailing pad", self.pad_error, self.tolerance),
+            ("against the reference", self.port_error, self.port_tolerance),
+            ("gradient of the reference", self.port_gradient, self.port_tolerance),
         )
         lines = [f"{self.model}{built}, lengths {self.lengths}"]
         for name, value, allowed in measured:
@@ -112,11 +132,16 @@ class PackingLeakError(RuntimeError):
             what = "has batch norms, which average over all sequences of a pack in training"
         elif not report.matches_stock:
             what = "differs between a pack and stock eager attention"
+        elif not report.matches_reference:
+            what = "differs from the reference"
         else:
             what = "gets different or non-finite gradients if a trailing pad is added"
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.batch_norms and report.same and not report.leaks:
             remedy = "Use norms of single tokens, such as LayerNorm, or running statistics in eval()"
+        elif report.same and not report.leaks and report.matches_stock and not report.matches_reference:
+            remedy = "Compare its code with the reference's: scale, softcap, window (ours counts the token "
+            remedy = f"{remedy}itself), heads, positions, norms and what is added up"
         elif report.attention is None:  # not a transformers model
             remedy = "Keep sequences apart in every layer: call varlen_attention with batch.cu_seqlens, and "
             remedy = f"{remedy}take positions from batch.position_ids"
