@@ -7,7 +7,6 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -111,7 +110,7 @@ def attend_call(
     _check_sinks(sinks, q)
     spec = make_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     if LISTENERS and not torch.compiler.is_compiling():
-        with _reported(q, k, v, at, spec):
+        with attending(AttentionCall.of(q, k, v, at, spec)):
             return _attend(q, k, v, at, spec, sinks, backend)
     return _attend(q, k, v, at, spec, sinks, backend)
 
@@ -134,17 +133,6 @@ def _attend(
     if name == "te":
         raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
     return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
-
-
-def _reported(
-    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec
-) -> AbstractContextManager[Any]:
-    """Tell the counters of FLOPs about a call; its kernel runs inside the returned context."""
-    offsets = at.cu_seqlens_q, at.cu_seqlens_kv
-    if at.exchange is None:
-        return attending(AttentionCall.of(q, k, v, *offsets, spec))
-    whole, shards = at.exchange.padded_lengths, at.exchange.cp
-    return attending(AttentionCall.of(q, k, v, *offsets, spec, whole, shards))
 
 
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
@@ -207,7 +195,7 @@ def _reporting(attend: Bound, at: KernelCall, spec: AttentionSpec) -> Bound:
 
     def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        with _reported(q_THD, k_THD, v_THD, at, spec):
+        with attending(AttentionCall.of(q_THD, k_THD, v_THD, at, spec)):
             return attend(q, k, v, sinks)
 
     return attend_and_report

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel
@@ -176,6 +177,7 @@ def _places(batch: Any) -> Iterable[int]:
             if not isinstance(member, Tensor):
                 yield from _places(member)
         return
-    for name in ("cu_seqlens", "cu_seqlens_padded"):
-        if isinstance(offsets := getattr(batch, name, None), Tensor):
+    boundaries = getattr(batch, "boundaries", None)
+    if isinstance(boundaries, Boundaries):
+        for offsets in boundaries.tensors().values():
             yield offsets.data_ptr()

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_thd.boundaries import KernelCall
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
@@ -27,29 +29,25 @@ class AttentionCall:
     whole: tuple[int, ...] | None = None  # lengths of the whole pack, if this rank holds a shard of it
     shards: int = 1  # the number of ranks that share the pack
 
+    q_lengths: tuple[int, ...] | None = None  # on the host, if they are known there
+    kv_lengths: tuple[int, ...] | None = None
+
     @classmethod
-    def of(
-        cls,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        spec: Any,
-        whole: tuple[int, ...] | None = None,
-        shards: int = 1,
-    ) -> AttentionCall:
-        """Describe a call from its tensors and its ``AttentionSpec``."""
+    def of(cls, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, at: KernelCall, spec: Any) -> AttentionCall:
+        """Describe a call from its tensors, its boundaries and its ``AttentionSpec``."""
         forward, backward = pair_flops(q_THD.shape[1], q_THD, k_THD, v_THD)
+        shard = at.exchange
         return cls(
-            cu_seqlens_q,
-            cu_seqlens_kv,
+            at.cu_seqlens_q,
+            at.cu_seqlens_kv,
             left=spec.left,
             right=spec.right,
             forward=forward,
             backward=backward,
-            whole=whole,
-            shards=shards,
+            whole=None if shard is None else tuple(shard.padded_lengths),
+            shards=1 if shard is None else shard.cp,
+            q_lengths=at.q_lengths,
+            kv_lengths=at.kv_lengths,
         )
 
 

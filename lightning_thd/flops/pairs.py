@@ -95,13 +95,14 @@ def flops_of_calls(
     for call in calls:
         key = (id(call.cu_seqlens_q), id(call.cu_seqlens_kv), call.left, call.right)
         if key not in pairs_of:
-            q, kv = (_lengths(each, host) for each in (call.cu_seqlens_q, call.cu_seqlens_kv))
+            q = call.q_lengths or _lengths(call.cu_seqlens_q, host)
+            kv = call.kv_lengths or _lengths(call.cu_seqlens_kv, host)
             pairs_of[key] = visible_pairs(q, kv, left=call.left, right=call.right, convention=convention)
         total += (call.forward + call.backward if training else call.forward) * pairs_of[key]
     return total
 
 
-def _lengths(offsets: Tensor, host: dict[int, list[int]]) -> list[int]:
+def _lengths(offsets: Tensor, host: dict[int, list[int]]) -> Sequence[int]:
     if id(offsets) not in host:
         host[id(offsets)] = offsets.diff().tolist()
     return host[id(offsets)]
