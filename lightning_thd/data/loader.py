@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import time
@@ -20,11 +21,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
+from lightning_thd._private import private
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
@@ -128,7 +129,8 @@ class THDLoader:
     @property
     def batch_sampler(self) -> _SamplerForLightning:
         """Return the object in which Lightning looks for the loader's sampler and batch indices."""
-        return _SamplerForLightning(self, self._indices)
+        kind = _indices_for_lightning() if self._predicts else _SamplerForLightning
+        return kind(self, self._indices)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -299,11 +301,19 @@ class THDLoader:
             self._total_at_start = self._progress.total()
 
 
-class _SamplerForLightning(_IndexBatchSamplerWrapper):
+class _SamplerForLightning:
     """Holds the loader, for Lightning, and the indices of its batches, for ``BasePredictionWriter``."""
 
     def __init__(self, loader: THDLoader, indices: list[list[int]]) -> None:
-        self.sampler, self.seen_batch_indices = loader, indices
+        self.sampler = loader
+        self.seen_batch_indices = indices
+
+
+@functools.cache
+def _indices_for_lightning() -> type[_SamplerForLightning]:
+    """Return a class of samplers whose indices Lightning hands on, because it is of Lightning's wrapper."""
+    wrapper = private("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper")
+    return type("_IndicesForLightning", (_SamplerForLightning, wrapper), {})
 
 
 _STOP_S = 30.0  # seconds to wait at the end for running calls, in which other ranks may take part

@@ -11,7 +11,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -247,7 +246,9 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     if not (ended and states):
         return []
     if batches.current.processed and (batches.is_last_batch or over):
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own setter checks max_steps
+        # The setter of the loop's own class checks max_steps; that of its base only sets the value.
+        bases = [vars(base)["restarting"] for base in type(loop).__mro__ if "restarting" in vars(base)]
+        bases[-1].fset(loop, False)
         loop._combined_loader_states_to_load = []
         return states  # Lightning does not restore the states of loaders after a complete epoch
     for count in (epochs.total, epochs.current):

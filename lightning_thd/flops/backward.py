@@ -17,7 +17,6 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
 from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
@@ -251,7 +250,8 @@ def _checkpointed_in_parts(layer: Layer, parts: set[str]) -> Layer:
 def _keywords(function: Any) -> dict[str, Any]:
     """Return the keywords that are bound to a checkpoint function, even inside closures."""
     if isinstance(function, nn.Module):  # torch's CheckpointWrapper
-        reentrant = getattr(function, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
+        # An enum of torch's CheckpointWrapper, by its public member's name.
+        reentrant = getattr(getattr(function, "checkpoint_impl", None), "name", "") == "REENTRANT"
         return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
     for _ in range(4):  # wrappers may wrap wrappers; four levels are enough
         if isinstance(function, partial):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
-from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning.fabric.wrappers import is_wrapped
 from torch import nn
 
 from lightning_thd.alignment import Layout
@@ -109,7 +109,9 @@ def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
 
 
 def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    prepared: nn.Module = model if isinstance(model, _FabricModule) else fabric.setup_module(model)
+    prepared: nn.Module = model
+    if not is_wrapped(model):
+        prepared = fabric.setup_module(model)
     calls = callable(optimizer) and not hasattr(optimizer, "param_groups")
     made = optimizer(prepared) if calls else optimizer
     several = made if isinstance(made, list | tuple) else [made]
@@ -122,5 +124,5 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
             f"{type(fabric.strategy).__name__} has replaced them, or another model has them. Give a function "
             "of the prepared model: prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
-    ready = [x if isinstance(x, _FabricOptimizer) else fabric.setup_optimizers(x) for x in several]
+    ready = [x if is_wrapped(x) else fabric.setup_optimizers(x) for x in several]
     return prepared, ready if several is made else ready[0]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.wrappers import _FabricModule
+from lightning.fabric.wrappers import is_wrapped
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -258,7 +258,7 @@ class PackedLoop:
         backend = CudaBackend() if backend is None else backend
         bare: Any = self.model
         precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        if isinstance(bare, _FabricModule):
+        if is_wrapped(bare):
             bare, precision = bare._forward_module, bare._strategy.precision.forward_context
         reason = backend.unavailable(self._engine.device)
         if reason is None and not isinstance(planner, PackPlanner):

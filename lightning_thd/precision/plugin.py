@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -103,7 +102,7 @@ class FP8Precision(Precision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which tensors and modules are created in ``weights_dtype``."""
-        return _DtypeContextManager(self.weights_dtype)
+        return _default_dtype(self.weights_dtype)
 
     module_init_context = tensor_init_context
 
@@ -129,15 +128,11 @@ class FP8Precision(Precision):
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs, and check that the FP8 kernels can run the batch."""
         self._check_batch(data)
-        return apply_to_collection(
-            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.weights_dtype
-        )
+        return apply_to_collection(data, function=_in_dtype, dtype=Tensor, dst_type=self.weights_dtype)
 
     def convert_output(self, data: Any) -> Any:
         """Cast floating-point outputs to the default dtype."""
-        return apply_to_collection(
-            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype()
-        )
+        return apply_to_collection(data, function=_in_dtype, dtype=Tensor, dst_type=torch.get_default_dtype())
 
     def state_dict(self) -> dict[str, Any]:
         """Return delayed scaling's scales and amax histories per layer; other recipes have no state."""
@@ -158,7 +153,7 @@ class FP8Precision(Precision):
 
     def _region(self, group: Any) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(_DtypeContextManager(self.weights_dtype))
+        stack.enter_context(_default_dtype(self.weights_dtype))
         if not self.recipe.emulate:  # emulation may run on a CPU, on which torchao ignores autocast
             stack.enter_context(torch.autocast(self._device_type, dtype=torch.bfloat16))
         if self.recipe.engine == "te":
@@ -210,3 +205,21 @@ class FP8Precision(Precision):
             if isinstance(ids, Tensor) and whole:
                 assert self._rules is not None
                 self._rules.check(ids.numel())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create floating-point tensors in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _in_dtype(tensor: Tensor, *, dst_type: torch.dtype) -> Tensor:
+    """Return a floating-point tensor in a dtype, and any other tensor as it is."""
+    if tensor.is_floating_point():
+        return tensor.to(dst_type)
+    return tensor

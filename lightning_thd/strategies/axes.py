@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_thd._private import private
 from lightning_thd.parallel.across_ranks import communication_device
 from lightning_thd.parallel.context.shared_step import make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes, Meshes, make_meshes, resolve_sizes
@@ -106,7 +106,8 @@ def start_again(strategy: Any) -> None:
 
     options = {"timeout": timeout} if (timeout := getattr(strategy, "_timeout", None)) is not None else {}
     store = TCPStore(environment.main_address, environment.main_port, is_master=False, **options)
-    _init_dist_connection(
+    init_dist_connection = private("lightning.fabric.utilities.distributed._init_dist_connection")
+    init_dist_connection(
         environment,
         strategy._get_process_group_backend(),
         store=PrefixStore(f"start_{restarts}", store),

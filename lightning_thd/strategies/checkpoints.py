@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,12 +35,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from lightning_thd._private import private
 from lightning_thd.strategies.axes import cuts_weights
+
+# The file of a folder that holds everything but weights and optimizer states, as Lightning names it.
+METADATA = "meta.pt"
 
 
 class Checkpoints:
@@ -98,8 +101,9 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint, in the background if ``open`` prepared for it and ``options`` is None."""
         for name in checkpoint.keys() - {"state_dict", "optimizer_states"}:
-            leaves = tree_leaves(checkpoint[name])
-            if any(isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1 for leaf in leaves):
+            distributed: list[DTensor] = []
+            apply_to_collection(checkpoint[name], DTensor, distributed.append, allow_frozen=True)
+            if any(tensor.device_mesh.size() > 1 for tensor in distributed):
                 raise ValueError(
                     f"checkpoint[{name!r}] holds a DTensor, of which only the first rank's part would be "
                     "saved. Call full_tensor() on it in state_dict() or on_save_checkpoint()."
@@ -139,7 +143,7 @@ class Checkpoints:
         strategy, pipeline = self._strategy, self._strategy._pipeline
         self.wait()
         path = Path(strategy.broadcast(given))
-        is_folder = _is_sharded_checkpoint(path)
+        is_folder = _is_sharded(path)
         if not cuts_weights(strategy):
             if is_folder and not isinstance(strategy, FSDPStrategy):
                 found = read_folder(path, weights_only=weights_only)
@@ -241,7 +245,7 @@ class BackgroundSaves:
         written.result()  # on the first rank this waits for every rank's part
         if not self._is_first:
             return
-        with (part / _METADATA_FILENAME).open("wb") as file:
+        with (part / METADATA).open("wb") as file:
             file.write(meta)
             file.flush()
             os.fsync(file.fileno())
@@ -281,11 +285,16 @@ class BackgroundSaves:
             self._thread.submit(lambda: None).result()  # this also waits for removals in the queue
 
 
+def _is_sharded(path: Path) -> bool:
+    return path.is_dir() and (path / METADATA).is_file()
+
+
 def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder in the form that an unsharded strategy saves, with optimizer states by parameter name."""
     state: dict[str, Any] = {}
-    reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    planner = private("torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner")()
+    load_state_dict = private("torch.distributed.checkpoint.state_dict_loader._load_state_dict")
+    load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
     found = _rest_of(path, weights_only)
     optimizers = sorted(
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
@@ -297,7 +306,7 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
 
 def _rest_of(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read the file of a folder for all that is not sharded, such as the states of loops and callbacks."""
-    found: dict[str, Any] = torch.load(folder / _METADATA_FILENAME, weights_only=bool(weights_only))
+    found: dict[str, Any] = torch.load(folder / METADATA, weights_only=bool(weights_only))
     return found
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.tuner import lr_finder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -91,8 +91,10 @@ class StepLoop:
         mean = self.mean_loss()
         if mean is not None:
             result.loss = mean
+        # While it runs, Lightning's learning-rate finder has put a callback of its module into the Trainer.
         callbacks = self._strategy._trainer.callbacks
-        if result.loss is not None and any(isinstance(c, _LRCallback) for c in callbacks):
+        finds = any(type(callback).__module__ == lr_finder.__name__ for callback in callbacks)
+        if result.loss is not None and finds:
             result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -10,15 +10,14 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._private import private
 from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.across_ranks import on_host
@@ -73,7 +72,8 @@ class WeightShards:
             plugin.main_params(optimizer), float(clip_val)
         )
         if fits:
-            _optimizers_to_device(strategy.optimizers, strategy.root_device)
+            for optimizer in strategy.optimizers:
+                _move_states(optimizer, strategy.root_device)
 
     def _shard(self, module: nn.Module) -> None:
         strategy, pipeline = self._strategy, self._strategy._pipeline
@@ -95,12 +95,10 @@ class WeightShards:
             read_weights(module)
             draw_weights(module, strategy.root_device, seed=strategy.broadcast(torch.initial_seed()))
         module = self._put(module)
-        if pipeline is None:
-            _sync_module_states(module)
-        else:
+        group = None
+        if pipeline is not None:
             group = self._meshes.stage.get_group()
-            for value in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(value.detach(), dist.get_global_rank(group, 0), group=group)
+        _copy_from_first_rank(module, group)
         if tensor > 1:
             for model, plan in zip(fsdp.models_of(module), plans, strict=True):
                 apply_tensor_parallel(model, plan, self._meshes.tensor)
@@ -116,7 +114,8 @@ class WeightShards:
     def _put(self, module: nn.Module) -> nn.Module:
         """Materialise a module and move it to its device and dtype, as the base strategy does."""
         strategy = self._strategy
-        _materialize_distributed_module(module, strategy.root_device)
+        materialize = private("lightning.fabric.utilities.init._materialize_distributed_module")
+        materialize(module, strategy.root_device)
         strategy.model = strategy.precision_plugin.convert_module(module)
         strategy.model_to_device()
         placed: nn.Module = strategy.model
@@ -178,3 +177,26 @@ def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         if keep:
             state[plain_name(name)] = whole.detach().cpu()
     return state
+
+
+def _copy_from_first_rank(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of a group, or of the job, the parameters and buffers of its first; a collective."""
+    first = 0
+    if group is not None:
+        first = dist.get_global_rank(group, 0)
+    for value in [*module.parameters(), *module.buffers()]:
+        sent = value.detach().contiguous()
+        dist.broadcast(sent, first, group=group)
+        if sent.data_ptr() != value.data_ptr():
+            value.detach().copy_(sent)
+
+
+def _move_states(optimizer: Any, device: torch.device) -> None:
+    """Move an optimizer's states to a device, except step counts, which stay where they are."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, MutableMapping):
+            for name, value in state.items():
+                if name != "step":
+                    state[name] = move_data_to_device(value, device)
+        else:
+            optimizer.state[parameter] = move_data_to_device(state, device)

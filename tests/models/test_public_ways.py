@@ -127,7 +127,9 @@ def test_a_family_built_in_a_public_way_is_exact_or_refused(name: str, way: str,
         refusal = str(raised)
     if refusal:
         assert way not in WORKING, f"{name}, {way}: the pack is refused: {refusal}"
-        assert "attn_implementation" in refusal or "prepare" in refusal, refusal
+        # "packed sequences": transformers' own layers of linear attention refuse what they would mix.
+        words = ("attn_implementation", "prepare", "packed sequences")
+        assert any(word in refusal for word in words), refusal
     elif way in WORKING:
         assert error <= TOLERANCE, f"{name}, {way}: logits differ by {error:.1e} of the largest"
     elif error > TOLERANCE:

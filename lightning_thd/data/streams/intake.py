@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as worker_module
 
+from lightning_thd._private import private
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
@@ -264,6 +264,7 @@ class Reading(IterableDataset[Read]):
         if worker is not None:
             first += self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
             # A dataset that sees a worker may read only a part of its shard. So hide the worker.
+            worker_module = private("torch.utils.data._utils.worker")
             if not hasattr(worker_module, "_worker_info"):
                 raise RuntimeError(
                     "torch.utils.data of this release has no _worker_info, so a stream's records would be "
