@@ -201,14 +201,14 @@ class SharedBoundaries(Boundaries):
         self.refuse_field("padded_lengths")
 
     @property
-    def cu_seqlens_k(self) -> Tensor:
-        """Return the offsets of the keys."""
-        return self.prefixes.cu_seqlens_kv
+    def longest_entry(self) -> int:
+        """Return the keys of the longest leaf, or the slots of the pad at the end."""
+        return self.prefixes.max_seqlen_kv
 
     @property
-    def max_length_k(self) -> int:
-        """Return the longest keys of an entry."""
-        return self.prefixes.max_seqlen_kv
+    def positions(self) -> Tensor:
+        """Return int64 ``[T]``, the place of every slot in its sequences, prefixes included."""
+        return self.once(_positions)
 
     @property
     def real_slots(self) -> Tensor:
@@ -249,6 +249,14 @@ class SharedBoundaries(Boundaries):
         if rows.shape[0] == slots:
             values = rows.index_select(0, self.prefixes.token_slots)
         return list(torch.split(values, list(self.prefixes.lengths)))
+
+
+def _positions(boundaries: SharedBoundaries) -> Tensor:
+    prefixes = boundaries.prefixes
+    held = prefixes.cu_seqlens_kv.diff() - prefixes.cu_seqlens_q.diff()
+    starts = (prefixes.cu_seqlens_q[:-1] - held).long()
+    slots = torch.arange(boundaries.slots, device=starts.device)
+    return slots - starts.index_select(0, boundaries.seq_idx[0].long())
 
 
 def _token_slots(boundaries: SharedBoundaries) -> Tensor:

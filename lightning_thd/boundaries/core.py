@@ -25,6 +25,10 @@ _T = TypeVar("_T")
 Need = Literal["recurrent", "both_ways", "chunked", "pooled", "own_loss"]
 
 
+# What layers have computed on the boundaries, which a copy or another process computes again.
+_OF_LAYERS = ("_answers", "kernels", "shown_mask")
+
+
 class Immutable:
     """Base of immutable classes with slots.
 
@@ -68,8 +72,8 @@ class Boundaries(Immutable):
     """
 
     __slots__ = (
-        *("_answers", "_lengths", "kernels", "longest", "max_seqlen"),
-        *("offsets", "real_offsets", "sequence_lengths", "slots"),
+        *("_answers", "_lengths", "kernels", "longest", "max_seqlen", "offsets"),
+        *("real_offsets", "sequence_lengths", "shown_mask", "slots"),
     )
 
     offsets: Tensor
@@ -81,6 +85,7 @@ class Boundaries(Immutable):
     _lengths: tuple[int, ...] | None
     _answers: dict[Any, Any]
     kernels: dict[Any, Any]  # bound attention kernels by kind of layer; ``models.attend`` fills it
+    shown_mask: Tensor | None  # a mask known to hide no token; ``models.masks`` notes it
 
     ranks: int = 1  # the ranks that share this pack
     group: Any = None  # the process group of these ranks, if they communicate
@@ -110,6 +115,7 @@ class Boundaries(Immutable):
             _lengths=None if lengths is None else tuple(lengths),
             _answers={},
             kernels={},
+            shown_mask=None,
         )
 
     @classmethod
@@ -232,37 +238,15 @@ class Boundaries(Immutable):
     def refuse_shard(self, layer: object, why: str) -> None:
         """Raise ValueError if this rank holds only a shard of the pack, on which a layer cannot run."""
 
-    # ---- Names by which files of ``models`` still ask; they go when these files have moved
-
     @property
     def cu_seqlens_q(self) -> Tensor:
-        """Return ``offsets``."""
+        """Return ``offsets``, under the name by which models/families/plain_masks.py asks."""
         return self.offsets
 
     @property
-    def cu_seqlens_k(self) -> Tensor:
-        """Return the offsets of the keys."""
-        return self.offsets
-
-    @property
-    def cu_seqlens_real(self) -> Tensor | None:
-        """Return ``real_offsets``."""
-        return self.real_offsets
-
-    @property
-    def max_length_q(self) -> int:
-        """Return ``max_seqlen``."""
+    def longest_entry(self) -> int:
+        """Return the slots of the longest entry of the whole pack, a pad at the end included."""
         return self.max_seqlen
-
-    @property
-    def max_length_k(self) -> int:
-        """Return the longest keys of an entry."""
-        return self.max_seqlen
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Return a store of values by name."""
-        return self._answers
 
     # ---- Values that layers share
 
@@ -284,6 +268,10 @@ class Boundaries(Immutable):
         answer: _T = answers[make]
         return answer
 
+    def note_shown(self, mask: Tensor) -> None:
+        """Note that a mask, which all layers get, hides no token of the pack."""
+        self._set(shown_mask=mask)
+
     @property
     def seq_idx(self) -> Tensor:
         """Return int32 ``[1, T]``, the entry that every slot belongs to."""
@@ -291,7 +279,7 @@ class Boundaries(Immutable):
 
     @property
     def positions(self) -> Tensor:
-        """Return int64 ``[T]``, every slot's place in its entry."""
+        """Return int64 ``[T]``, the place of every slot in its sequence on this rank."""
         return self.once(_positions)
 
     @property
@@ -387,11 +375,11 @@ class Boundaries(Immutable):
         return self.offsets
 
     def __getstate__(self) -> dict[str, Any]:
-        names = [name for name in self._names() if name not in ("_answers", "kernels")]
+        names = [name for name in self._names() if name not in _OF_LAYERS]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(**state, _answers={}, kernels={})
+        self._set(**state, _answers={}, kernels={}, shown_mask=None)
 
     @classmethod
     def _names(cls) -> list[str]:

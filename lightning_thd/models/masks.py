@@ -83,11 +83,11 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
     """Return whether a mask ``[B, 1, 1, T]`` hides no token; reads the device, but once per pack and mask."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False
-    if pack is not None and pack.cache.get("shows all") is mask:
+    if pack is not None and pack.shown_mask is mask:
         return True
     shown = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
     if shown and pack is not None:
-        pack.cache["shows all"] = mask  # all layers get the same mask
+        pack.note_shown(mask)  # all layers get the same mask
     return shown
 
 

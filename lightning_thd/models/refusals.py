@@ -324,7 +324,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             "another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
         )
     _refuse_shifted(model, kwargs.get("input_ids"), labels)
-    starts = pack.cu_seqlens_q[:-1].long()
+    starts = pack.offsets[:-1].long()
     first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)
     first = first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins after the row
     return {**kwargs, "labels": labels.masked_fill(first, kwargs.get("ignore_index", -100))}

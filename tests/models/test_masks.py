@@ -104,7 +104,7 @@ def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
     shown, hidden = torch.zeros(1, 1, 1, 3), torch.tensor([[[[0.0, -1e9, 0.0]]]])
     assert shows_all(shown, pack)
     assert shows_all(shown, pack)
-    assert pack.cache["shows all"] is shown
+    assert pack.shown_mask is shown
     assert not shows_all(hidden, pack)
     assert shows_all(torch.ones(2, 1, 1, 3, dtype=torch.bool), None)
     assert not shows_all(torch.zeros(1, 1, 3, 3), pack)  # might be causal, and is not

@@ -36,8 +36,8 @@ def test_every_restart_is_a_boundary(lengths: list[int]) -> None:
         return
     assert pack is not None
     assert pack.lengths == tuple(lengths)
-    assert pack.cu_seqlens_q.tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
-    assert (pack.max_length_q, pack.slots) == (max(lengths), sum(lengths))
+    assert pack.offsets.tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
+    assert (pack.max_seqlen, pack.slots) == (max(lengths), sum(lengths))
     assert pack.seq_idx.tolist() == [[i for i, n in enumerate(lengths) for _ in range(n)]]
 
 

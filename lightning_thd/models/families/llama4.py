@@ -57,7 +57,7 @@ class ScaledBySequence(Adapter):
         named = {**dict(zip(self._thd_names, args, strict=False)), **kwargs}
         if pack is None or named.get(self._thd_cache) is not None:
             return forward(self, **named)
-        slots = torch.arange(pack.slots, device=pack.cu_seqlens_q.device)
+        slots = torch.arange(pack.slots, device=pack.offsets.device)
         counted = starts_at_zero(pack)
         shard = pack.shard
         if shard is not None:

@@ -53,7 +53,7 @@ def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) 
 
 def _pool(model: Any, pack: Pack, output: Any) -> Any:
     """Run the pooler on every sequence's first token; refuse pooled logits and poolers of another kind."""
-    num_sequences = pack.cu_seqlens_q.shape[0] - 1
+    num_sequences = pack.offsets.shape[0] - 1
     logits = getattr(output, "logits", None)
     shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)
     if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # [1, T] is one score per slot
@@ -72,7 +72,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
         )
     pack.refuse_prefixes(model, "its pooler reads the first token of every sequence")
-    starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
+    starts = pack.offsets[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
     return output
 
@@ -111,10 +111,10 @@ def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
             continue
         pooled = "pool" in name or "embeds" in name  # such an output never has one value per slot
         one_value_a_slot = value.ndim == 2 and value.shape[1] == pack.slots and not pooled
-        if value.shape[0] == 1 and not one_value_a_slot and pack.cu_seqlens_q.shape[0] > 2:
+        if value.shape[0] == 1 and not one_value_a_slot and pack.offsets.shape[0] > 2:
             raise ValueError(
                 f"{type(model).__name__} returns one row of {name}, {tuple(value.shape)}, for a pack of "
-                f"{pack.cu_seqlens_q.shape[0] - 1} sequences. Feed it padded rows."
+                f"{pack.offsets.shape[0] - 1} sequences. Feed it padded rows."
             )
 
 

@@ -111,11 +111,18 @@ def _grouped(
     """Run a layer on padded groups of sequences, outside torch.compile: shapes change with every batch."""
     pack = current_pack()
     assert pack is not None
-    if "groups" not in pack.cache and shapes_are_static():
-        pack.cache["groups"] = plan_static_group(pack.cu_seqlens_q, pack.max_length_q, pack.slots)
-    elif "groups" not in pack.cache:
-        pack.cache["groups"] = plan_groups(pack.lengths, pack.cu_seqlens_q.device)
-    return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots, several=several)
+    return run_grouped(forward, args, kwargs, pack.once(_groups), pack.slots, several=several)
+
+
+def _groups(pack: Pack) -> Any:
+    """Plan the groups of sequences of like length, or one group if the step is recorded."""
+    if shapes_are_static():
+        return plan_static_group(pack.offsets, pack.max_seqlen, pack.slots)
+    return plan_groups(pack.lengths, pack.offsets.device)
+
+
+def _offsets_on_host(pack: Pack) -> Tensor:
+    return cu_seqlens_from_lengths(pack.lengths)
 
 
 def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:
@@ -150,13 +157,11 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
     module = sys.modules.get(layer.__module__)
     kimi = getattr(module, "chunk_kimi_delta_attention", None)  # its layers use the kernel's keywords
     name = "cu_seq_lens_q" if kimi is None else "cu_seqlens"
-    found: dict[str, Any] = {"seq_idx": pack.seq_idx, name: pack.cu_seqlens_q}
+    found: dict[str, Any] = {"seq_idx": pack.seq_idx, name: pack.offsets}
     rule = kimi or getattr(module, "torch_chunk_gated_delta_rule", None)
     # Since 5.20, transformers wraps the rule and passes a kernel only the keywords that the kernel takes.
     if "fla" in kernels and hasattr(rule, "__wrapped__"):
-        if "cu_seqlens_cpu" not in pack.cache:
-            pack.cache["cu_seqlens_cpu"] = cu_seqlens_from_lengths(pack.lengths)
-        found["cu_seqlens_cpu"] = pack.cache["cu_seqlens_cpu"]
+        found["cu_seqlens_cpu"] = pack.once(_offsets_on_host)
     return found
 
 

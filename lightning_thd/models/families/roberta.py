@@ -83,12 +83,12 @@ def padded_positions(
     if input_ids is None:
         return (starts_at_zero(pack)[None] if position_ids is None else position_ids) + (padding_idx + 1)
     real = input_ids[0].ne(padding_idx).long()
-    tokens, offsets, taken = real, pack.cu_seqlens_q, None
+    tokens, offsets, taken = real, pack.offsets, None
     if (shard := pack.shard) is not None:  # the first tokens of a sequence may be on another rank
         tokens, offsets, taken = gather_pack(real, shard), shard.pack_offsets, shard.own
     elif pack.prefixes is not None:  # or in the slots of another sequence
-        tokens, offsets = real.index_select(0, pack.prefixes.keys), pack.cu_seqlens_k
-        moved = (pack.cu_seqlens_k - pack.cu_seqlens_q)[1:].index_select(0, pack.seq_idx[0].long())
+        tokens, offsets = real.index_select(0, pack.prefixes.keys), pack.prefixes.cu_seqlens_kv
+        moved = (pack.prefixes.cu_seqlens_kv - pack.offsets)[1:].index_select(0, pack.seq_idx[0].long())
         taken = torch.arange(pack.slots, device=moved.device) + moved
     before = tokens.cumsum(0) - tokens
     first = before.index_select(0, offsets[:-1].long().clamp(max=len(tokens) - 1))
@@ -105,8 +105,8 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     """Zero ESM's masked tokens, and scale each sequence by 0.88 / (its share of tokens not masked)."""
-    members, offsets = pack.seq_idx[0].long(), pack.cu_seqlens_q
-    lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
+    members, offsets = pack.seq_idx[0].long(), pack.offsets
+    lengths = (offsets if pack.real_offsets is None else pack.real_offsets).diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
     seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
     embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
@@ -115,8 +115,4 @@ def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
 
 def starts_at_zero(pack: Pack) -> Tensor:
     """Count the tokens of every sequence from 0; int64 ``[T]``."""
-    first = pack.cu_seqlens_q[:-1].long()
-    if pack.prefixes is not None:  # the first tokens of a sequence may be in other slots
-        first = first - (pack.cu_seqlens_k.diff() - pack.cu_seqlens_q.diff())
-    starts = first.index_select(0, pack.seq_idx[0].long())
-    return torch.arange(pack.slots, device=starts.device) - starts
+    return pack.positions

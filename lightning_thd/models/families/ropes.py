@@ -88,7 +88,7 @@ def _rotate(
         limit = self.original_max_seq_len
     # If no sequence exceeds the limit, one call is right for all. A trailing pad may exceed it.
     if pack.longest <= limit:
-        most = pack.max_length_k if pack.shard is None else max(pack.shard.padded_lengths)
+        most = pack.longest_entry
         return run(position_ids if most <= limit else position_ids.clamp(max=limit - 1))
     pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
     if pack.shard is not None or shapes_are_static():

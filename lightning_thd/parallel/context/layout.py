@@ -229,6 +229,11 @@ class ShardBoundaries(Boundaries):
         return self.layout.padded_lengths
 
     @property
+    def longest_entry(self) -> int:
+        """Return the slots of the longest entry of the whole pack, a pad at the end included."""
+        return max(self.layout.padded_lengths)
+
+    @property
     def counted_lengths(self) -> tuple[int, ...]:
         """Return no lengths, because the positions of a shard do not count from 0."""
         return ()
