@@ -53,8 +53,7 @@ def main() -> None:
 
     # 10. What the kernel computes: attention inside every sequence, never across.
     q = k = v = torch.randn(len(batch.input_ids), 2, 8, device=model.device)
-    offsets, longest = batch.cu_seqlens, batch.max_seqlen
-    whole = varlen_attention(q, k, v, offsets, offsets, longest, longest)
+    whole = varlen_attention(q, k, v, batch.boundaries)
     first = slice(0, batch.lengths[0])
     part = torch.nn.functional.scaled_dot_product_attention(
         *(x[first].transpose(0, 1) for x in (q, k, v)), is_causal=True

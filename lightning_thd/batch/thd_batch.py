@@ -18,7 +18,7 @@ from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.upload import PinnedBatch, version
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.boundaries.core import Immutable
+from lightning_thd.boundaries.core import Immutable, checked_device
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
@@ -61,14 +61,6 @@ def epoch_weight(batch: THDBatch) -> float:
     # The mean of the losses of ranks that share a pack is the pack's loss, so all give the pack's weight.
     tokens = batch.boundaries.ranks / batch.loss_scale if batch.loss_scale else 0.0
     return float(len(batch.lengths)) if "labels" in batch.extras else tokens
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """Return a torch device; raise ValueError or TypeError for any other value."""
-    try:
-        return torch.device(device)
-    except RuntimeError as err:
-        raise ValueError(f"{device!r} is not a device ({err}). Pass 'cpu' or 'cuda', for example.") from err
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:

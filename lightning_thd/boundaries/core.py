@@ -135,7 +135,7 @@ class Boundaries(Immutable):
                 f"lengths is {described(lengths)}; wanted the tokens of one sequence or more, 0 or more."
             )
         longest = max(1, *counts)
-        offsets = torch.from_numpy(np.array([0, *accumulate(counts)], np.int32)).to(device)
+        offsets = torch.from_numpy(np.array([0, *accumulate(counts)], np.int32)).to(checked_device(device))
         return cls(
             offsets=offsets, slots=sum(counts), max_seqlen=longest, lengths=counts, sequence_lengths=counts
         )
@@ -422,6 +422,14 @@ def _real_slots(boundaries: Boundaries) -> Tensor:
 
 def _no_chunks(_: Boundaries) -> dict[int, Tensor]:
     return {}
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return a torch device; raise ValueError or TypeError for any other value."""
+    try:
+        return torch.device(device)
+    except RuntimeError as err:
+        raise ValueError(f"{device!r} is not a device ({err}). Pass 'cpu' or 'cuda', for example.") from err
 
 
 def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:

@@ -143,7 +143,7 @@ class PackingLeakError(RuntimeError):
             remedy = "Compare its code with the reference's: scale, softcap, window (ours counts the token "
             remedy = f"{remedy}itself), heads, positions, norms and what is added up"
         elif report.attention is None:  # not a transformers model
-            remedy = "Keep sequences apart in every layer: call varlen_attention with batch.cu_seqlens, and "
+            remedy = "Keep sequences apart in every layer: call varlen_attention with batch.boundaries, and "
             remedy = f"{remedy}take positions from batch.position_ids"
         elif report.attention == "thd":
             remedy = "Check forward= and the first wrong module, or train this model on padded rows"

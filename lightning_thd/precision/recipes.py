@@ -12,7 +12,7 @@ from lightning_thd._checks import choice, flags
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.alignment import Recipe as Rules
-from lightning_thd.batch.thd_batch import checked_device
+from lightning_thd.boundaries.core import checked_device
 
 Engine: TypeAlias = Literal["te", "torchao"]
 

@@ -64,7 +64,7 @@ class Watched(TinyModule):
     """Notes the kind of every batch."""
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        self.kinds = [*getattr(self, "kinds", []), type(batch)]
+        self.kinds = [*getattr(self, "kinds", []), type(batch.boundaries)]
         return super().training_step(batch, batch_idx)
 
 
