@@ -27,7 +27,7 @@ from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.boundaries import Boundaries, KernelCall
-from lightning_thd.boundaries.core import Immutable, Need
+from lightning_thd.boundaries.core import ForThdOnly, Immutable, Need
 from lightning_thd.stats import SeqStats
 
 _Ints = NDArray[np.int64]
@@ -230,7 +230,8 @@ class SharedBoundaries(Boundaries):
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the boundaries only: transformers has no name for the keys of shared prefixes."""
-        return {"boundaries": self}
+        only = ForThdOnly("sequences that share prefixes")
+        return {"boundaries": self, "attention_mask": only}
 
     def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
         """Split values of slots or of tokens into tensors ``[length, ...]``, in order of the sequences."""

@@ -395,8 +395,9 @@ class THDBatch(_Pinned):
             ``input_ids`` is ``[1, T]``, ``position_ids`` is ``[1, T]`` or ``[3, 1, T]``. ``boundaries`` says
             where every sequence begins. Beside it are transformers' own names for it, for kernels that read
             them: ``cu_seq_lens_q/k``, the offsets in memory, and ``max_length_q/k``, Python ints. If ranks
-            share a pack, or sequences share prefixes, these would be wrong: only ``boundaries`` is passed.
-            ``attention_mask`` is None. ``use_cache`` is False, because the default True makes transformers
+            share a pack, or sequences share prefixes, these would be wrong: only ``boundaries`` is passed,
+            and models without "thd" are refused. Else ``attention_mask`` is None.
+            ``use_cache`` is False, because the default True makes transformers
             ignore the boundaries. The extras follow, with ``labels``, one per sequence, if samples had a
             ``label``.
         """

@@ -58,6 +58,29 @@ class Immutable:
         self._set(**state)
 
 
+class ForThdOnly:
+    """Stands in for ``attention_mask`` where only models with "thd" know the boundaries of a batch.
+
+    Those models take it away. Another attention asks it for its shape, and gets an error, where it would
+    else attend over the row of slots without a word.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ValueError(
+            f'The batch has {self._what}, and a model without "thd" got it, which cannot share them. '
+            "Build it with attn_implementation='thd', or collate with share_prefixes=False and train without "
+            "context parallelism."
+        )
+
+    ndim = shape = dtype = property(_refuse)
+    dim = size = __getitem__ = __bool__ = __len__ = _refuse
+
+
 class Boundaries(Immutable):
     """Where every sequence of a pack begins: lengths on the host, offsets on the device.
 

@@ -173,6 +173,7 @@ class HeadCall:
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
         inner, before = self.inner, getattr(STATE, "scope", None)
         own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
+        kwargs["attention_mask"] = None  # the language model has "thd", and wrappers may look at a mask
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
         scope = STATE.scope = Scope(kwargs[BOUNDARIES], None)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
 from lightning_thd.boundaries import Boundaries
+from lightning_thd.boundaries.core import ForThdOnly
 from lightning_thd.models.adapted import Adapter
 from lightning_thd.models.families.plain_masks import PLAIN_MASKS, all_slots
 from lightning_thd.models.families.pooled_heads import (
@@ -127,6 +128,8 @@ def enter(
     if config._attn_implementation != NAME:  # switched, or changed by another model with the same config
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
+    if isinstance(kwargs.get("attention_mask"), ForThdOnly):
+        kwargs = {**kwargs, "attention_mask": None}
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):
         return None  # the model's forward decides what becomes a pack: see run_as_pack

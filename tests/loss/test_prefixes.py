@@ -243,5 +243,7 @@ def test_values_of_slots_or_of_tokens_are_not_guessed() -> None:
 
 def test_another_attention_refuses_shared_prefixes(llama: nn.Module) -> None:
     batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True)
-    with pytest.raises(ValueError, match="runs attn_implementation='eager', which cannot share them"):
+    with pytest.raises(
+        ValueError, match='share prefixes, and a model without "thd" got it, which cannot share them'
+    ):
         build("llama", "eager")(**batch.hf_kwargs())

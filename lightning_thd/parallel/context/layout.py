@@ -18,7 +18,7 @@ from lightning_thd._checks import choice, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.boundaries import Boundaries, KernelCall
-from lightning_thd.boundaries.core import Need
+from lightning_thd.boundaries.core import ForThdOnly, Need
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.exchange import all_gather_rows
 
@@ -252,7 +252,8 @@ class ShardBoundaries(Boundaries):
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the boundaries only: offsets under transformers' names would hide keys of other ranks."""
-        return {"boundaries": self}
+        only = ForThdOnly("slots that context-parallel ranks share")
+        return {"boundaries": self, "attention_mask": only}
 
     def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
         """Gather rows of slots of all ranks and split them into sequences; a collective."""
