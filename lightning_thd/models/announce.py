@@ -174,9 +174,10 @@ def enter(
                 kwargs = keep_labels_inside(model, kwargs, pack)
         if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
             kwargs = {**kwargs, "use_cache": False}
-    shows_all = pack is not None and model.__dict__.get(PLAIN_MASKS, False)
-    if pack is not None and shows_all:
-        kwargs = {**kwargs, "attention_mask": all_slots(pack)}
+    mask_ndim = model.__dict__.get(PLAIN_MASKS)
+    shows_all = pack is not None and mask_ndim is not None
+    if pack is not None and mask_ndim is not None:
+        kwargs = {**kwargs, "attention_mask": all_slots(pack, mask_ndim)}
     STATE.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
 

@@ -57,11 +57,13 @@ def thd_attention(
     """
     if READY not in module.__dict__ and getattr(module, "config", None) is not None:
         _refuse_unprepared(module)
+    scope: Scope | None = getattr(STATE, "scope", None)
+    if attention_mask is not None and scope is not None and scope.shows_all:
+        attention_mask = None  # ours, see ``families/plain_masks.py``
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
         _refuse(module, attention_mask if decoded == _PLAIN_MASK else None, dropout, others)
-    scope: Scope | None = getattr(STATE, "scope", None)
     pack = boundaries
     if pack is None and (cu_seq_lens_q is None or scope is not None):
         pack = current_pack()

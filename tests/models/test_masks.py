@@ -78,7 +78,9 @@ def test_a_model_that_reads_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch)
         causal()
 
 
-@pytest.mark.parametrize("name", sorted(plain_masks.MODEL_TYPES & FAMILIES.keys()))
+@pytest.mark.parametrize(
+    "name", sorted((plain_masks.MODEL_TYPES | plain_masks.HYBRID_TYPES) & FAMILIES.keys())
+)
 def test_listed_families_build_masks_without_a_look_at_positions(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

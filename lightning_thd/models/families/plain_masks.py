@@ -1,8 +1,10 @@
-"""Families that use a padding mask only to build their masks -> no read of the device for that.
+"""Families that use a mask only to build their masks -> no read of the device for that.
 
 Without a padding mask transformers looks for restarts in ``position_ids`` whenever it builds a mask, and
 waits for the device to answer. With "thd" nobody needs that answer. So base models of these families get a
-padding mask that shows all slots, and ``thd_mask`` leaves it out. T slots in a pack.
+padding mask that shows all slots, and ``thd_mask`` leaves it out. Models with recurrent layers would read a
+padding mask too. They get a finished mask, ``[1, 1, 1, T]``, which transformers hands on to attention, where
+``thd_attention`` leaves it out. T slots in a pack.
 
 Checked with transformers 5.19, 5.23 and 5.24. In other releases, and in other families, the read stays.
 """
@@ -22,17 +24,36 @@ MODEL_TYPES: Final = frozenset(
     | {"helium", "llama", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"}
     | {"qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
-PLAIN_MASKS: Final = "_thd_plain_masks"  # the attribute of such a base model
+HYBRID_TYPES: Final = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm3",
+        "minimax",
+        "nemotron_h",
+    }
+    | {"olmo_hybrid", "qwen3_5_text", "qwen3_next", "zamba2"}
+)
+PLAIN_MASKS: Final = "_thd_plain_masks"  # the attribute of such a base model: the dimensions of its mask
 
 
 def adapt_layers(model: Any) -> None:
     """Note whether a model is the base model of such a family."""
-    listed = getattr(model.config, "model_type", "") in MODEL_TYPES and is_checked()
-    if listed and model.base_model is model:
-        model.__dict__[PLAIN_MASKS] = True
+    if model.base_model is not model or not is_checked():
+        return
+    model_type = getattr(model.config, "model_type", "")
+    if model_type in MODEL_TYPES:
+        model.__dict__[PLAIN_MASKS] = 2
+    elif model_type in HYBRID_TYPES:
+        model.__dict__[PLAIN_MASKS] = 4
 
 
-def all_slots(pack: Pack) -> Tensor:
-    """Return a padding mask, bool ``[1, T]``, that shows all slots of a pack."""
-    shown = torch.ones(1, 1, dtype=torch.bool, device=pack.cu_seqlens_q.device)
-    return shown.expand(1, pack.slots)
+def all_slots(pack: Pack, ndim: int) -> Tensor:
+    """Return a mask, bool ``[1, T]`` or ``[1, 1, 1, T]``, that shows all slots of a pack."""
+    ones = (1,) * (ndim - 1)
+    shown = torch.ones(*ones, 1, dtype=torch.bool, device=pack.cu_seqlens_q.device)
+    return shown.expand(*ones, pack.slots)
