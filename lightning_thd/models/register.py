@@ -5,10 +5,8 @@ If transformers is too old, or its internals have changed, it can be imported, b
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.machinery import ModuleSpec
+import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
@@ -16,19 +14,23 @@ from lightning_thd._versions import SUPPORTED, installed_version, is_older, numb
 
 NAME = "thd"
 OLDEST: Final = SUPPORTED["transformers"].oldest
-Callback = Callable[[ModuleType], None]
 _done: set[str] = set()
 
 
 def register_thd() -> None:
-    """Register ``attn_implementation="thd"``, now or when transformers is imported; more calls do no harm."""
-    for name, callback in (
-        ("transformers.modeling_utils", partial(_register, "AttentionInterface", _attention)),
-        ("transformers.masking_utils", partial(_register, "AttentionMaskInterface", _mask)),
+    """Register ``attn_implementation="thd"`` with transformers, if installed; more calls do no harm."""
+    for name, table, install in (
+        ("transformers.modeling_utils", "AttentionInterface", _attention),
+        ("transformers.masking_utils", "AttentionMaskInterface", _mask),
     ):
-        if name not in _done:
-            _done.add(name)
-            after_import(name, callback)
+        if name in _done:
+            continue
+        _done.add(name)
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):  # not installed, or broken: the rest of us works
+            return
+        _register(table, install, module)
 
 
 def _installed() -> str:
@@ -76,45 +78,3 @@ def _mask(masking_utils: ModuleType) -> Callable[..., Any]:
     from lightning_thd.models.masks import thd_mask
 
     return thd_mask
-
-
-class _Finder:
-    """An import finder, first in ``sys.meta_path``, that runs a callback after a module was imported."""
-
-    def __init__(self) -> None:
-        self.callbacks: dict[str, list[Callback]] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of a module from the next finder, with a loader that runs the callback."""
-        if name not in self.callbacks:
-            return None
-        finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self]
-        specs = (find_spec(name, path, target) for find_spec in finders if find_spec is not None)
-        spec: ModuleSpec | None = next((x for x in specs if x is not None and x.loader is not None), None)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            for callback in self.callbacks.pop(name, []):
-                callback(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_finder = _Finder()
-
-
-def after_import(name: str, callback: Callback) -> None:
-    """Run ``callback(module)`` after ``name`` has been imported; errors of the callback fail the import."""
-    module = sys.modules.get(name)
-    if module is not None:
-        callback(module)
-        return
-    _finder.callbacks.setdefault(name, []).append(callback)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
