@@ -301,12 +301,18 @@ class Progress:
         """Set the Trainer's number of batches for this epoch, because epochs of a mixture differ a little."""
         trainer, batches = self._trainer, self.limit(length) or 0
         loop = trainer.fit_loop
-        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
+        if getattr(trainer, "overfit_batches", 0) > 0:
+            return
+        # Lightning copies the number of batches at setup, before it restores the epoch of a checkpoint. A
+        # resumed epoch runs with these copies: it makes no new iterator.
+        fetcher, combined = loop._data_fetcher, loop._combined_loader
+        if fetcher is not None and fetcher.length is not None:
+            fetcher.length = batches
+        if combined is not None:
+            combined.limits = batches
+        if loop.max_batches == batches:
             return
         loop.max_batches = batches
-        combined = loop._combined_loader
-        if combined is not None:
-            combined.limits = batches  # set once by Lightning, before the first epoch
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
