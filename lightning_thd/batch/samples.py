@@ -24,6 +24,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
         raise ValueError(f"{name} carries {', '.join(made)}, which the batch makes. Leave them out.")
     refuse_keys(sample)
+    refuse_null_targets(sample, name)
     ids = token_row(sample, "input_ids", name, empty=empty)
     _check_ids(ids, name, "token id", least=0)
     checked = {**sample, "input_ids": ids}
@@ -62,6 +63,13 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
             )
         checked[key] = value
     return checked
+
+
+def refuse_null_targets(sample: Mapping[str, Any], name: str) -> None:
+    """Raise for labels or weights that are null: without them, every token would be learned alike."""
+    for key in ("labels", "weights"):
+        if key in sample and sample[key] is None:
+            raise ValueError(f"{name} has null {key}. Give them to all rows, or leave the key out of all.")
 
 
 def token_row(

@@ -22,7 +22,7 @@ from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
 from lightning_thd.data.trainer_link import Job, model_cost, model_counts, model_patch
-from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
+from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences, Spans
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
@@ -33,7 +33,7 @@ from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
 
-_VERSION = 2  # the version of the counts in the cache
+_VERSION = 3  # the version of the counts in the cache
 # With capacity, max_patches and the data, these are the cache key: the counts depend on no other setting.
 _WINDOW_SETTINGS = ("align", "window", "oversize", "seed")
 
@@ -115,7 +115,58 @@ class Setting(Generic[T]):
 
 
 def make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: bool) -> Planner:
-    """Make the planner of a data set; a step of evaluation is one pack per rank."""
+    """Make the planner of a data set; a step of evaluation is one pack per rank.
+
+    If truncation leaves no token of a sequence to learn, training leaves the sequence out.
+    """
+    if not training or settings.oversize != "truncate":
+        return _make_planner(data, settings, job, training=training)
+    sharing = job.sharing
+    largest = settings.capacity if sharing is None else settings.capacity * sharing.max_degree
+    limit = make_slots(largest, None if sharing else job.alignment).longest
+    cut = _without_targets(data, limit)
+    planner = _make_planner(_left_out(data, cut), settings, job, training=True)
+    if len(cut):
+        planner.entries.counts["empty"] -= len(cut)
+        planner.entries.counts["tokens_lost"] += int(data.index.lengths[cut].sum())
+        planner.entries.counts["truncated_without_targets"] = len(cut)
+    return planner
+
+
+def _without_targets(data: DataSet, limit: int) -> npt.NDArray[np.intp]:
+    """Return the sequences that have targets, but none in their first ``limit`` tokens."""
+    index = data.index
+    whole = index.weights if len(index.weights) else index.loss_tokens
+    some_masked = (whole > 0) & ((index.loss_tokens < index.lengths - 1) | bool(len(index.weights)))
+    long = np.flatnonzero(some_masked & (index.lengths > limit))
+    if not len(long):
+        return long
+    refuse_cuts(index, data.dataset, limit)
+    zeros = np.zeros(len(long), np.int64)
+    spans = Spans(index=long, start=zeros, stop=zeros + limit, continued=zeros.astype(bool))
+    cut = long[index.loss_weights(data.dataset, spans)[0] == 0]
+    if len(cut) and len(cut) == np.count_nonzero(whole > 0):
+        raise ValueError(
+            f"oversize='truncate' leaves no token to learn: all {len(cut):,} sequences with targets have "
+            f"them after token {limit:,}. Raise capacity, or cut the prompts."
+        )
+    return cut
+
+
+def _left_out(data: DataSet, cut: npt.NDArray[np.intp]) -> DataSet:
+    """Return a data set in which some sequences have the length 0, which leaves them out of plans."""
+    if not len(cut):
+        return data
+    lengths = np.array(data.index.lengths)
+    lengths[cut] = 0
+    of_sources = data.lengths
+    if of_sources is not None:
+        ends = np.cumsum([len(part) for part in of_sources.values()])[:-1]
+        of_sources = dict(zip(of_sources, np.split(lengths, ends), strict=True))
+    return replace(data, index=replace(data.index, lengths=lengths), lengths=of_sources)
+
+
+def _make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: bool) -> Planner:
     sharing = job.sharing if training else None
     capacity, oversize = settings.capacity, settings.oversize
     if sharing is not None:

@@ -96,4 +96,6 @@ class RowsByNumber:
         row = self._dataset[i].to_pylist()[0] if self._arrow else self._dataset[i]
         place = f"row {i}"
         folder = self._folders[int(np.searchsorted(self._ends, i, side="right"))] if self._folders else None
-        return place, _checked(without_nulls(row) if isinstance(row, dict) else row, place), folder
+        if isinstance(row, dict) and not isinstance(self._dataset, list | tuple):
+            row = without_nulls(row)  # columns add nulls; in a list, as in JSONL, a null is a value
+        return place, _checked(row, place), folder

@@ -124,6 +124,11 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
                     raise csv.Error(f"line {reader.line_num}: {len(row)} cells, but {len(names)} columns")
         if empty:
             return []
+        if len(names) == 1 and (other := next((sign for sign in ";\t|" if sign in names[0]), None)):
+            raise ValueError(
+                f"{file.name}: the first line, {names[0]!r:.60}, is one column, because cells are separated "
+                f"by {separator!r} and not by {other!r}. Write the file again, or give .jsonl."
+            )
         features = datasets.Features({name: datasets.Value("string") for name in names})
         table = {"sep": separator, "features": features, "keep_default_na": False}
         rows = _load("csv", [file], cache_dir, **table)

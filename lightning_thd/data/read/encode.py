@@ -99,7 +99,9 @@ def label_of(fields: Mapping[str, Any]) -> Number | None:
             "several numbers under 'label', but one is kept of each record. Rename the key, or pass a "
             "list of samples with input_ids and label."
         )
-    return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
+    if is_scalar(value) and not np.isfinite(value):
+        raise ValueError(f"'label' is {value}; wanted a finite number. Fix it, or remove the record.")
+    return cast("Number", value) if is_scalar(value) else None
 
 
 def _is_row(value: Any) -> bool:

@@ -114,6 +114,26 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
     return files
 
 
+def refuse_blank(files: Sequence[SourceFile]) -> None:
+    """Raise if all files are empty or blank; warn, with their names, if some are."""
+    blank = [file for file in files if _is_blank(file.path)]
+    names = ", ".join(file.name for file in blank[:3])
+    if blank and len(blank) == len(files):
+        raise ValueError(f"{names} has no record: it is empty or blank. Give at least one line, file or row.")
+    if blank:
+        warn(
+            f"{len(blank)} of {len(files)} files have no record, because they are blank: {names}", DataWarning
+        )
+
+
+def _is_blank(path: Path) -> bool:
+    with path.open("rb") as file:
+        while block := file.read(1 << 16):
+            if block.strip():
+                return False
+    return True
+
+
 def _matches(pattern: str | Path) -> Iterator[str]:
     """Yield the paths that match a glob; leading folders that exist as written are not read as patterns."""
     parts, here = Path(pattern).parts, Path()

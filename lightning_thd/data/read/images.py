@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import names
 from lightning_thd.data.read.message_keys import Message, check_part
@@ -131,6 +133,20 @@ def decode(image: Any) -> Any:
     """Decode an opened image to RGB, rotated as its EXIF data asks."""
     ops = require("PIL.ImageOps", feature="images in conversations")
     try:
-        return (ops.exif_transpose(image) if _has_exif(image) else image).convert("RGB")
+        upright = ops.exif_transpose(image) if _has_exif(image) else image
+        return _in_eight_bits(upright).convert("RGB")
     except OSError as err:
         raise ValueError(f"an image cannot be decoded ({err}). Fix or remove the record.") from err
+
+
+def _in_eight_bits(image: Any) -> Any:
+    """Scale a grey image of 16 bits to 8 bits; Pillow would cut its values at 255."""
+    if image.mode == "F":
+        raise ValueError("an image has floating-point values, whose range is unknown. Save it in 8 bits.")
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    if image.mode == "I" and (values.min() < 0 or values.max() > 2**16 - 1):
+        raise ValueError("an image has grey values of more than 16 bits. Save it in 8 or 16 bits.")
+    pillow = require("PIL.Image", feature="images in conversations")
+    return pillow.fromarray((values // 257).astype(np.uint8))

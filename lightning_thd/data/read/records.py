@@ -58,13 +58,24 @@ Chunk = Callable[[], Iterator[Placed]]
 def parse_json(text: str | bytes) -> Any | Bad:
     """Parse JSON; return ``Bad`` for anything Python refuses, such as deep nesting or large numbers."""
     try:
-        return json.loads(text.decode() if isinstance(text, bytes) else text)
+        return json.loads(
+            text.decode() if isinstance(text, bytes) else text, object_pairs_hook=_without_second_keys
+        )
     except UnicodeDecodeError as err:
         return Bad(_not_text(err))
     except json.JSONDecodeError as err:
         return Bad(f"not JSON ({err.msg} at column {err.colno}). Fix or remove it.")
     except (RecursionError, ValueError) as err:
         return Bad(f"JSON that cannot be read ({err}). Remove it.")
+
+
+def _without_second_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python would keep the last value
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def decode(data: bytes) -> str | Bad:
@@ -133,7 +144,9 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
         except Exception as err:  # any error of the user's dataset
             yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
             continue
-        yield f"row {i}", as_written(row, getattr(dataset, "features", None))
+        # In a list, as in JSONL, a null is a value. Columns add nulls, also to rows taken from them.
+        in_memory = isinstance(dataset, list | tuple)
+        yield f"row {i}", row if in_memory else as_written(row, getattr(dataset, "features", None))
 
 
 def as_written(record: Any, features: Any = None) -> Any:

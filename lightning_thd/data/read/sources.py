@@ -17,7 +17,7 @@ from lightning_thd.data.read.by_number import RecordsByNumber, RowsByNumber
 from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns, table_chunks
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
-from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths
+from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths, refuse_blank
 from lightning_thd.data.read.message_keys import check_metadata_keys
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, part_sizes, row_chunks
@@ -101,6 +101,7 @@ class Opener:
             store = TokenStore.open(folder)
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
+        refuse_blank(files)
         if self.processor is not None:
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
             if not all(KINDS.get(file.suffix) == "column" for file in files):

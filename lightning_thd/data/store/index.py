@@ -38,7 +38,7 @@ from lightning_thd.warnings import DataWarning, warn
 Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]
 
-_VERSION = 4
+_VERSION = 5
 _SHIFT_ROWS = 32  # sequences whose labels are compared with their ids, to find shifted labels
 _HASHED_ROWS = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
 _NO_SIZES = np.empty((0, COLUMNS), np.int64)
@@ -337,7 +337,7 @@ def _fault_of(dataset: MapDataset, i: int) -> str:
         check_sample(row, f"Row {i}", empty=True)
     except (TypeError, ValueError) as err:
         return str(err)
-    return f"Row {i} cannot be counted; on_error='raise' shows why."
+    return f"Row {i} differs from the rows before in having labels or weights."
 
 
 def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
@@ -383,7 +383,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
                 if isinstance(err, StopIteration):  # it would end the count silently
                     raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix it.") from err
                 raise
-            return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
+            return (0, 0, False, 0, 1.0, False, -1, True, False, *(0,) * COLUMNS)
 
     def _measure(self, i: int) -> tuple[float, ...]:
         given: Any = counted_row(self._dataset, i)
@@ -403,7 +403,40 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
         sizes = sizes_of(sample)
         if self._extras_cost is not None:
             sizes = declared(self._extras_cost, given, f"Sequence {i}")
-        return len(ids), loss_tokens, media, *weights, "weights" in sample, largest, False, *sizes
+        given_targets = "weights" in sample, "labels" in sample
+        return (
+            len(ids),
+            loss_tokens,
+            media,
+            *weights,
+            given_targets[0],
+            largest,
+            False,
+            given_targets[1],
+            *sizes,
+        )
+
+
+def _refuse_odd(
+    name: str,
+    has: NDArray[np.float64],
+    bad: NDArray[np.float64],
+    lengths: NDArray[np.float64],
+    on_error: OnError,
+) -> None:
+    """Refuse rows without labels or weights among rows with them, or the reverse; or mark them as bad."""
+    good = np.flatnonzero((bad == 0) & (lengths > 0))
+    odd = good[has[good] != has[good[0]]] if len(good) else good
+    if not len(odd):
+        return
+    if on_error == "raise":
+        first, other = (f"no {name}", name) if has[good[0]] else (name, f"no {name}")
+        raise ValueError(
+            f"Sequence {odd[0]} has {first}, but the sequences before have {other} ({len(odd):,} of "
+            f"{len(has):,} differ). Give {name} to all sequences of a source, or to none. {_ADVICE}"
+        )
+    bad[odd] = 1
+    lengths[odd] = 0
 
 
 def read_rows(
@@ -423,14 +456,18 @@ def read_rows(
         worker_init_fn=begin_worker,
         generator=own_generator(),
     )
-    counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0
+    counted, done = np.empty((len(dataset), 9 + COLUMNS), np.float64), 0
     with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
             counted[done : done + len(rows)] = rows
             done += len(rows)
             bar.update(len(rows))
-    lengths, loss_tokens, media, weights, sequence_weights, weighted, largest, bad = counted[:, :8].T
-    sizes, at = counted[:, 8:], int(largest.argmax())
+    lengths, loss_tokens, media, weights, sequence_weights, weighted, largest, bad, labelled = counted[
+        :, :9
+    ].T
+    for name, has in {"labels": labelled, "weights": weighted}.items():
+        _refuse_odd(name, has, bad, lengths, on_error)
+    sizes, at = counted[:, 9:], int(largest.argmax())
     return {
         "lengths": lengths.astype(np.int64),
         "loss_tokens": loss_tokens.astype(np.int64),

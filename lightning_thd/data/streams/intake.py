@@ -22,7 +22,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
 from lightning_thd.data.store.index import OnError
 from lightning_thd.data.streams.ranks import Payloads, Wire
-from lightning_thd.data.streams.samples import META, POLICIES, Form, Sample, Sampler
+from lightning_thd.data.streams.samples import META, PER_SOURCE, POLICIES, Form, Sample, Sampler
 from lightning_thd.data.streams.schedule import POOL, IntArray, Ledger, Pending, Place, Scheduling, Table
 from lightning_thd.data.streams.shards import Mark, Shard
 
@@ -153,18 +153,24 @@ class Intake:
 
     def _alike(self, table: Table, forms: dict[int, Form]) -> Table:
         """Leave out records that cannot be in a batch with most of the first, or raise; all ranks do."""
+        sources = self._settings.source_of[table["shard"]].tolist()
+        read = list(zip(table["form"].tolist(), sources, strict=True))
+        keyed = {pair: _keyed(forms[pair[0]], pair[1]) for pair in set(read)}
         votes = Counter[tuple[str, str]]()
-        if any(form.keys() - self.forms for form in forms.values()):
-            for code in table["form"].tolist():
-                votes.update(forms[code].items())
+        if any(form.keys() - self.forms for form in keyed.values()):
+            for pair in read:
+                votes.update(keyed[pair].items())
         self.forms = dict(pair for pair, _ in reversed(votes.most_common())) | self.forms
-        odd = {code: key for code, form in forms.items() for key in form if form[key] != self.forms[key]}
-        wrong = np.isin(table["form"], [*odd])
+        odd = {pair: key for pair, form in keyed.items() for key in form if form[key] != self.forms[key]}
+        wrong = np.array([pair in odd for pair in read], bool)
         for code, *place, holder in table[["form", "round", "shard", "row", "holder"]][wrong].tolist():
             self.payloads.pop(tuple(place), None)
             number = self._settings.source_of[place[1]]
-            shapes = [form[odd[code]] for form in (forms[code], self.forms)]
-            has, most = (f"{odd[code]!r} of shape {x}" if x else f"no {odd[code]!r}" for x in shapes)
+            key = odd[code, number]
+            name = key.partition(" ")[0]
+            shapes = [keyed[code, number][key], self.forms[key]]
+            of_shape = "" if name in PER_SOURCE else " of shape {}"
+            has, most = (f"{name!r}{of_shape.format(x)}" if x else f"no {name!r}" for x in shapes)
             fault = f"it has {has}, but most of the first records have {most}."
             if holder == self._wire.rank or self._sources[number].on_error == "raise":
                 name = self._settings.shards[place[1]].name
@@ -204,6 +210,11 @@ class Intake:
                     f"{bad} records{of} could not be used, more than max_errors={source.max_errors}. "
                     f"The last: {'; '.join(text for tally in of_ranks for text in tally.last)}"
                 )
+
+
+def _keyed(form: Form, source: int) -> Form:
+    """Return a form in which the keys of ``PER_SOURCE`` carry the number of the source."""
+    return {f"{key} {source}" if key in PER_SOURCE else key: shape for key, shape in form.items()}
 
 
 def _pooled(tables: Sequence[Table]) -> Table:
@@ -293,7 +304,7 @@ class Reading(IterableDataset[Read]):
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
-            sample = self.sampler(record, row)
+            sample = self.sampler(record, row, getattr(self.shards[number], "folder", None))
         except ModuleNotFoundError:
             raise
         except Exception as err:  # images, templates and extras_cost raise many types of errors

@@ -7,14 +7,21 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from lightning_thd.batch.keys import KEYS, PER_TOKEN, inputs
+from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, PER_TOKEN, inputs
 from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
-from lightning_thd.batch.samples import check_sample, refuse_restart, refuse_shifted, whole_weight
+from lightning_thd.batch.samples import (
+    check_sample,
+    refuse_null_targets,
+    refuse_restart,
+    refuse_shifted,
+    whole_weight,
+)
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 from lightning_thd.data.read.vision_chat import VisionChat
@@ -36,9 +43,12 @@ META = np.dtype(
         ("form", "<u4"),  # hash of its ``Form``
     ]
 )
+# Keys that all samples of a source have, or none; the sources of a mixture may differ.
+PER_SOURCE = ("labels", "weights")
 Form = dict[str, str]  # by key, a shape in which the samples of a batch must agree; "" without a label
 # Names of counts: the sequences that a data module's policies leave out or change, and the tokens lost.
-POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
+# A sequence of which no token is learned after truncation is dropped, and counted by itself.
+POLICIES = ("empty", "dropped", "truncated", "truncated_without_targets", "own_pack", "tokens_lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +81,12 @@ class Sampler:
     counts: Counter[str] = field(default_factory=Counter)  # by names of ``POLICIES``
     _encoders: dict[str, Encoder] = field(default_factory=dict)
 
-    def __call__(self, record: Any, row: int) -> Sample | None:
-        """Convert a record to a sample, or return None if a policy leaves it out."""
-        given = self._with_ids(record)
+    def __call__(self, record: Any, row: int, folder: Path | None = None) -> Sample | None:
+        """Convert a record to a sample, or return None if a policy leaves it out.
+
+        ``folder`` is where relative paths of images start.
+        """
+        given = self._with_ids(record, folder)
         if given["input_ids"] is None or not len(given["input_ids"]):
             if not self.drop_empty:
                 raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
@@ -109,7 +122,7 @@ class Sampler:
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
         return patches, squares
 
-    def _with_ids(self, record: Any) -> dict[str, Any]:
+    def _with_ids(self, record: Any, folder: Path | None) -> dict[str, Any]:
         if (
             isinstance(record, Mapping)
             and record.get("input_ids") is not None
@@ -120,7 +133,7 @@ class Sampler:
             raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or str.")
         record = dict(record) if isinstance(record, Mapping) else record
         if self.chat is not None:
-            return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
+            return self.chat.sample(record if isinstance(record, dict) else {"text": record}, folder)
         kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(
@@ -140,6 +153,7 @@ class Sampler:
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
         """Check a sample, and drop keys that are not inputs of the model, such as text and names."""
+        refuse_null_targets(given, "the record")
         sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
         sample.pop("attention_mask", None)  # checked to be all ones
         if self.one_each:
@@ -176,14 +190,28 @@ class Sampler:
         cut = {key: sample[key][..., : self.capacity] for key in sample if key in PER_TOKEN}
         if np.ndim(sample.get("weights", 1)):
             cut["weights"] = sample["weights"][: self.capacity]
-        return sample | cut
+        fitted = sample | cut
+        if not _is_learned(fitted) and _is_learned(sample):
+            self.counts["truncated"] -= 1
+            self.counts["tokens_lost"] += self.capacity
+            self.counts["truncated_without_targets"] += 1
+            return None
+        return fitted
+
+
+def _is_learned(sample: Mapping[str, Any]) -> bool:
+    """Return whether a sample has a token with a target."""
+    return bool((sample.get("labels", sample["input_ids"])[1:] != IGNORE_INDEX).any())
 
 
 def _form_of(sample: dict[str, Any]) -> Form:
     shapes = {key: ("*", *sample[key].shape[1:]) for key in inputs(sample) if sample[key].shape != (0,)}
     shapes |= {key: (*sample[key].shape[:-1], "*") for key in ("position_ids",) if key in sample}
     shapes |= {key: sample[key].shape for key in ("label",) if key in sample}
-    return {"label": ""} | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
+    presence = {name: "given" if name in sample else "" for name in PER_SOURCE}
+    return (
+        {"label": ""} | presence | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
+    )
 
 
 def _is_read(key: str, value: Any) -> bool:

@@ -48,6 +48,11 @@ class FileShard:
     replays = True
     whole = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder at which relative paths of images start; None for a remote file."""
+        return None if "://" in self.name else Path(self.name).parent
+
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from a row on; a record may be ``Bad``, and blank lines are no rows."""
         with _open(self.name) as file:
