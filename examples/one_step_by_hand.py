@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import Packs, causal_lm_loss, varlen_attention
-from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
-from lightning_thd.data.store.index import build_index
+from lightning_thd.data import BatchMaker, PlannedSteps, THDLoader, build_index
 from lightning_thd.loss import fused_linear_cross_entropy
 from lightning_thd.models import packed
 from lightning_thd.packing import PackPlanner

@@ -107,6 +107,26 @@ def documented() -> dict[str, Any]:
     return found
 
 
+def test_every_public_name_is_on_a_page_of_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
+    pages += (DOCS / "reference" / "api.md").read_text()
+    words = set(re.findall(r"\w+", pages))
+    missing = []
+    packages = [
+        info.name for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd.") if info.ispkg
+    ]
+    packages.remove("lightning_thd.cli")  # a command
+    for name in ["lightning_thd", *packages]:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            # Some pages show a whole module, such as report.page.
+            defined = str(getattr(getattr(module, public), "__module__", ""))
+            whole = f"::: {defined}\n" in f"{pages}\n"
+            if public not in words and not whole:
+                missing.append(f"{name}.{public}")
+    assert missing == [], f"make them public in docs/reference/api, or hide them: {missing}"
+
+
 def test_documented_arguments_are_those_of_the_signature() -> None:
     objects = documented()
     assert len(objects) > 50

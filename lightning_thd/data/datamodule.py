@@ -24,8 +24,8 @@ from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.source_log import LogsSources
 from lightning_thd.data.store.index import Empty, OnError
-from lightning_thd.data.streams import Stream, Streams, is_stream
-from lightning_thd.data.streams.stream import StreamedSteps
+from lightning_thd.data.streams.shards import is_stream
+from lightning_thd.data.streams.stream import Stream, StreamedSteps, Streams
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing

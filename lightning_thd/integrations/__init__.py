@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_thd.integrations.accelerate import prepare_thd
+from lightning_thd.integrations.accelerate import prepare_accelerate, prepare_thd
 from lightning_thd.integrations.fabric import prepare_fabric
 from lightning_thd.integrations.hf_trainer import packed_trainer
 from lightning_thd.integrations.packed_loop import PackedLoop
@@ -10,7 +10,14 @@ from lightning_thd.integrations.packed_loop import PackedLoop
 if TYPE_CHECKING:
     from lightning_thd.integrations.hf_callback import ThroughputCallback
 
-__all__ = ["PackedLoop", "ThroughputCallback", "packed_trainer", "prepare_fabric", "prepare_thd"]
+__all__ = [
+    "PackedLoop",
+    "ThroughputCallback",
+    "packed_trainer",
+    "prepare_accelerate",
+    "prepare_fabric",
+    "prepare_thd",
+]
 
 
 def __getattr__(name: str) -> Any:

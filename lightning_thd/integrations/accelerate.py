@@ -30,7 +30,7 @@ from lightning_thd.strategies.guards import why_refused
 _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
 
 
-def prepare_thd(
+def prepare_accelerate(
     accelerator: Any,
     model: nn.Module,
     data: THDDataModule | THDLoader,
@@ -127,6 +127,10 @@ def prepare_thd(
     if scheduler is not None:
         accelerator.register_for_checkpointing(scheduler)
     return loop
+
+
+# The name at the top of the package, from before there was prepare_fabric beside it.
+prepare_thd = prepare_accelerate
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:

@@ -19,7 +19,8 @@ from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data.loader import Position, THDLoader
 from lightning_thd.data.read.sources import as_dataset
 from lightning_thd.data.store.index import MapDataset
-from lightning_thd.data.streams import Stream, is_stream
+from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.shards import is_stream
 
 # The base of the mixins of ``packed_trainer``, which use the attributes of a Trainer.
 TrainerBase: Any = object

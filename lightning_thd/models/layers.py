@@ -13,8 +13,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from lightning_thd.models.families import adapt_to_family
 from lightning_thd.models.families.recurrent import has_mixers
+from lightning_thd.models.families.registry import adapt_to_family
 from lightning_thd.models.masks import learn_masks
 from lightning_thd.models.pack import READY, Scope, current_scope, scoped
 from lightning_thd.models.refusals import note_construction

@@ -20,7 +20,8 @@ from lightning_thd.data import (
     read_documents,
     stdlib_documents,
 )
-from lightning_thd.data.streams import Stream, is_stream
+from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.shards import is_stream
 from lightning_thd.packing import Packs
 from lightning_thd.packing.mixtures import Mixing
 from tests.fuzz import Entry

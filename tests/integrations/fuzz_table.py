@@ -62,7 +62,7 @@ TABLE = {
         },
         also=(MisconfigurationException,),
     ),
-    "integrations.prepare_thd": Entry(
+    "integrations.prepare_thd=prepare_accelerate": Entry(
         prepare_thd,
         lambda rng: {"accelerator": _accelerator(), "scheduler": None, **_prepared(rng)},
         also=_CLASH,
