@@ -30,6 +30,8 @@ EXCEPTIONS = {
     "BatchMaker": "what THDDataModule makes of a set; examples/one_step_by_hand.py shows it",
     "PlannedSteps": "what THDDataModule makes of a plan",
     "THDLoader": "what THDDataModule makes of planned steps",
+    "prepare": "takes any model and refuses by family; tests/models tries every one",
+    "register_family": "takes a function that adapts a model; tests/models and docs/guides/families.md",
     "build_index": "THDDataModule calls it with a user's rows, which the entry of THDDataModule tries",
     "Vision": "what a FlopsModel answers about its tower; collate takes it back",
     "THDStrategyMixin": _BASE,
