@@ -47,6 +47,7 @@ NAMES = (
     "import_time",
     "balance",
     "host_time",
+    "replay_host",
     "throughput_overhead",
     "reading",
     "loading",

@@ -61,6 +61,10 @@ class CUDAGraphCallback(L.Callback):
             from the first 32 batches. The table of :class:`GraphPlan` is printed once.
         costs: the step times that ``"auto"`` and the table assume; by default those of a launch-bound step.
         require: raise an error if graphs are not possible or gain nothing, instead of training without them.
+        keep_gradients: give every backward pass gradients of its own, as eager training does. By default a
+            replay's gradients are the graph's own buffers, which saves their copy and their memory: 14.5 GB
+            for 7B parameters in bf16. A ``.grad`` that your code keeps is overwritten at the next replay.
+            Sums over microbatches are kept, and hooks of parameters and DDP get copies in any case.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
@@ -75,15 +79,17 @@ class CUDAGraphCallback(L.Callback):
         max_sequences: MaxSequences = "auto",
         costs: GraphCosts | None = None,
         require: bool = False,
+        keep_gradients: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
-        flags(require=require)
+        flags(require=require, keep_gradients=keep_gradients)
         if costs is not None:
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
         self.costs, self.require = costs, require
+        self.keep_gradients = keep_gradients
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
@@ -118,7 +124,12 @@ class CUDAGraphCallback(L.Callback):
                 function = lambda module, *given: original(*given)  # noqa: E731
                 assert self.plan is not None
                 self.step = GraphedStep(
-                    function, pl_module, buckets=self.plan.buckets(), backend=backend, require=self.require
+                    function,
+                    pl_module,
+                    buckets=self.plan.buckets(),
+                    backend=backend,
+                    require=self.require,
+                    keep_gradients=self.keep_gradients,
                 )
                 self.step.group = self._group
             if self.step is None:

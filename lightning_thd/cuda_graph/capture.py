@@ -1,8 +1,9 @@
 """A step and a bucket -> graphs of the step's forward and backward, called through an autograd.Function.
 
 ``torch.cuda.make_graphed_callables`` returns its gradient buffers themselves, so that a later replay
-overwrites the gradients accumulated in them (pytorch#181723). Here every gradient and output is a copy.
-All graphs share one set of gradient buffers, because only one runs at a time.
+overwrites the gradients accumulated in them (pytorch#181723). Here outputs are copies, and gradients are
+copies or, if nothing but the optimizer may see them, the buffers themselves; those are moved out of the way
+before a replay that has to add to them. All graphs share one set of buffers, because only one runs at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +60,16 @@ def differentiate(
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
+
+
+# Hooks of a parameter, which wait for its gradient. A gradient that is handed over would not run them.
+_HOOKS_OF_A_GRADIENT: Any = attrgetter("_backward_hooks")
+_HOOKS_AFTER_A_GRADIENT: Any = attrgetter("_post_accumulate_grad_hooks")
+
+
+def _wait_for_gradients(leaves: Sequence[Tensor]) -> bool:
+    """Return whether a hook of a parameter waits for its gradient."""
+    return any(map(_HOOKS_OF_A_GRADIENT, leaves)) or any(map(_HOOKS_AFTER_A_GRADIENT, leaves))
 
 
 class _Token:
@@ -109,17 +121,28 @@ class GraphPair:
         found = differentiable(flat)
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
+        buffers.spare(self.grad_outputs)
         with copied_into(buffers, leaves):
             self.backward, self.gradients = backend.capture(
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
+        self._buffers = buffers
+        self._all_in_buffers = buffers.hold(leaves, self.gradients)
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
         # Outputs are detached to free what autograd saved, so that the next capture can reuse the memory.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
-    def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Replay the call on the current content of the static tensors; the result is differentiable."""
-        tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
+    def __call__(self, leaves: Sequence[Tensor], *, hand_over: bool = False) -> Any:
+        """Replay the call on the current content of the static tensors; the result is differentiable.
+
+        With ``hand_over``, the backward pass makes the buffers the gradients of the leaves, without copies
+        and without autograd's nodes of the leaves. So ``torch.autograd.grad`` does not reach the leaves.
+        """
+        if hand_over and self._all_in_buffers and not _wait_for_gradients(leaves):
+            start = self._buffers.start_of(self.outputs)
+            tensors = _HandOver.apply(self, leaves, start)  # type: ignore[no-untyped-call]
+        else:
+            tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
         flat, given = list(self.outputs), iter(tensors)
         for i, x in enumerate(flat):
             if isinstance(x, Tensor):
@@ -127,27 +150,63 @@ class GraphPair:
         return tree_unflatten(flat, self._spec)
 
 
+def _replay_forward(ctx: Any, pair: GraphPair) -> tuple[Tensor, ...]:
+    ctx.token, ctx.pair = pair.turn.take(), pair
+    pair.forward.replay()
+    tensors = [x for x in pair.outputs if isinstance(x, Tensor)]
+    kinds = zip(pair.is_differentiable, pair.outputs, strict=True)
+    ctx.flags = [flag for flag, x in kinds if isinstance(x, Tensor)]
+    found = copies(tensors)
+    ctx.mark_non_differentiable(*(x for x, f in zip(found, ctx.flags, strict=True) if not f))
+    return tuple(found)
+
+
+def _replay_backward(ctx: Any, grads: tuple[Tensor, ...]) -> GraphPair:
+    pair: GraphPair = ctx.pair
+    wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
+    for static, grad in zip(pair.grad_outputs, wanted, strict=True):
+        static.copy_(grad)
+    pair.backward.replay()
+    return pair
+
+
+class _HandOver(torch.autograd.Function):
+    """A replay whose backward pass sets the gradients of the leaves, which autograd does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: GraphPair, leaves: Sequence[Tensor], start: Tensor) -> tuple[Tensor, ...]:
+        ctx.leaves = leaves
+        return _replay_forward(ctx, pair)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.pair.turn.give_back(ctx.token)
+        pairs = [(p, g) for p, g in zip(ctx.leaves, ctx.pair.gradients, strict=True) if g is not None]
+        # A gradient that is a buffer holds the sum of earlier microbatches, which the replay would overwrite.
+        held = [leaf for leaf, buffer in pairs if leaf.grad is buffer]
+        for leaf, moved in zip(held, copies([leaf.grad for leaf in held]), strict=True):
+            leaf.grad = moved
+        _replay_backward(ctx, grads)
+        sums = [(leaf.grad, buffer) for leaf, buffer in pairs if leaf.grad is not None]
+        for leaf, buffer in pairs:
+            if leaf.grad is None:
+                leaf.grad = buffer
+        if sums:
+            torch._foreach_add_([total for total, _ in sums], [buffer for _, buffer in sums])
+        return None, None, None
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.token, ctx.pair = pair.turn.take(), pair
-        pair.forward.replay()
-        tensors = [x for x in pair.outputs if isinstance(x, Tensor)]
-        kinds = zip(pair.is_differentiable, pair.outputs, strict=True)
-        ctx.flags = [flag for flag, x in kinds if isinstance(x, Tensor)]
-        found = copies(tensors)
-        ctx.mark_non_differentiable(*(x for x, f in zip(found, ctx.flags, strict=True) if not f))
-        return tuple(found)
+        return _replay_forward(ctx, pair)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pair: GraphPair = ctx.pair
-        pair.turn.give_back(ctx.token)
-        wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
-        for static, grad in zip(pair.grad_outputs, wanted, strict=True):
-            static.copy_(grad)
-        pair.backward.replay()
+        ctx.pair.turn.give_back(ctx.token)
+        pair = _replay_backward(ctx, grads)
         given = iter(copies([x for x in pair.gradients if x is not None]))
         return None, *(None if x is None else next(given) for x in pair.gradients)
 
@@ -176,15 +235,49 @@ class GradientBuffers:
 
     def __init__(self, count: int) -> None:
         self._held: list[Tensor | None] = [None] * count
+        self._foreign: Sequence[Tensor] = ()
+        self._start: Tensor | None = None
+
+    def spare(self, tensors: Sequence[Tensor]) -> None:
+        """Let none of these tensors become a buffer: the gradients of outputs, which a replay fills."""
+        self._foreign = tensors
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged."""
+        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged.
+
+        The first gradient of a leaf becomes the buffer, without a copy, if it has memory of its own.
+        """
         if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
             return gradient
         held = self._held[index]
         if held is None or held.shape != leaf.shape or held.dtype != gradient.dtype:
+            if self._has_own_memory(gradient, leaf):
+                self._held[index] = gradient
+                return gradient
             held = self._held[index] = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False)
         return held.copy_(gradient)
+
+    def _has_own_memory(self, gradient: Tensor, leaf: Tensor) -> bool:
+        """Return whether a gradient fills memory that no view and no other buffer uses."""
+        storage = gradient.untyped_storage()
+        fills = storage.nbytes() == gradient.numel() * gradient.itemsize
+        alike = gradient.shape == leaf.shape and gradient.stride() == leaf.stride()
+        if not fills or not alike:
+            return False
+        others = [*self._foreign, *(x for x in self._held if x is not None)]
+        return all(x.untyped_storage().data_ptr() != storage.data_ptr() for x in others)
+
+    def hold(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether all gradients are buffers, in the dtypes of their leaves."""
+        pairs = zip(leaves, gradients, self._held, strict=True)
+        return all(g is None or (g is held and g.dtype == leaf.dtype) for leaf, g, held in pairs)
+
+    def start_of(self, outputs: Sequence[Any]) -> Tensor:
+        """Return the one tensor through which autograd reaches a replay that hands its buffers over."""
+        if self._start is None:
+            device = next(x.device for x in outputs if isinstance(x, Tensor))
+            self._start = torch.zeros((), device=device, requires_grad=True)
+        return self._start
 
 
 @contextlib.contextmanager
@@ -305,18 +398,18 @@ class CapturedStep:
         self.inputs, self.leaves, self.logged, self.uses = inputs, leaves, logged, uses
         self._pair, self._module = pair, module
 
-    def run(self, batch: THDBatch) -> Any:
+    def run(self, batch: THDBatch, *, hand_over: bool = False) -> Any:
         """Copy a batch into the buffers and replay the step, without logging."""
         self.inputs.fill(batch)
-        output, slots = self._pair(self.leaves)
+        output, slots = self._pair(self.leaves, hand_over=hand_over)
         if slots:
             losses, weights = slots
             show(batch, SlotLosses(losses.flatten(), weights.flatten(), None))
         return output
 
-    def __call__(self, batch: THDBatch) -> Any:
+    def __call__(self, batch: THDBatch, *, hand_over: bool = False) -> Any:
         """Replay the step on a batch, and log the step's values for this batch."""
-        output = self.run(batch)
+        output = self.run(batch, hand_over=hand_over)
         log: Any = getattr(self._module, "log", None)
         for name, value, args, kwargs in self.logged:
             log(name, value.clone() if isinstance(value, Tensor) else value, *args, **kwargs)

@@ -13,7 +13,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -39,6 +39,8 @@ USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training
 _RECIPE = "_thd_fp8"
 
 _get: Any = dict.get
+_address: Any = Tensor.data_ptr
+_requires_grad: Any = attrgetter("requires_grad")
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -54,8 +56,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(inner)
 
 
+def _has_one_address(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if _has_one_address(tensor):
         return (tensor.data_ptr(),)
     return tuple(x.data_ptr() for x in plain_tensors(tensor))
 
@@ -124,16 +130,27 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module, uses: Uses) -> None:
         modules = dict(module.named_modules())
-        self._tensors = [
-            (held, name, x, _addresses(x), x.requires_grad)
+        places = [
+            (held, name, x)
             for child in modules.values()
             for held in (child._parameters, child._buffers)
             for name, x in held.items()
             if x is not None
         ]
+        # Plain tensors are compared by a few calls of C for all of them, because there are hundreds.
+        plain = [(name, x) for _, name, x in places if _has_one_address(x)]
+        self._plain_names = [name for name, _ in plain]
+        self._plain = [x for _, x in plain]
+        self._plain_addresses = [*map(_address, self._plain)]
+        self._wrappers = [(name, x, _addresses(x)) for _, name, x in places if not _has_one_address(x)]
+        self._names_of_tensors = [name for _, name, _ in places]
+        self._owned = [x for _, _, x in places]
+        self._owners = [held for held, _, _ in places]
+        self._trained = [*map(_requires_grad, self._owned)]
         metrics = {id(x) for child in modules.values() if isinstance(child, Metric) for x in child.modules()}
         used = {path: child for path, child in modules.items() if id(child) not in metrics}
-        self._kinds = [(child, type(child)) for child in used.values()]
+        self._used = [*used.values()]
+        self._kinds = [*map(type, self._used)]
         written: dict[int, set[str]] = {}
         for owner, name in uses.written:
             written.setdefault(owner, set()).add(name)
@@ -148,16 +165,20 @@ class Fingerprint:
 
     def change(self) -> str | None:
         """Return what has changed since the fingerprint was taken (the first difference found), or None."""
-        for held, name, tensor, where, wanted in self._tensors:
-            if held.get(name) is not tensor or _addresses(tensor) != where:
-                return f"{name} moved to other memory"
-            if tensor.requires_grad != wanted:
-                return f"{name}.requires_grad changed"
-        for child, kind in self._kinds:
-            if type(child) is not kind:
-                return f"a {kind.__name__} became a {type(child).__name__}"
-        # There are many attributes, so they are compared without a loop in Python.
-        if self._all_keys() == self._keys and all(map(is_, map(_get, self._held, self._names), self._values)):
+        # There are many tensors and attributes, so they are compared without a loop in Python.
+        if not all(map(is_, map(_get, self._owners, self._names_of_tensors), self._owned)):
+            return self._moved()
+        if [*map(_address, self._plain)] != self._plain_addresses or self._wrappers_moved():
+            return self._moved()
+        if [*map(_requires_grad, self._owned)] != self._trained:
+            pairs = zip(self._names_of_tensors, self._owned, self._trained, strict=True)
+            name = next(name for name, x, wanted in pairs if x.requires_grad != wanted)
+            return f"{name}.requires_grad changed"
+        if not all(map(is_, map(type, self._used), self._kinds)):
+            pairs = zip(self._used, self._kinds, strict=True)
+            child, kind = next((child, kind) for child, kind in pairs if type(child) is not kind)
+            return f"a {kind.__name__} became a {type(child).__name__}"
+        if self._same_names() and all(map(is_, map(_get, self._held, self._names), self._values)):
             return None
         now = self._members()
         for place in chain(self._before, now):
@@ -168,6 +189,26 @@ class Fingerprint:
         self._remember(now)  # only names that are not compared changed, or objects of equal value
         return None
 
+    def _moved(self) -> str:
+        """Return the first tensor that was replaced or has another address."""
+        for held, name, tensor in zip(self._owners, self._names_of_tensors, self._owned, strict=True):
+            if held.get(name) is not tensor:
+                return f"{name} moved to other memory"
+        for name, tensor, where in zip(self._plain_names, self._plain, self._plain_addresses, strict=True):
+            if tensor.data_ptr() != where:
+                return f"{name} moved to other memory"
+        name = next(name for name, tensor, where in self._wrappers if _addresses(tensor) != where)
+        return f"{name} moved to other memory"
+
+    def _wrappers_moved(self) -> bool:
+        return any(_addresses(tensor) != where for _, tensor, where in self._wrappers)
+
+    def _same_names(self) -> bool:
+        """Return whether no space has new names. A name that is added comes last in its dictionary."""
+        if [*map(len, self._dictionaries)] != self._sizes:
+            return False
+        return [*map(next, map(reversed, self._filled))] == self._last_names
+
     def _members(self) -> dict[tuple[int, Any], Any]:
         return {
             (i, name): value
@@ -177,13 +218,14 @@ class Fingerprint:
         }
 
     def _remember(self, members: dict[tuple[int, Any], Any]) -> None:
-        self._before, self._keys = members, self._all_keys()
+        self._before = members
+        self._dictionaries = [space.held for space in self._spaces]
+        self._sizes = [*map(len, self._dictionaries)]
+        self._filled: list[Any] = [held for held in self._dictionaries if held]
+        self._last_names = [*map(next, map(reversed, self._filled))]
         self._held = [self._spaces[index].held for index, _ in members]
         self._names = [name for _, name in members]
         self._values = [*members.values()]
-
-    def _all_keys(self) -> list[Any]:
-        return [*chain.from_iterable(space.held for space in self._spaces)]
 
 
 def _spaces_of(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -77,6 +78,10 @@ class GraphedStep:
         buckets: the shapes to capture; see ``make_buckets``.
         backend: the capture engine; CUDA graphs by default.
         require: raise :class:`CaptureError` if a capture fails, instead of running eagerly.
+        keep_gradients: give every backward pass gradients of its own. With False, a replay's gradients are
+            the graph's buffers: they cost no copy and no memory, the next replay overwrites them, and only
+            ``backward()`` finds them, not ``torch.autograd.grad``. Sums over microbatches are kept. Hooks of
+            parameters, DDP and other ranks get copies also with False.
     """
 
     def __init__(
@@ -87,8 +92,9 @@ class GraphedStep:
         buckets: Sequence[Bucket],
         backend: Backend | None = None,
         require: bool = False,
+        keep_gradients: bool = True,
     ) -> None:
-        flags(require=require)
+        flags(require=require, keep_gradients=keep_gradients)
         instance(module, "module", nn.Module, advice="Pass the module that is trained.")
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         self.buckets = sorted(buckets)
@@ -104,6 +110,7 @@ class GraphedStep:
                 "device or DDP, or train without them."
             )
         self.wrapped, self.require = module, require
+        self.keep_gradients = keep_gradients
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self.group: Any = None  # the ranks that capture together; None is the world
@@ -134,7 +141,14 @@ class GraphedStep:
             self.stats.fallbacks[found] += 1
             return self._subject(batch, *rest)
         self.stats.replays += 1
-        return found(batch)
+        return found(batch, hand_over=self._hands_over())
+
+    def _hands_over(self) -> bool:
+        """Return whether gradients may be the graph's buffers: nothing but the optimizer waits for them."""
+        if self.keep_gradients or isinstance(self.wrapped, DistributedDataParallel):
+            return False
+        # DDP of a strategy, outside of this step, has hooks in C++ that cannot be seen.
+        return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
     def _find(self, batch: Any, rest: tuple[Any, ...]) -> CapturedStep | str:
         """Return a batch's captured step, after a capture if needed, or the reason to run eagerly."""

@@ -68,6 +68,12 @@ def replace_buffer(part: Part) -> None:
     part.table = torch.zeros(2)
 
 
+def swap_for_a_setting(part: Part) -> None:
+    """Keep the number of attributes: one that is not compared goes, a setting comes."""
+    del part.inner.last
+    part.inner.delta = 2.0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -78,6 +84,7 @@ def replace_buffer(part: Part) -> None:
         (lambda part: setattr(part, "scale", True), "the attribute scale changed"),  # of another dtype
         (lambda part: setattr(part.inner, "_alpha", 2.0), "the attribute inner._alpha"),
         (lambda part: setattr(part.inner, "window", (8, 0)), "the attribute inner.window"),
+        (swap_for_a_setting, "the attribute inner.delta"),
         (lambda part: setattr(part, "seen", [1]), "the attribute seen"),  # another list
         (lambda part: setattr(part.inner.config, "beta", 1.0), "the attribute inner.config.beta"),
         (lambda part: setattr(part, "linear", nn.Linear(3, 2)), "weight moved|_modules changed"),
