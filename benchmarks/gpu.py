@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -88,9 +89,19 @@ def run_part(one: Part, folder: Path, *, modules: list[str], device: str, limit_
     rows_file = folder / f"{one.name}.rows"
     rows_file.unlink(missing_ok=True)
     if one.run is None:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--no-header", *one.tests]
+        command = [sys.executable, "-u", "-m", "pytest", "-p", "tests.gpu.at_once", "-m", "gpu", "-q", "-rfE"]
+        command += ["--tb=no", "--no-header", *one.tests]
     else:
-        command = [sys.executable, "-m", "benchmarks.gpu", "--rows", str(rows_file), "--parts", one.name]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "benchmarks.gpu",
+            "--rows",
+            str(rows_file),
+            "--parts",
+            one.name,
+        ]
         command += ["--modules", *modules]
     start = time.perf_counter()
     code, output = _start(command, limit_s)
@@ -125,22 +136,36 @@ _NO_TESTS = 5  # pytest's code for a folder without tests of that mark
 def _start(command: list[str], limit_s: float, **environment: str) -> tuple[int | None, str]:
     """Run a process and give its exit code, None where it ran past the limit, and what it said."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it to be deterministic
-    given = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": workspace, **environment}
-    try:
-        ended = subprocess.run(  # our own interpreter and arguments
-            command,
-            env=given,
-            timeout=limit_s,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            cwd=Path(__file__).resolve().parents[1],
-        )
-    except subprocess.TimeoutExpired as err:
-        said = err.output or b""
-        return None, said.decode(errors="replace") if isinstance(said, bytes) else said
-    return ended.returncode, ended.stdout
+    caches = Path("runs").absolute()  # kept, so that a second run compiles nothing
+    kept = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    given = {**kept, **os.environ, "CUBLAS_WORKSPACE_CONFIG": workspace, **environment}
+    with subprocess.Popen(  # our own interpreter and arguments
+        command,
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=Path(__file__).resolve().parents[1],
+    ) as process:
+        said: list[str] = []
+        reader = threading.Thread(target=_echo, args=(process, said), daemon=True)
+        reader.start()
+        try:
+            code: int | None = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        reader.join(timeout=5.0)
+    return code, "".join(said)
+
+
+def _echo(process: subprocess.Popen[str], said: list[str]) -> None:
+    """Print what a process says as it comes, and keep it."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        print(line, end="", flush=True)
 
 
 def _problem(code: int | None, output: str, limit_s: float) -> str:
@@ -205,6 +230,7 @@ def _write_rows(name: str, file: Path) -> None:
         for row in one.run():
             out.write(json.dumps(asdict(row)) + "\n")
             out.flush()
+            print(f"{name}: {row.case}: {row.value:.4g} {row.unit} {row.goal}".rstrip(), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from benchmarks.gpu_parts import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.alignment import Alignment
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
+from lightning_thd.loss.kernels import choice
 
 TOKENS, WIDTH, VOCABULARY = 32_768, 4096, 151_936
 OURS = ("scalar loss", "log-probs + entropy")
@@ -22,9 +25,15 @@ def _ways() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         results = fused_linear_logprobs(hidden, weight, targets)
         return -results.logp.sum() - 0.01 * results.entropy.sum()
 
+    def in_torch(loss: Callable[[Tensor, Tensor, Tensor], Tensor], *given: Tensor) -> Tensor:
+        with mock.patch.object(choice, "runs_triton", return_value=False):
+            return loss(*given)
+
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "scalar loss": lambda h, w, y: fused_linear_cross_entropy(h, w, y),
+        "scalar loss, 4,096 rows": lambda h, w, y: fused_linear_cross_entropy(h, w, y, chunk=4096),
         "log-probs + entropy": entropy,
+        "scalar loss, torch's operators": partial(in_torch, fused_linear_cross_entropy),
         "F.cross_entropy": lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y, reduction="sum"),
     }
     if hasattr(F, "linear_cross_entropy"):
@@ -47,7 +56,7 @@ def _ways() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 @part(
     "loss_big_head",
     shows="32k tokens x 152k vocabulary, bf16: peak memory and time beside the peers",
-    seconds=60,
+    seconds=120,
     rank=32,
 )
 def big_head() -> Iterator[Row]:
@@ -57,6 +66,7 @@ def big_head() -> Iterator[Row]:
     weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
     losses: dict[str, float] = {}
+    times: dict[str, float] = {}
     for name, loss in _ways().items():
 
         def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor] = loss) -> Tensor:
@@ -73,7 +83,8 @@ def big_head() -> Iterator[Row]:
             losses[name] = run().item()
             peak = torch.cuda.max_memory_allocated() - before
             yield Row(case=f"{name}: peak", value=peak / 2**30, unit="GiB")
-            yield Row(case=f"{name}: forward + backward", value=median_us(run, repeats=5) / 1e3, unit="ms")
+            times[name] = median_us(run, repeats=5) / 1e3
+            yield Row(case=f"{name}: forward + backward", value=times[name], unit="ms")
         except torch.cuda.OutOfMemoryError:
             yield Row(case=f"{name}: out of memory", value=float("inf"), unit="GiB")
         except (RuntimeError, TypeError, ValueError) as error:
@@ -81,6 +92,10 @@ def big_head() -> Iterator[Row]:
                 raise
             yield Row(case=f"{name} cannot run: {error}".splitlines()[0][:120], value=0.0, unit="")
     exact = _exact_loss(hidden.detach(), weight.detach(), targets)
+    ours, liger = times.get("scalar loss", 0.0), times.get("liger")
+    if liger is not None:
+        goal, ratio = "<= 1.05", ours / liger
+        yield Row(case="scalar loss over liger", value=ratio, unit="times", goal=goal, met=ratio <= 1.05)
     for name in losses.keys() - {"log-probs + entropy"}:
         error = abs(losses[name] / exact - 1.0)
         wanted = "<= 1e-4" if name == "scalar loss" else ""
@@ -94,6 +109,56 @@ def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
     for h, y in zip(hidden.split(1024), targets.split(1024), strict=True):
         total += F.cross_entropy(h.float() @ wide.t(), y, reduction="sum").double().item()
     return total
+
+
+@part(
+    "loss_kernels",
+    shows="the loss's kernel on hardware: errors against float64, and TB/s by columns and warps of a program",
+    seconds=60,
+    rank=30,
+)
+def kernels() -> Iterator[Row]:
+    """One kernel for rows of 1,000, 50,257 and 151,936 columns, then its bandwidth at ten bytes a logit."""
+    from lightning_thd.loss.kernels import rows
+    from lightning_thd.loss.kernels.operators import RowBuffer, nll_of_rows
+
+    def launch(buffer: RowBuffer, targets: Tensor, columns: int, softcap: float | None) -> Tensor:
+        count = len(targets)
+        losses, weights = torch.empty(count, device="cuda"), torch.ones(count, device="cuda")
+        memory, bf16 = buffer.memory(count), torch.bfloat16
+        nll_of_rows(memory, losses, targets, weights, None, bf16, columns, -100, 0.0, 0.0, 1.0, softcap, 1.0)
+        return losses
+
+    torch.manual_seed(0)
+    for columns in (1000, 50_257, VOCABULARY):
+        for softcap in (None, 30.0):
+            raw = torch.randn(64, columns, device="cuda") * 4
+            targets = torch.randint(0, columns, (64,), device="cuda")
+            leaf = raw.double().requires_grad_()
+            z = leaf if softcap is None else softcap * torch.tanh(leaf / softcap)
+            wanted = F.cross_entropy(z, targets, reduction="sum")
+            (gradient,) = torch.autograd.grad(wanted, leaf)
+            buffer = RowBuffer(64, columns, raw.device)
+            buffer.products(64, columns).copy_(raw)
+            losses = launch(buffer, targets, columns, softcap)
+            found = buffer.gradient(64, columns, torch.bfloat16).double()
+            for what, error, limit in (
+                ("loss", float((losses.double().sum() / wanted - 1.0).abs()), 1e-5),
+                ("gradient", float((found - gradient).abs().max() / gradient.abs().max()), 4e-3),
+            ):
+                case = f"{what}, {columns} columns, softcap {softcap}"
+                goal = f"<= {limit}"
+                yield Row(case=case, value=error, unit="relative", goal=goal, met=error <= limit)
+    buffer = RowBuffer(2048, VOCABULARY, torch.device("cuda"))
+    buffer.memory(2048).normal_()
+    targets = torch.randint(0, VOCABULARY, (2048,), device="cuda")
+    for shape in ((4096, 8), (8192, 8), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 32)):
+        with mock.patch.object(rows, "shape_of", return_value=shape):
+            us = median_us(partial(launch, buffer, targets, VOCABULARY, None), repeats=5)
+        speed = 10 * 2048 * VOCABULARY / us / 1e6
+        chosen = shape == rows.shape_of(VOCABULARY)
+        goal, met = (">= 2.7", speed >= 2.7) if chosen else ("", None)
+        yield Row(case=f"{shape[0]} columns, {shape[1]} warps", value=speed, unit="TB/s", goal=goal, met=met)
 
 
 @part(
