@@ -65,9 +65,6 @@ class CUDAGraphCallback(L.Callback):
             replay's gradients are the graph's own buffers, which saves their copy and their memory: 14.5 GB
             for 7B parameters in bf16. A ``.grad`` that your code keeps is overwritten at the next replay.
             Sums over microbatches are kept, and hooks of parameters and DDP get copies in any case.
-        compile_layers: compile the layers by torch's compiler inside the graphs: a quarter of the kernel
-            launches. Batches that fit no graph run eagerly and uncompiled. Compiling takes up to a minute at
-            the first step, and seconds if ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` are kept.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
@@ -83,17 +80,16 @@ class CUDAGraphCallback(L.Callback):
         costs: GraphCosts | None = None,
         require: bool = False,
         keep_gradients: bool = False,
-        compile_layers: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
-        flags(require=require, keep_gradients=keep_gradients, compile_layers=compile_layers)
+        flags(require=require, keep_gradients=keep_gradients)
         if costs is not None:
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
         self.costs, self.require = costs, require
-        self.keep_gradients, self.compile_layers = keep_gradients, compile_layers
+        self.keep_gradients = keep_gradients
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
@@ -134,7 +130,6 @@ class CUDAGraphCallback(L.Callback):
                     backend=backend,
                     require=self.require,
                     keep_gradients=self.keep_gradients,
-                    compile_layers=self.compile_layers,
                 )
                 self.step.group = self._group
             if self.step is None:

@@ -40,7 +40,6 @@ from lightning_thd.cuda_graph.guards import (
     without_saved_states,
 )
 from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
-from lightning_thd.parallel.fsdp import layers_of
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -428,15 +427,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
         "longest": max([1, *batch.lengths]),
     }
-
-    def make_inputs() -> StaticInputs:
-        inputs = StaticInputs(bucket, example.device, **options)
-        if has_compiled_modules(module):
-            # Buckets of the same slots then share compiled layers, whatever their numbers of sequences.
-            for offsets in (inputs.batch.cu_seqlens, inputs.batch.cu_seqlens_padded):
-                torch._dynamo.maybe_mark_dynamic(offsets, 0)
-        return inputs
-
+    make_inputs = functools.partial(StaticInputs, bucket, example.device, **options)
     hidden = tuple(
         HostValue(f"argument {i} after the batch{'' if i > 1 else ' (such as batch_idx)'}")
         for i in range(1, len(example.rest) + 1)
@@ -472,63 +463,22 @@ def _warm_up(
     make_inputs: Callable[[], StaticInputs],
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times, each with new inputs; return the values that each run logged.
-
-    The compiler compiles nothing while a mode watches operators. So compiled layers run without modes first,
-    then uncompiled, so that every operator is seen, then compiled again as they will be captured.
-    """
-
-    def forward_backward() -> None:
-        inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
-        inputs.fill(inputs.dummy())
-        _forward_backward(run, inputs.batch, leaves)
-
-    compiles = has_compiled_modules(module)
+    """Run forward and backward a few times, each with new inputs; return the values that each run logged."""
     runs = []
     before = host_state(module)
-    if compiles:
-        with guarded(module), without_saved_states():
-            backend.warm_up(forward_backward, last=False)
     for i in range(backend.warm_ups):
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        last = i == backend.warm_ups - 1
-        uncompiled = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
-        inputs = make_inputs()
+        inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
         inputs.fill(inputs.dummy())
-        once = functools.partial(_forward_backward, run, inputs.batch, leaves)
-        with guarded(module) as logged, without_saved_states(use), use, uncompiled:
-            backend.warm_up(once, last=last)
+        last = i == backend.warm_ups - 1
+        with guarded(module) as logged, without_saved_states(use), use:
+            backend.warm_up(functools.partial(_forward_backward, run, inputs.batch, leaves), last=last)
         use.refuse()
         runs.append(logged)
     refuse_host_changes(module, before)
-    if compiles:
-        with guarded(module), without_saved_states():
-            backend.warm_up(forward_backward, last=False)
     return runs
-
-
-def has_compiled_modules(module: nn.Module) -> bool:
-    """Return whether a module or one inside of it was compiled by ``Module.compile``."""
-    return any(child._compiled_call_impl is not None for child in module.modules())
-
-
-@contextlib.contextmanager
-def compiled_layers(module: nn.Module, *, backend: str = "inductor") -> Iterator[None]:
-    """Compile the layers of a module inside this context, except layers that are compiled already.
-
-    Shapes are static, as those of a bucket are. So a replay runs compiled code, a batch that fits no bucket
-    runs eagerly, and no step checks guards.
-    """
-    layers = [layer for layer in layers_of(module) if layer._compiled_call_impl is None]
-    for layer in layers:
-        layer.compile(dynamic=False, backend=backend)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("_compiled_call_impl", None)
 
 
 def _forward_backward(

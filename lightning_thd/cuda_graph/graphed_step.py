@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ from lightning_thd.cuda_graph.capture import (
     StepFunction,
     Subject,
     capture_step,
-    compiled_layers,
     differentiable,
     differentiate,
 )
@@ -83,8 +82,6 @@ class GraphedStep:
             the graph's buffers: they cost no copy and no memory, the next replay overwrites them, and only
             ``backward()`` finds them, not ``torch.autograd.grad``. Sums over microbatches are kept. Hooks of
             parameters, DDP and other ranks get copies also with False.
-        compile_layers: compile the layers by torch's compiler inside the graphs. Batches that fit no bucket
-            run eagerly, without the compiler.
     """
 
     def __init__(
@@ -96,9 +93,8 @@ class GraphedStep:
         backend: Backend | None = None,
         require: bool = False,
         keep_gradients: bool = True,
-        compile_layers: bool = False,
     ) -> None:
-        flags(require=require, keep_gradients=keep_gradients, compile_layers=compile_layers)
+        flags(require=require, keep_gradients=keep_gradients)
         instance(module, "module", nn.Module, advice="Pass the module that is trained.")
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         self.buckets = sorted(buckets)
@@ -115,7 +111,6 @@ class GraphedStep:
             )
         self.wrapped, self.require = module, require
         self.keep_gradients = keep_gradients
-        self.compile_layers = compile_layers
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self.group: Any = None  # the ranks that capture together; None is the world
@@ -232,10 +227,8 @@ class GraphedStep:
                 with restored(subject.module), guarded(subject.module) as logged:
                     subject(example.batch, *example.rest)
                 example = example._replace(logged=(logged,))
-            compiling = compiled_layers(subject.module) if self.compile_layers else nullcontext()
-            with compiling:
-                for bucket in reversed(self.buckets):  # the largest first: smaller ones reuse its memory
-                    self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
+            for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
+                self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
                 for layout in layouts_to_prove(step.inputs.bucket):
                     prove(subject, step, example, layout)
