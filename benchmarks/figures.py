@@ -375,7 +375,47 @@ def trained() -> str:
     )
 
 
+def setup() -> str:
+    """Fold the names that pages use, from the first page, so that each page runs by itself."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    # two blank lines, as the formatter of code in pages wants them
+    code = "\n\n".join(block for block in blocks if "trainer" not in block)
+    return f"{_FOLDED}\n\n```python\n{code}```\n\n</details>"
+
+
+def setup_chats() -> str:
+    """Fold the same, with conversations and a tokenizer that need no download."""
+    return setup().replace("```\n\n</details>", f"\n{_CHATS}```\n\n</details>")
+
+
+_FOLDED = '<details markdown="1"><summary>Setup for this page</summary>'
+_CHATS = """from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+# bytes as tokens; with a model of yours: AutoTokenizer.from_pretrained(...)
+signs = ["<|start|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+ids = {sign: number for number, sign in enumerate(signs)}
+byte_level = Tokenizer(models.BPE(vocab=ids, merges=[]))
+byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+byte_level.add_special_tokens(["<|start|>", "<|end|>"])
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=byte_level, eos_token="<|end|>", pad_token="<|end|>"
+)
+tokenizer.chat_template = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\\n{{ m['content'] }}<|end|>\\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\\n{% endif %}"
+)
+
+talk = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hello there"},
+]
+Path("chats.jsonl").write_text((json.dumps({"messages": talk}) + "\\n") * 8)
+"""
 REGIONS: dict[str, Callable[[], str]] = {
+    "setup": setup,
+    "setup_chats": setup_chats,
     "headline": headline,
     "speed": speed,
     "all_speed": all_speed,

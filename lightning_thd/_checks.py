@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 INT64_MAX = 2**63 - 1
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def whole_number(
@@ -148,3 +150,26 @@ def refuse_missing(name: str, advice: str) -> None:
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".json"
     if is_path and not path.exists():
         raise ValueError(f"{name} does not exist. {advice}")
+
+
+def answers(required: str = "", **advice: str) -> Callable[[Init], Init]:
+    """Let an ``__init__`` answer arguments of other libraries, and a missing one, with what to pass.
+
+    Args:
+        required: the message for each required keyword that is missing is ``advice`` of this name.
+        advice: name of an argument that ``__init__`` does not have, or of ``required`` -> what to do.
+    """
+
+    def decorate(init: Init) -> Init:
+        @wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            owner = type(self).__name__
+            for name in kwargs.keys() & advice.keys() - {required}:
+                raise TypeError(f"{owner} has no {name}=. {advice[name]}")
+            if required and required not in kwargs:
+                raise TypeError(f"{owner} needs {required}=. {advice[required]}")
+            init(self, *args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate

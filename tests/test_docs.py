@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 from pathlib import Path
@@ -24,9 +23,11 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
-START = blocks(DOCS / "index.md")
-# What the other pages go on from: Start's first block, and the one that names a module, a batch and files.
-NAMES = [block for block in START if "trainer" not in block]
+def setup_of(page: Path) -> list[str]:
+    """Return the folded block of a page that makes its names, if it has one."""
+    return re.findall(
+        r"<summary>Setup for this page</summary>\n\n```python\n(.*?)```", page.read_text(), re.S
+    )
 
 
 def devices(block: str) -> int:
@@ -34,15 +35,13 @@ def devices(block: str) -> int:
 
 
 def run_page(code: list[str], folder: str) -> int:
-    """Run the blocks of a page one after the other, each with what a reader of Start has by then."""
+    """Run the blocks of a page one after the other, with no names but their own."""
     import os
-
-    from tests.data.chats import PLAIN, make_tokenizer
 
     os.chdir(folder)
     _limit_steps()
-    names: dict[str, Any] = {"tokenizer": make_tokenizer(PLAIN)}
-    for block in [*NAMES, *code]:
+    names: dict[str, Any] = {}
+    for block in code:
         names.pop("trainer", None)
         fewer = block.replace("Sequences(512)", "Sequences(32)")
         exec(compile(fewer, "docs", "exec"), names)  # it is ours
@@ -52,22 +51,16 @@ def run_page(code: list[str], folder: str) -> int:
     return len(code)
 
 
-def write_chats(folder: Path) -> None:
-    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]
-    (folder / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
-
-
 # These pages start several ranks or loggers, or compile; their features have unmarked tests of their own.
 SLOW = {"hosts.md", "loggers.md", "clusters.md", "parallelism.md", "pipelines.md", "speed.md", "yaml.md"}
 MARKED = [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in PAGES]
 
 
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    write_chats(tmp_path)
-    code = blocks(page)[1:] if page.name == "index.md" else blocks(page)
+def test_the_code_of_a_page_runs_by_itself(page: Path, tmp_path: Path) -> None:
+    setup, code = setup_of(page), [block for block in blocks(page) if block not in setup_of(page)]
     for count in sorted(set(map(devices, code))):
-        of_count = [block for block in code if devices(block) == count]
+        of_count = [*setup, *(block for block in code if devices(block) == count)]
         ran = run_ranks(run_page, count, of_count, str(tmp_path), timeout_s=400.0)
         assert ran == [len(of_count)] * count
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_thd import FlopsModel, THDBatch, THDDataModule
+from lightning_thd import FlopsModel, THDBatch, THDDataModule, THDDDPStrategy
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.store.cache import open_arrays, save_arrays
+from lightning_thd.data.streams import Stream
 from lightning_thd.flops import SeqStats
 from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
 from lightning_thd.module import CausalLMModule
@@ -101,9 +102,16 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         (lambda: set_up(SOUND), "'audio' was found"),
         (lambda: set_up(READY), "Row 0 carries pixel_values, which cannot be divided"),
         (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),
+        (
+            lambda: THDDataModule([], batch_size=8),
+            "has no batch_size=. A batch is a pack of at most capacity=",
+        ),
+        (lambda: THDDataModule([]), "needs capacity=. It is the most tokens of a pack, for example"),
+        (lambda: Stream("x", text_key="body"), r"has no text_key=. Pass it to THDDataModule\(Stream"),
+        (lambda: THDDDPStrategy(tensor_parallel_size=2), "has no tensor_parallel_size=: .*THDModelParallelS"),
         (arrays_of_another_version, "it has version 1, wanted 2.*Delete it to build it again"),
     ],
 )
 def test_message(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
         call()

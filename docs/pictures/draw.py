@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: python docs/pictures/draw.py."""
+"""Draw the pictures of the documentation: PYTHONPATH=. python docs/pictures/draw.py."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.figures import one_b
 from lightning_thd.packing import PackPlanner, Sequences, pack_lengths
 from lightning_thd.report.look import (
     CYCLE,
@@ -48,6 +49,7 @@ def main() -> None:
             HERE / f"work-{theme}.png", dpi=110
         )
         draw_speed(theme).savefig(HERE / f"speed-{theme}.png", dpi=140)
+        draw_training(theme).savefig(HERE / f"training-{theme}.png", dpi=140)
         for name in GALLERY:
             draw_example(name, theme).savefig(
                 HERE / f"example-{name}-{theme}.png", dpi=105
@@ -92,6 +94,37 @@ def draw_speed(theme: Theme) -> object:
         axes.yaxis.set_major_formatter(short)
         axes.minorticks_off()
         legend(axes, theme)
+    return figure
+
+
+def draw_training(theme: Theme) -> object:
+    """Draw the tokens a second of training 1B parameters, from GPU.md."""
+    ways = {
+        "padded": "padded rows, SDPA",
+        "flattened": "flattened, flash-attn 2",
+        "packs": "our packs",
+        "graphs": "our packs, CUDA graphs",
+    }
+    figure = new_figure(6.2, 2.8, theme)
+    for axes, machine in zip(figure.subplots(1, 2), ("H200", "H100"), strict=True):
+        rates = one_b(machine)
+        for row, (way, label) in enumerate(ways.items()):
+            rate = rates.get(way, 0.0)
+            colour = CYCLE[0] if way in ("packs", "graphs") else CYCLE[1]
+            axes.barh(row, rate, color=colour, height=0.55)
+            figures = f"{rate:,.0f}" if rate else "out of memory"
+            axes.text(
+                400,
+                row - 0.42,
+                f"{label}: {figures}",
+                color=look_of(theme).ink,
+                fontsize=8,
+                va="center",
+            )
+        dress(axes, theme, title=f"1B on one {machine}", x="tokens/s", grid=False)
+        axes.set_yticks([])
+        axes.set_ylim(len(ways) - 0.6, -0.8)
+        axes.xaxis.set_major_formatter(short)
     return figure
 
 

@@ -6,7 +6,7 @@ T slots in a pack, S sequences. Collation keeps on the host every integer that a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -28,6 +28,18 @@ _FIELDS = (
     *("sequence_scale", "token_scale", "microbatch", "set_name", "max_targets"),
 )
 _ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
+
+
+_TO_A_MODEL = "Write model(**batch.hf_kwargs()) for outputs, or causal_lm_loss(model, batch) for the loss"
+_NO_TENSOR = f"It is no tensor. {_TO_A_MODEL}"
+# What people ask a batch for -> what to write instead.
+_INSTEAD = {
+    "labels": "batch.targets holds the next token of each slot, already shifted. causal_lm_loss(model, "
+    "batch) reads it",
+    "attention_mask": "A pack has no mask: batch.boundaries holds where each sequence begins. A model with "
+    "attn_implementation='thd' keeps sequences apart",
+    **dict.fromkeys(("shape", "size", "device", "dtype", "dim", "ndim"), _NO_TENSOR),
+}
 
 
 class _Rows(Tensor):
@@ -449,6 +461,23 @@ class THDBatch(_Pinned):
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def keys(self) -> NoReturn:
+        """Answer ``model(**batch)``, which asks a mapping for its keys first."""
+        raise TypeError(f"A THDBatch is no dict, as in model(**batch). {_TO_A_MODEL}")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        name = key if isinstance(key, str) else "input_ids"
+        instead = _INSTEAD.get(name) or f"Write batch.{name}"
+        raise TypeError(
+            f"A THDBatch is no dict, as in batch[{key!r}]. {instead}. batch.unpack(x) cuts x by sequence."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:  # only for names that a batch does not have
+        instead = _INSTEAD.get(name)
+        if instead is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"A THDBatch has no {name}. {instead}.")
 
     def __iter__(self) -> Iterator[Tensor]:
         # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size.

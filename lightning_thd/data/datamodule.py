@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import answers, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import planning, sets
@@ -117,6 +117,15 @@ class THDDataModule(LogsSources):
     prefetch_factor = planning.Setting[int | None]()
     pin_memory = planning.Setting[bool | None]()
 
+    @answers(
+        required="capacity",
+        capacity="It is the most tokens of a pack, for example capacity=8_192.",
+        batch_size="A batch is a pack of at most capacity= tokens, however many sequences these are. For "
+        "steps of exactly n sequences, pass global_batch=Sequences(n).",
+        max_length="A pack holds at most capacity= tokens; oversize='truncate' cuts longer sequences.",
+        shuffle="Every epoch has an order of its own, decided by seed=.",
+        collate_fn="Sequences are collated into packs. Map your dataset to {'input_ids': ints} instead.",
+    )
     def __init__(
         self,
         train: Mapping[str, tuple[Stream | Source, float]] | Stream | Source | None = None,

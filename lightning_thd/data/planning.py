@@ -310,12 +310,15 @@ def announce(data: DataSet, planner: Planner, job: Job) -> None:
     """Print the size of a data set; print and log how many sequences policies leave out or change."""
     lengths, name = data.index.lengths, data.name
     changed = {key: count for key, count in counts_of(data, planner).items() if count}
+    predicted = int(np.maximum(lengths - 1, 0).sum())  # the first token of a sequence is never a target
+    targets = int(data.index.loss_tokens.sum())
+    learned = f", {targets:,} of them learned" if targets < predicted else ""
     rank_zero_info(
-        f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
+        f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens{learned}"
         + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())
     )
-    learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
-    if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
+    counted = data.index.weights if len(data.index.weights) else data.index.loss_tokens
+    if name == "train" and lengths.max(initial=0) > 1 and not counted.any():
         warn(
             "train: no token is learned, because all labels are -100 or all weights are 0. "
             "The label of a token that the model should learn is its id.",

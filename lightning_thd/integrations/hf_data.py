@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from lightning_thd._find import unwrapped
+from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES, refuse_boundaries, refuse_keys
 from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data.loader import Position, THDLoader
-from lightning_thd.data.read.sources import as_dataset
+from lightning_thd.data.read.files import is_paths
+from lightning_thd.data.read.sources import Opener, as_dataset
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.shards import is_stream
@@ -27,6 +29,8 @@ TrainerBase: Any = object
 _FILE = "thd_data.pt"  # in a checkpoint's folder
 # Arguments of THDDataModule that decide how rows are read. Evaluation takes only these from data_kwargs.
 OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
+# Arguments of THDDataModule that only files need.
+_OF_FILES = ("text_key", "append_eos", "records")
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
@@ -37,6 +41,55 @@ def packed_dataset(dataset: Any, arguments: frozenset[str] = frozenset()) -> Map
             "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
         )
     return cast("MapDataset", WithLabels(as_dataset(dataset), arguments))
+
+
+def open_datasets(arguments: dict[str, Any], reading: dict[str, Any]) -> None:
+    """Replace paths among a Trainer's datasets by what they hold, tokenised; take the tokenizer from both.
+
+    Args:
+        arguments: the keyword arguments of the Trainer; ``train_dataset``, ``eval_dataset`` and
+            ``processing_class`` are changed in place.
+        reading: ``data_kwargs``; the arguments that only files need are taken out.
+    """
+    tokenizer = reading.pop("tokenizer", None)
+    if isinstance(tokenizer, str):
+        auto = require("transformers", feature=f"tokenizer={tokenizer!r}").AutoTokenizer
+        tokenizer = auto.from_pretrained(tokenizer)
+    if tokenizer is not None:
+        if arguments.get("processing_class") not in (None, tokenizer):
+            raise ValueError("data_kwargs has a tokenizer, and processing_class is another. Pass one.")
+        arguments["processing_class"] = tokenizer
+    of_files = {name: reading.pop(name) for name in _OF_FILES if name in reading}
+    shared = {name: reading[name] for name in ("cache_dir", "max_errors", "on_error") if name in reading}
+
+    opener = Opener(tokenizer=arguments.get("processing_class"), **of_files, **shared)
+    found = False
+    for name in ("train_dataset", "eval_dataset"):
+        dataset = arguments.get(name)
+        if isinstance(dataset, Mapping) and any(map(is_paths, dataset.values())):
+            found = True
+            arguments[name] = {key: _opened(opener, source) for key, source in dataset.items()}
+        elif is_paths(dataset):
+            found = True
+            arguments[name] = _opened(opener, dataset)
+    if of_files and not found:
+        raise ValueError(
+            f"data_kwargs has {', '.join(of_files)}, which only files need, but no dataset is a path. "
+            "Leave it out, or pass the path as train_dataset."
+        )
+
+
+def _opened(opener: Opener, source: Any) -> Any:
+    """Return the rows of files as a dataset of Hugging Face, as TRL wants it; other sources as they are."""
+    if not is_paths(source):
+        return source
+    rows = opener.open(source).dataset
+    datasets = require("datasets", feature="a path as a Trainer's dataset")
+    return datasets.Dataset.from_list([_listed(rows[i]) for i in range(len(rows))])
+
+
+def _listed(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: np.asarray(row[name]).tolist() for name in ("input_ids", "labels") if name in row}
 
 
 def arguments_of(model: Any) -> frozenset[str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_thd._imports import require
+from lightning_thd.models.switching import NAME
 
 # Options that the base class or packed_trainer reads, with their usual meaning.
 _HONOURED = """
@@ -163,3 +167,40 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own. "
             f"packed_trainer replaces it or calls it with packs, so results would differ. {remedy}"
         )
+
+
+def settings_for(model: str) -> Any:
+    """Return the arguments that TRL makes for a model's name if it gets none."""
+    trl = require("trl", feature="packed_trainer with the name of a model")
+    return trl.SFTConfig(f"{model.rstrip('/').rpartition('/')[2]}-SFT")
+
+
+def choose_thd(settings: Any) -> None:
+    """Let TRL build a model that it gets by name with "thd", or refuse another attention in the arguments."""
+    if not hasattr(settings, "model_init_kwargs"):
+        raise TypeError(
+            "The model is a name, which transformers' Trainer does not load. Pass "
+            "AutoModelForCausalLM.from_pretrained(name, attn_implementation='thd')."
+        )
+    chosen = settings.model_init_kwargs or {}
+    if isinstance(chosen, str):  # from a command line
+        chosen = json.loads(chosen)
+    attention = chosen.get("attn_implementation", NAME)
+    if attention != NAME:
+        raise ValueError(_other_attention(attention))
+    settings.model_init_kwargs = {**chosen, "attn_implementation": NAME}
+
+
+def refuse_attention(model: Any) -> None:
+    """Refuse a model whose attention is not "thd"; objects without a config of transformers pass."""
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", NAME)
+    if attention != NAME:
+        raise ValueError(_other_attention(attention))
+
+
+def _other_attention(attention: object) -> str:
+    return (
+        f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
+        "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "
+        "model_init_kwargs={'attn_implementation': 'thd'}). See docs/reference/messages.md#attention."
+    )

@@ -28,17 +28,25 @@ from lightning_thd.integrations.hf_data import (
     TrainerPacks,
     arguments_of,
     is_streamed,
+    open_datasets,
     packed_dataset,
     streamed_dataset,
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
-from lightning_thd.integrations.hf_options import precision_of, refuse_engines, refuse_options, refuse_trainer
+from lightning_thd.integrations.hf_options import (
+    choose_thd,
+    precision_of,
+    refuse_attention,
+    refuse_engines,
+    refuse_options,
+    refuse_trainer,
+    settings_for,
+)
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin, refuse_old_rows
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.models.preparing import prepare_if_asked
-from lightning_thd.models.switching import NAME
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
 
@@ -61,7 +69,9 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         arguments: ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``),
         ``router_balance`` (see ``causal_lm_loss``) and ``data_kwargs`` (more arguments of ``THDDataModule``).
         With ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
-        ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
+        ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture. It
+        and ``eval_dataset`` may be paths, which are read as ``THDDataModule`` reads them; the tokenizer is
+        ``processing_class``. TRL may get the name of a model, which is then built with "thd".
     """
     transformers = require("transformers", feature="packed_trainer")
     base = transformers.Trainer if trainer_class is None else trainer_class
@@ -100,8 +110,18 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             )
         for name in {"val", "test", "predict"} & (data_kwargs or {}).keys():
             raise ValueError(f"data_kwargs has {name!r}, which nothing would read. Pass eval_dataset=.")
-        if (given := kwargs.get("args", args[1] if len(args) > 1 else None)) is not None:
-            refuse_options(given)  # before the base class warns about them or acts on them
+        settings = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if settings is not None:
+            refuse_options(settings)  # before the base class warns about them or acts on them
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, str):
+            if settings is None:
+                settings = kwargs["args"] = settings_for(model)
+            choose_thd(settings)
+        else:
+            refuse_attention(model)  # before the base class tokenises anything
+        data_kwargs = dict(data_kwargs or {})
+        open_datasets(kwargs, data_kwargs)
         super().__init__(*args, **kwargs)
         # TRL keeps the balancing loss's factor in the trainer, before 1.14 in its arguments; causal_lm_loss
         # reads it from the model.
@@ -286,13 +306,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def _refuse_settings(self) -> None:
         refuse_engines(self)
-        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", NAME)
-        if attention != NAME:
-            raise ValueError(
-                f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
-                "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "
-                "model_init_kwargs={'attn_implementation': 'thd'}). See docs/reference/messages.md#attention."
-            )
+        refuse_attention(self.model)
         prepare_if_asked(self.model)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(

@@ -55,6 +55,30 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
             self._root_device = torch.device(devices[0])
 
 
+# What only the strategy that shards the model takes.
+_SHARDING = (
+    "data_parallel_size",
+    "data_parallel_replicas",
+    "tensor_parallel_size",
+    "tensor_parallel_plan",
+    "sequence_parallel",
+    "pipeline_parallel_size",
+    "pipeline_schedule",
+    "pipeline_split",
+    "expert_parallel_size",
+)
+
+
+def _refuse_sharding(arguments: dict[str, Any]) -> None:
+    """Refuse arguments for sharded parameters, which DDP would only refuse when training begins."""
+    names = [f"{name}=" for name in arguments if name in _SHARDING]
+    if names:
+        raise TypeError(
+            f"THDDDPStrategy has no {', '.join(names)}: it replicates the parameters on every rank. Use "
+            "THDModelParallelStrategy, which shards them and takes the same arguments besides."
+        )
+
+
 class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     """``Trainer(strategy="thd_ddp")``: replicated parameters, steps with varying numbers of microbatches.
 
@@ -87,6 +111,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         broadcast_data: bool = False,
         **kwargs: Any,
     ) -> None:
+        _refuse_sharding(kwargs)
         super().__init__(**kwargs)
         ways = context_parallel_layout, context_parallel_communication
         _configure(self, context_parallel_size, max_context_parallel_size, ways, broadcast_data)

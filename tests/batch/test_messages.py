@@ -91,3 +91,33 @@ CASES: list[tuple[Callable[[], Any], str]] = [
 def test_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError, AttributeError), match=words):
         call()
+
+
+def as_a_dict() -> object:
+    return dict(**BATCH)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (as_a_dict, r"no dict, as in model\(\*\*batch\). Write model\(\*\*batch.hf_kwargs\(\)\)"),
+        (lambda: BATCH["input_ids"], r"no dict, as in batch\['input_ids'\]. Write batch.input_ids"),
+        (lambda: BATCH["labels"], "batch.targets holds the next token of each slot, already shifted"),
+        (lambda: BATCH[0], r"as in batch\[0\].*batch.unpack"),
+    ],
+)
+def test_a_batch_that_is_taken_for_a_dict_says_what_to_write(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_names_of_other_batches_are_answered_and_stay_absent() -> None:
+    with pytest.raises(AttributeError, match="A THDBatch has no labels. batch.targets holds the next token"):
+        _ = BATCH.labels
+    with pytest.raises(AttributeError, match="no attention_mask. A pack has no mask"):
+        _ = BATCH.attention_mask
+    with pytest.raises(AttributeError, match=r"no shape. It is no tensor. Write model\(\*\*batch.hf_kwargs"):
+        _ = BATCH.shape
+    with pytest.raises(AttributeError, match="'THDBatch' object has no attribute 'other'"):
+        _ = BATCH.other
+    assert not hasattr(BATCH, "labels")

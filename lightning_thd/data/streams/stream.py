@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd._checks import choice, real_number, whole_number
+from lightning_thd._checks import answers, choice, real_number, whole_number
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
@@ -78,6 +78,14 @@ class Stream:
             choice(self.on_error, "on_error", "raise", "skip")
         advice = "It is the seconds a rank waits for another."
         real_number(self.timeout_s, "timeout_s", above=0, advice=advice)
+
+
+# The data module reads the records, whatever their source.
+_READING = "Pass it to THDDataModule(Stream(...), {}=..., capacity=...)."
+_with_advice = answers(
+    **{name: _READING.format(name) for name in ("text_key", "tokenizer", "processor", "records", "capacity")}
+)
+Stream.__init__ = _with_advice(Stream.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)
