@@ -24,6 +24,7 @@ ARGUMENTS = {
     "preference.py": ["--steps", "2"],
     "rl_logprobs.py": [],
     "fp8.py": ["--steps", "3"],
+    "trl_lora_chat.py": ["--steps", "1", "--out", "{out}"],
     "vision_chat.py": ["--steps", "1"],
     "vision_language.py": ["--steps", "1"],
 }
