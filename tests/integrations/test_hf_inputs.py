@@ -40,7 +40,7 @@ def make(folder: Path, **further: Any) -> Any:
 def test_paths_are_read_as_the_data_module_reads_them(texts: Path, tmp_path: Path) -> None:
     reading = {"text_key": "body", "tokenizer": ByteTokenizer(), "cache_dir": str(tmp_path / "cache")}
     trainer = make(tmp_path, train_dataset=str(texts), eval_dataset={"same": texts}, data_kwargs=reading)
-    expected = [[*text.encode(), 256] for text in TEXTS]
+    expected = [[*text.encode(), 257] for text in TEXTS]  # 257 ends a document
     assert [row["input_ids"] for row in trainer.train_dataset] == expected
     assert [row["input_ids"] for row in trainer.eval_dataset["same"]] == expected
     trainer.train()
