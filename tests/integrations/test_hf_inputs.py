@@ -34,7 +34,7 @@ def make(folder: Path, **further: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=260, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="thd")
-    return packed_trainer()(model=model, args=arguments(folder), capacity=128, **further)
+    return packed_trainer()(model=model, args=arguments(folder), capacity=128, peak=1e12, **further)
 
 
 def test_paths_are_read_as_the_data_module_reads_them(texts: Path, tmp_path: Path) -> None:
@@ -90,6 +90,7 @@ def test_trl_builds_a_model_that_it_gets_by_name_with_thd(tmp_path: Path) -> Non
         processing_class=make_tokenizer(PLAIN),
         data_kwargs={"cache_dir": str(tmp_path / "cache")},
         capacity=64,
+        peak=1e12,
     )
     assert trainer.model.config._attn_implementation == "thd"
     trainer.train()
