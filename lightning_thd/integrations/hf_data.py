@@ -58,11 +58,14 @@ def open_datasets(arguments: dict[str, Any], reading: dict[str, Any]) -> None:
     if tokenizer is not None:
         if arguments.get("processing_class") not in (None, tokenizer):
             raise ValueError("data_kwargs has a tokenizer, and processing_class is another. Pass one.")
-        arguments["processing_class"] = tokenizer
+        if hasattr(tokenizer, "save_pretrained"):  # a Trainer saves it with the model
+            arguments["processing_class"] = tokenizer
+    else:
+        tokenizer = arguments.get("processing_class")
     of_files = {name: reading.pop(name) for name in _OF_FILES if name in reading}
     shared = {name: reading[name] for name in ("cache_dir", "max_errors", "on_error") if name in reading}
 
-    opener = Opener(tokenizer=arguments.get("processing_class"), **of_files, **shared)
+    opener = Opener(tokenizer=tokenizer, **of_files, **shared)
     found = False
     for name in ("train_dataset", "eval_dataset"):
         dataset = arguments.get(name)
