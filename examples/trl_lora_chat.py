@@ -63,7 +63,6 @@ def main() -> None:
             logging_steps=5,
             save_steps=10,
             bf16=fastest_precision() == "bf16-mixed",
-            gradient_checkpointing=False,
             report_to=["tensorboard"],
         ),
         train_dataset=args.data or str(train),

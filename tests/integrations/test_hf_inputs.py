@@ -79,7 +79,7 @@ def test_trl_builds_a_model_that_it_gets_by_name_with_thd(tmp_path: Path) -> Non
     folder = tmp_path / "model"
     tiny_llama().save_pretrained(folder)
     make_tokenizer(PLAIN).save_pretrained(folder)
-    quiet = {"max_steps": 1, "use_cpu": True, "report_to": [], "bf16": False, "gradient_checkpointing": False}
+    quiet = {"max_steps": 1, "use_cpu": True, "report_to": [], "bf16": False}
     args = trl.SFTConfig(output_dir=str(tmp_path / "out"), **quiet)
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "hello there"}) + "\n" for _ in range(6)))
