@@ -74,6 +74,7 @@ def test_the_name_of_a_model_is_for_trl(tmp_path: Path) -> None:
         packed_trainer()(model="org/name", args=arguments(tmp_path), train_dataset=sequences(4), capacity=64)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own default
 def test_trl_builds_a_model_that_it_gets_by_name_with_thd(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     folder = tmp_path / "model"
