@@ -30,11 +30,15 @@ def arguments(folder: Path) -> TrainingArguments:
     )
 
 
-def make(folder: Path, **further: Any) -> Any:
+def small_model() -> Any:
+    """Return a model whose vocabulary holds bytes and the tokens of the tests' tokenizer."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=260, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="thd")
-    return packed_trainer()(model=model, args=arguments(folder), capacity=128, peak=1e12, **further)
+    config = LlamaConfig(vocab_size=1_024, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+
+
+def make(folder: Path, **further: Any) -> Any:
+    return packed_trainer()(model=small_model(), args=arguments(folder), capacity=128, peak=1e12, **further)
 
 
 def test_paths_are_read_as_the_data_module_reads_them(texts: Path, tmp_path: Path) -> None:
@@ -78,7 +82,7 @@ def test_the_name_of_a_model_is_for_trl(tmp_path: Path) -> None:
 def test_trl_builds_a_model_that_it_gets_by_name_with_thd(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     folder = tmp_path / "model"
-    tiny_llama().save_pretrained(folder)
+    small_model().save_pretrained(folder)
     make_tokenizer(PLAIN).save_pretrained(folder)
     quiet = {"max_steps": 1, "use_cpu": True, "report_to": [], "bf16": False}
     args = trl.SFTConfig(output_dir=str(tmp_path / "out"), **quiet)
