@@ -131,7 +131,8 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     torch.manual_seed(0)
     q, k, v = (normal(1, 4, 12, 16) for _ in range(3))
     spec = {"causal": True, "window": window, "scale": None, "softcap": None}
-    bound = entry.bind(*(x[0].transpose(0, 1) for x in (q, k, v)), cu(own), cu(path), 5, 8, keys=keys, **spec)
+    call = KernelCall(cu(own), cu(path), 5, 8, keys=keys)
+    bound = entry.bind(*(x[0].transpose(0, 1) for x in (q, k, v)), call, **spec)
     out = bound(q, k, v, None)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     left = -1 if window is None else window - 1
