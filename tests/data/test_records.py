@@ -50,7 +50,6 @@ def read(source: Any, folder: Path, **options: Any) -> list[list[int]]:
         ([BARE, BARE, LABELLED], "labels"),
         ([LABELLED, {**BARE, "labels": None}, LABELLED], "labels"),
         ([{**BARE, "labels": None}, {**BARE, "labels": None}], "null labels"),
-        ([{**BARE, "weights": 2.0}, BARE, {**BARE, "weights": 1.0}], "weights"),
         ([{**BARE, "weights": 2.0}, {**BARE, "weights": None}, {**BARE, "weights": 1.0}], "weights"),
     ],
 )

@@ -337,7 +337,7 @@ def _fault_of(dataset: MapDataset, i: int) -> str:
         check_sample(row, f"Row {i}", empty=True)
     except (TypeError, ValueError) as err:
         return str(err)
-    return f"Row {i} differs from the rows before in having labels or weights."
+    return f"Row {i} differs from the rows before in having labels."
 
 
 def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
@@ -424,7 +424,7 @@ def _refuse_odd(
     lengths: NDArray[np.float64],
     on_error: OnError,
 ) -> None:
-    """Refuse rows without labels or weights among rows with them, or the reverse; or mark them as bad."""
+    """Refuse rows without labels among rows with them, or the reverse; or mark them as bad."""
     good = np.flatnonzero((bad == 0) & (lengths > 0))
     odd = good[has[good] != has[good[0]]] if len(good) else good
     if not len(odd):
@@ -465,8 +465,7 @@ def read_rows(
     lengths, loss_tokens, media, weights, sequence_weights, weighted, largest, bad, labelled = counted[
         :, :9
     ].T
-    for name, has in {"labels": labelled, "weights": weighted}.items():
-        _refuse_odd(name, has, bad, lengths, on_error)
+    _refuse_odd("labels", labelled, bad, lengths, on_error)  # a row without weights has the weight 1
     sizes, at = counted[:, 9:], int(largest.argmax())
     return {
         "lengths": lengths.astype(np.int64),

@@ -44,7 +44,7 @@ META = np.dtype(
     ]
 )
 # Keys that all samples of a source have, or none; the sources of a mixture may differ.
-PER_SOURCE = ("labels", "weights")
+PER_SOURCE = ("labels",)
 Form = dict[str, str]  # by key, a shape in which the samples of a batch must agree; "" without a label
 # Names of counts: the sequences that a data module's policies leave out or change, and the tokens lost.
 # A sequence of which no token is learned after truncation is dropped, and counted by itself.
