@@ -121,7 +121,6 @@ class GraphPair:
         found = differentiable(flat)
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
-        buffers.spare(self.grad_outputs)
         with copied_into(buffers, leaves):
             self.backward, self.gradients = backend.capture(
                 lambda: differentiate(found, leaves, self.grad_outputs)
@@ -235,37 +234,17 @@ class GradientBuffers:
 
     def __init__(self, count: int) -> None:
         self._held: list[Tensor | None] = [None] * count
-        self._foreign: Sequence[Tensor] = ()
         self._start: Tensor | None = None
 
-    def spare(self, tensors: Sequence[Tensor]) -> None:
-        """Let none of these tensors become a buffer: the gradients of outputs, which a replay fills."""
-        self._foreign = tensors
-
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged.
-
-        The first gradient of a leaf becomes the buffer, without a copy, if it has memory of its own.
-        """
+        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged."""
+        # The forward pass may write the memory of a gradient, as that of a head's weight: so it is copied.
         if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
             return gradient
         held = self._held[index]
         if held is None or held.shape != leaf.shape or held.dtype != gradient.dtype:
-            if self._has_own_memory(gradient, leaf):
-                self._held[index] = gradient
-                return gradient
             held = self._held[index] = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False)
         return held.copy_(gradient)
-
-    def _has_own_memory(self, gradient: Tensor, leaf: Tensor) -> bool:
-        """Return whether a gradient fills memory that no view and no other buffer uses."""
-        storage = gradient.untyped_storage()
-        fills = storage.nbytes() == gradient.numel() * gradient.itemsize
-        alike = gradient.shape == leaf.shape and gradient.stride() == leaf.stride()
-        if not fills or not alike:
-            return False
-        others = [*self._foreign, *(x for x in self._held if x is not None)]
-        return all(x.untyped_storage().data_ptr() != storage.data_ptr() for x in others)
 
     def hold(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all gradients are buffers, in the dtypes of their leaves."""
