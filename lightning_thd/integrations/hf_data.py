@@ -34,13 +34,18 @@ _OF_FILES = ("text_key", "append_eos", "records")
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
-def packed_dataset(dataset: Any, arguments: frozenset[str] = frozenset()) -> MapDataset:
-    """Return a dataset of ids, labels and weights; refuse rows with other columns that would be lost."""
+def packed_dataset(
+    dataset: Any, arguments: frozenset[str] = frozenset(), *, own_labels: bool = False
+) -> MapDataset:
+    """Return a dataset of ids, labels and weights; refuse rows with other columns that would be lost.
+
+    With ``own_labels``, labels belong to their own tokens, not to the next; rows without them are refused.
+    """
     if dataset is None:
         raise ValueError(
             "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
         )
-    return cast("MapDataset", WithLabels(as_dataset(dataset), arguments))
+    return cast("MapDataset", WithLabels(as_dataset(dataset), arguments, own_labels=own_labels))
 
 
 def open_datasets(arguments: dict[str, Any], reading: dict[str, Any]) -> None:
@@ -113,8 +118,11 @@ def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 class WithLabels:
     """A dataset of dicts whose masks of learned tokens become labels; see ``packed_dataset``."""
 
-    def __init__(self, dataset: Any, arguments: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, dataset: Any, arguments: frozenset[str] = frozenset(), *, own_labels: bool = False
+    ) -> None:
         self._dataset, self._refused = dataset, sorted(arguments - frozenset(PER_TOKEN))
+        self._own_labels = own_labels
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -128,7 +136,10 @@ class WithLabels:
             )
         sample = with_labels(row)
         self._refuse_columns(sample, i)
-        return {name: sample[name] for name in ("input_ids", "labels", "weights") if name in sample}
+        if self._own_labels:
+            _check_own_labels(sample.get("labels"), i)
+        kept = ("input_ids", "labels", "weights", "label")
+        return {name: sample[name] for name in kept if sample.get(name) is not None}
 
     def _refuse_columns(self, sample: Mapping[str, Any], i: int) -> None:
         """Refuse columns that Trainer would give the model or that change the loss, but are not read."""
@@ -150,6 +161,21 @@ class WithLabels:
                 f"Row {i} of the dataset has {', '.join(others)}, which a model takes, but packed_trainer "
                 "packs only ids, labels and weights. Use Lightning with THDDataModule, or remove the columns."
             )
+
+
+def _check_own_labels(labels: Any, i: int) -> None:
+    """Refuse a row whose labels are its ids by default, or whose first label a pack would lose."""
+    if labels is None:
+        raise ValueError(
+            f"Row {i} of the dataset has no labels, which token classifiers and masked language models need. "
+            "Give one a token, -100 where there is none."
+        )
+    values = np.asarray(labels)
+    if values.size and values.flat[0] != -100:
+        raise ValueError(
+            f"Row {i} of the dataset has a label for its first token, which packs cannot hold. Begin rows "
+            "with a token without a label (-100), such as [CLS]."
+        )
 
 
 def is_streamed(dataset: object) -> bool:

@@ -21,6 +21,7 @@ from lightning_thd.integrations.hf_data import (
     arguments_of,
     packed_dataset,
 )
+from lightning_thd.integrations.hf_heads import head_of
 from lightning_thd.integrations.hf_options import refuse_unused
 from lightning_thd.integrations.packed_loop import mean_loss
 
@@ -48,7 +49,9 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         options = {name: value for name, value in self._data_kwargs.items() if name in OF_READING}
-        data = self._attached(val=packed_dataset(dataset, arguments_of(self.model)), **options)
+        own_labels = head_of(self.model) == "token"
+        packed = packed_dataset(dataset, arguments_of(self.model), own_labels=own_labels)
+        data = self._attached(val=packed, **options)
         data.setup("validate")
         return TrainerPacks(cast("THDLoader", data.val_dataloader()))
 
@@ -160,7 +163,13 @@ class Rows:
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
         """Run the model on a pack, and store the results of each sequence separately on the host."""
-        of_pack: tuple[Tensor, ...] = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
+        arguments = batch.hf_kwargs()
+        labels_of_sequences = arguments.pop("labels", None)
+        outputs = model(**arguments).logits
+        if head_of(model) == "sequence":
+            self._add_sequences(batch, outputs, labels_of_sequences)
+            return
+        of_pack: tuple[Tensor, ...] = (outputs[0], batch.targets, batch.input_ids)
         if self._preprocess is None:  # copy whole packs to the host, not each sequence
             of_pack = tuple(x.cpu() for x in of_pack)
         for number, logits, targets, ids in zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True):
@@ -169,6 +178,16 @@ class Rows:
             kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
             inputs = _on_host(ids[None]) if self._inputs else None
             self._rows.append((number, _on_host(kept), _on_host(labels[None]), inputs))
+
+    def _add_sequences(self, batch: THDBatch, logits: Tensor, labels: Tensor | None) -> None:
+        """Store a classifier's row and label of each sequence; a pad at the end may have a row too."""
+        ids = batch.unpack(batch.input_ids)
+        for i, number in enumerate(batch.sequence_ids):
+            row = logits[i : i + 1]
+            label = torch.full((1,), _PAD) if labels is None else labels[i : i + 1]
+            kept = row if self._preprocess is None else self._preprocess(row, label)
+            inputs = _on_host(ids[i][None]) if self._inputs else None
+            self._rows.append((number, _on_host(kept), _on_host(label), inputs))
 
     def gather(self) -> tuple[Any, Any, Any]:
         """Return predictions, labels and inputs ``[sequences, most tokens, ...]``, padded with -100."""

@@ -131,6 +131,11 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     if getattr(model, "_thd_packs_rows", False):
         return
     padded = model.config._attn_implementation
+    if padded != NAME:
+        rank_zero_info(
+            f"{type(model).__name__} ran attn_implementation={padded!r}; packed_trainer switches it to "
+            f"{NAME!r} for log-probabilities. Other calls, such as generation, keep it."
+        )
     model.set_attn_implementation(NAME)
     model._thd_packs_rows, model._thd_shares_prefixes = True, share_prefixes
     model._thd_padded_attention = "eager" if padded == NAME else padded

@@ -33,6 +33,7 @@ from lightning_thd.integrations.hf_data import (
     streamed_dataset,
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
+from lightning_thd.integrations.hf_heads import head_loss, head_of, refuse_head
 from lightning_thd.integrations.hf_options import (
     choose_thd,
     precision_of,
@@ -156,7 +157,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if is_streamed(self.train_dataset):
             train = streamed_dataset(self.train_dataset, type(self))
         else:
-            train = packed_dataset(self.train_dataset, arguments_of(self.model))
+            own_labels = head_of(self.model) == "token"
+            train = packed_dataset(self.train_dataset, arguments_of(self.model), own_labels=own_labels)
         accumulate = self.args.gradient_accumulation_steps
         data = self._attached(train=train, accumulate=accumulate, **{"seed": seed, **self._data_kwargs})
         data.setup("fit")
@@ -180,6 +182,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
+        head = head_of(model)
+        if head != "causal":
+            return head_loss(model, batch, head)
         options: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
         options["router_balance"] = self._router_balance
         if not self._logs_entropy:
@@ -307,6 +312,12 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def _refuse_settings(self) -> None:
         refuse_engines(self)
         refuse_attention(self.model)
+        refuse_head(
+            self.model,
+            label_smoothing=float(self.args.label_smoothing_factor),
+            split=self._data_kwargs.get("oversize") == "split",
+            streamed=self.train_dataset is not None and is_streamed(self.train_dataset),
+        )
         prepare_if_asked(self.model)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(

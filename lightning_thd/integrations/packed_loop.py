@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -46,6 +47,7 @@ from lightning_thd.strategies.guards import (
     refuse_unused_layout,
 )
 from lightning_thd.strategies.pack_cut import check_ways
+from lightning_thd.warnings import THDWarning, warn
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
@@ -168,6 +170,7 @@ class PackedLoop:
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
+        self._noticed_scale = False  # whether the first loss was asked for the scale that it used
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
@@ -206,6 +209,8 @@ class PackedLoop:
 
     def evaluate(self, data: THDDataModule | Iterable[THDBatch], *, name: str = "val") -> dict[str, float]:
         """Return and log the mean loss over all loss tokens of an evaluation set; every rank must call it.
+
+        A loss that reads ``batch.sequence_scale``, or the own loss of a classifier, is a mean over sequences.
 
         Args:
             data: a ``THDDataModule(val=...)``, which gives each rank its packs, or this rank's batches.
@@ -301,8 +306,18 @@ class PackedLoop:
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._engine.shared.cut(batch)
+        if self._graphed is None and not self._noticed_scale:
+            batch = NotedBatch.of(batch)
+            self._noticed_scale = True
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
         refuse_unused_layout(batch)
+        if isinstance(batch, NotedBatch) and not batch._read:
+            warn(
+                "loss_fn read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
+                "Multiply a sum over tokens by batch.loss_scale, or a mean over sequences by "
+                "len(batch) * batch.sequence_scale.",
+                THDWarning,
+            )
         loss = loss / microbatches
         self._engine.backward(loss)
         return loss.detach()
@@ -392,6 +407,57 @@ def evaluating(model: nn.Module) -> Generator[None]:
             child.training = mode
 
 
+class NotedBatch(THDBatch):
+    """A batch that notes which of the two loss scales are read; its copies note in the same set."""
+
+    __slots__ = ("_read",)
+
+    _read: set[str]
+
+    @classmethod
+    def of(cls, batch: THDBatch) -> NotedBatch:
+        """Return a noted copy of a batch, which shares its tensors."""
+        noted = object.__new__(cls)
+        noted.__setstate__({**batch.__getstate__(), "_read": set()})
+        return noted
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies, such as those on a device, read all fields. That is no use of a scale.
+        fields = {name: getattr(THDBatch, name).__get__(self) for name in THDBatch.__slots__}
+        return {**fields, "_read": self._read}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            owner = NotedBatch if name == "_read" else THDBatch
+            getattr(owner, name).__set__(self, value)
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """Return the batch's ``loss_scale``, and note it."""
+        self._read.add("loss_scale")
+        return cast("float", _LOSS_SCALE.__get__(self))
+
+    @property
+    def sequence_scale(self) -> float | None:  # type: ignore[override]
+        """Return the batch's ``sequence_scale``, and note it."""
+        self._read.add("sequence_scale")
+        return cast("float | None", _SEQUENCE_SCALE.__get__(self))
+
+
+_LOSS_SCALE: Any = inspect.getattr_static(THDBatch, "loss_scale")
+_SEQUENCE_SCALE: Any = inspect.getattr_static(THDBatch, "sequence_scale")
+
+
+def _weight_of_sequences(batch: THDBatch) -> float | None:
+    """Return a batch's weight in a mean over sequences, one for each label; None if it is unknown."""
+    if "labels" in batch.extras:
+        return float(len(batch.lengths))
+    own = batch.sequence_scale
+    if own is None:
+        return None
+    return 1 / own if own else 0.0
+
+
 def mean_loss(
     loss_fn: LossFn,
     model: nn.Module,
@@ -402,8 +468,11 @@ def mean_loss(
     seen: Callable[[THDBatch], None] = lambda batch: None,  # called with a batch before it runs
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
-    """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # A loss with reduction="sequences" raises an error here, because batches get no sequence_scale.
+    """Return the mean loss of a set and the number of its loss tokens; a collective.
+
+    A loss that multiplies by ``batch.loss_scale`` is averaged over loss tokens. One that multiplies by
+    ``batch.sequence_scale``, and a classifier's own mean, are averaged over sequences.
+    """
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:
@@ -411,10 +480,20 @@ def mean_loss(
             moved = batch.to(device)
             seen(moved)
             weights = batch.weights
-            weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            tokens = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            sequences = _weight_of_sequences(batch)
             # The batch's mean, because a balancing loss is a mean too; ``rows`` weighs the sum of both.
-            scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
-            losses.append(loss_fn(model, cut(scaled)).detach())
+            scaled = moved.replace(
+                loss_scale=1 / (tokens or 1.0),
+                sequence_scale=None if sequences is None else 1 / (sequences or 1.0),
+                token_scale=0.0,
+            )
+            part = NotedBatch.of(cut(scaled))
+            losses.append(loss_fn(model, part).detach())
+            # A classifier's own loss reads no scale: it is the mean over the batch's labels.
+            own_mean = "labels" in batch.extras and not part._read
+            by_sequence = own_mean or "sequence_scale" in part._read
+            weight = sequences if by_sequence and sequences is not None else tokens
             counts.append((weight, batch.loss_tokens))
     values = torch.stack(losses).tolist() if losses else []  # read once, after all batches
     rows = [(loss * weight, weight, tokens) for loss, (weight, tokens) in zip(values, counts, strict=True)]
