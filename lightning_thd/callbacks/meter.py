@@ -145,8 +145,8 @@ class Meter:
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.pattern: AttentionPattern | None = None  # our attention in a model without a known config
         self.steps: list[list[Seen]] = [[]]  # the microbatches of each step; the last step is running
-        self._calls: list[list[AttentionCall]] = [[]]  # of each step, those that ``pattern`` leaves out
-        self._products: list[tuple[int, int] | None] = [None]  # of each step, if they were counted
+        self._calls: list[list[AttentionCall]] = [[]]  # those that ``pattern`` leaves out, step by step
+        self._products: list[tuple[int, int] | None] = [None]  # those of each step, if they were counted
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
         self._left_out: list[Seen] = []  # microbatches that the rates leave out

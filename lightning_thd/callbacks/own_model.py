@@ -40,7 +40,7 @@ class OwnModel:
         self.pattern: AttentionPattern | None = None
         self._active: CallListener | None = None  # what listens to the running step
         self._taken = 0  # the calls of the running step that ``take`` has returned
-        self._own_calls: list[AttentionCall] = []  # of the running step, on the batch's own sequences
+        self._own_calls: list[AttentionCall] = []  # those of the running step on the batch's own sequences
         self._places: set[int] = set()  # addresses of the running step's own offsets
         self._others = False  # whether some attention has other offsets than the batch's
         self._steps: list[Counted] = []

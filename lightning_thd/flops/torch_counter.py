@@ -81,11 +81,11 @@ class Tally:
 class Counted:
     """The products of one step, with the step's counts; attention through ``listen`` is not part of them."""
 
-    stats: SeqStats  # of all microbatches
-    slots: tuple[int, ...]  # of each microbatch
-    sequences: tuple[int, ...]  # of each microbatch
+    stats: SeqStats  # the sum over all microbatches
+    slots: tuple[int, ...]  # those of each microbatch
+    sequences: tuple[int, ...]  # those of each microbatch
     products: dict[tuple[str, int], Tally]  # by function and number of rows
-    rows: dict[tuple[int, int], Tally]  # of scaled_dot_product_attention, by batch rows and row length
+    rows: dict[tuple[int, int], Tally]  # calls of scaled_dot_product_attention, by batch rows and row length
     unknown: frozenset[str] = field(default_factory=frozenset)
 
     @property
