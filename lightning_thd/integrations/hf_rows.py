@@ -24,7 +24,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import run_as_pack
-from lightning_thd.models.pack import current_pack
+from lightning_thd.models.pack import BOUNDARIES, current_pack
 from lightning_thd.models.switching import NAME
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
@@ -160,7 +160,8 @@ def _unpack_rows(model: Any) -> None:
 
 def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model's call for log-probabilities or classes as a pack, and any other on padded rows."""
-    if current_pack() is not None:  # the call has a THDBatch's arguments, as that of causal_lm_loss
+    # The call has a THDBatch's arguments, or is that of causal_lm_loss.
+    if kwargs.get(BOUNDARIES) is not None or current_pack() is not None:
         return model._thd_padded_forward(*args, **kwargs)
     classifies = "ForSequenceClassification" in type(model).__name__
     if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):

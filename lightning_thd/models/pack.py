@@ -111,7 +111,9 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
     boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
     offsets = kwargs.get("cu_seq_lens_q")
-    if boundaries is not None and (offsets is None or offsets is boundaries.offsets):
+    if isinstance(boundaries, Boundaries) and offsets is not None and offsets is not boundaries.offsets:
+        boundaries = _moved_with(boundaries, offsets)
+    if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)
     known = None if outer is None else outer.pack
     if offsets is not None:
@@ -125,6 +127,23 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
         if known and (tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots)):
             return known
     return pack_from_positions(kwargs.get("position_ids"))
+
+
+def _moved_with(boundaries: Boundaries, offsets: Tensor) -> Boundaries | None:
+    """Return the boundaries with ``offsets`` as their own, or None if these are offsets of another pack.
+
+    Workers, and helpers that move keyword arguments to a device, copy the tensors among the arguments and
+    leave the boundaries as they are.
+    """
+    tensors = boundaries.tensors()
+    own = tensors.get("offsets")
+    if own is None or own.shape != offsets.shape:
+        return None
+    comparable = own.device == offsets.device and own.device.type == "cpu"
+    if comparable and not torch.compiler.is_compiling() and not torch.equal(own, offsets):
+        return None
+    moved = {name: x.to(offsets.device) for name, x in tensors.items()}
+    return boundaries.with_tensors({**moved, "offsets": offsets})
 
 
 def _checked(boundaries: Any, kwargs: dict[str, Any], tokens: Tensor | None) -> Boundaries:

@@ -20,15 +20,26 @@ from lightning_thd.models.families.releases import is_checked
 from lightning_thd.models.pack import Pack
 
 MODEL_TYPES: Final = frozenset(
-    {"cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite"}
-    | {"helium", "llama", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"}
+    {"cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
+    | {
+        "granite",
+        "helium",
+        "llama",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo2",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+    }
     | {"qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
 HYBRID_TYPES: Final = frozenset(
     {
         "bamba",
         "falcon_h1",
-        "granitemoehybrid",
         "jamba",
         "kimi_linear",
         "lfm2",
