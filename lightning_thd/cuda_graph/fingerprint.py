@@ -175,8 +175,8 @@ class Fingerprint:
             name = next(name for name, x, wanted in pairs if x.requires_grad != wanted)
             return f"{name}.requires_grad changed"
         if not all(map(is_, map(type, self._used), self._kinds)):
-            pairs = zip(self._used, self._kinds, strict=True)
-            child, kind = next((child, kind) for child, kind in pairs if type(child) is not kind)
+            children = zip(self._used, self._kinds, strict=True)
+            child, kind = next((child, kind) for child, kind in children if type(child) is not kind)
             return f"a {kind.__name__} became a {type(child).__name__}"
         if self._same_names() and all(map(is_, map(_get, self._held, self._names), self._values)):
             return None

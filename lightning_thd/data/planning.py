@@ -144,7 +144,7 @@ def _without_targets(data: DataSet, limit: int) -> npt.NDArray[np.intp]:
     refuse_cuts(index, data.dataset, limit)
     zeros = np.zeros(len(long), np.int64)
     spans = Spans(index=long, start=zeros, stop=zeros + limit, continued=zeros.astype(bool))
-    cut = long[index.loss_weights(data.dataset, spans)[0] == 0]
+    cut: npt.NDArray[np.intp] = long[index.loss_weights(data.dataset, spans)[0] == 0]
     if len(cut) and len(cut) == np.count_nonzero(whole > 0):
         raise ValueError(
             f"oversize='truncate' leaves no token to learn: all {len(cut):,} sequences with targets have "

@@ -175,7 +175,8 @@ class Intake:
             if holder == self._wire.rank or self._sources[number].on_error == "raise":
                 name = self._settings.shards[place[1]].name
                 self._tallies[number].add(f"shard {name}, row {place[2]}: {fault}", self._sources[number])
-        return table[~wrong]
+        kept: Table = table[~wrong]
+        return kept
 
     def drop_marks(self, pending: IntArray, ledger: Ledger) -> None:
         """Keep the last state of each shard and pass from which all unused records can be read, and later."""
