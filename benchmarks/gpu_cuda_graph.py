@@ -141,7 +141,7 @@ def measured(cases: tuple[tuple[str, int], ...], *, compiled: bool) -> Iterator[
     "cuda_graph",
     shows="step time, idle share, capture time and memory: eager, ours, torch.compile, reduce-overhead",
     seconds=110,
-    rank=20,
+    rank=42,
 )
 def cuda_graph() -> Iterator[Row]:
     """A launch-bound case and a large one; the goals are 1.5 x eager at 0.1B / 2k, and no loss at 1B / 8k."""

@@ -114,7 +114,7 @@ def test_links_of_the_page_are_absolute_where_the_address_is_known(repository: s
     (tmp_path / "lightning_thd" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     metadata = described(tmp_path, repository)
     linked = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)[^)]*\)", metadata)
-    assert len(linked) > 40
+    assert len(linked) > 25
     for image, address in linked:
         if not repository:
             assert (ROOT / address).exists() or address.startswith("https://"), address

@@ -186,7 +186,11 @@ class THDBatch(_Pinned):
             set_name=set_name,
             max_targets=max_targets,
         )
-        if len(self.sequence_ids) != len(boundaries.sequence_lengths or ()):
+        self._require_ids()
+
+    def _require_ids(self) -> None:
+        """Raise ValueError if the batch has not one of ``sequence_ids`` for each of its sequences."""
+        if len(self.sequence_ids) != len(self.boundaries.sequence_lengths or ()):
             raise ValueError(
                 f"{len(self.lengths)} lengths have {len(self.sequence_ids)} sequence_ids; want one each."
             )
@@ -353,6 +357,7 @@ class THDBatch(_Pinned):
             )
         copy = object.__new__(type(self))
         copy.__setstate__({**self.__getstate__(), **changes})
+        copy._require_ids()
         return copy
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:

@@ -226,7 +226,8 @@ META = torch.device("meta")
         ({"window": 8, "causal": False}, r"window=8 with causal=False.* for example window=\(4, 4\)"),
         *(({"scale": scale}, "is not a positive finite") for scale in (0.0, float("inf"), float("nan"))),
         *(({"softcap": softcap}, "is negative or not finite") for softcap in (-1.0, float("nan"))),
-        *(({"max_seqlen_q": longest}, "Pass an int known on") for longest in (None, torch.tensor(200))),
+        ({"max_seqlen_q": torch.tensor(200)}, "Pass an int known on"),
+        ({"max_seqlen_q": None}, "without max_seqlen_q, the longest sequence, an int known on the host"),
     ],
 )
 def test_messages(changes: dict, message: str) -> None:

@@ -103,6 +103,7 @@ def test_loops_log_the_flops_of_a_model_without_a_config(engine: str) -> None:
         host.launch()
         loop = prepare_fabric(host, model, data, optimizer, accumulate=2, **options)
     else:
+        accelerate.state.AcceleratorState._reset_state(True)  # of another test in this process
         host = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
         loop = prepare_thd(host, model, data, optimizer, **options)
     for _, step in zip(range(6), loop.loader, strict=False):

@@ -209,7 +209,7 @@ def samples_of_parts() -> list[dict[str, Any]]:
 class Recorder(Job):
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         self.losses.append(float(batch.stats.real_tokens))
-        batch.layout.used = True  # this one has no need of other ranks
+        batch.boundaries.layout.used = True  # this one has no need of other ranks
         return self.model.lm_head.weight.sum() * 0.0
 
 

@@ -96,10 +96,14 @@ def test_data_modules_know_a_stream_by_itself(tmp_path: Path) -> None:
 
 
 def test_text_and_conversations_are_encoded_on_the_way(tmp_path: Path) -> None:
-    path = written(tmp_path, "x.jsonl", b'{"text": "hi"}\n{"prompt": "a", "completion": "b"}\n')
-    seen, *_ = run(path, n=2)
-    assert [row for batch in seen[0]["tokens"] for row in batch] == [[104, 105, 257], [97, 98, 257]]
-    assert [row for batch in seen[0]["targets"] for row in batch] == [[105, 257, -100], [98, 257, -100]]
+    for line, tokens, targets in (
+        (b'{"text": "hi"}\n', [104, 105, 257], [105, 257, -100]),
+        (b'{"prompt": "a", "completion": "b"}\n', [97, 98, 257], [98, 257, -100]),
+    ):
+        path = written(tmp_path, "x.jsonl", line * 2)
+        seen, *_ = run(path, n=2)
+        assert [row for batch in seen[0]["tokens"] for row in batch] == [tokens] * 2
+        assert [row for batch in seen[0]["targets"] for row in batch] == [targets] * 2
 
 
 def test_extra_inputs_travel_and_names_do_not() -> None:

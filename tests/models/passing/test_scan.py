@@ -17,8 +17,7 @@ from transformers.models.bamba import modeling_bamba
 from lightning_thd.alignment import Layout
 from lightning_thd.models.passing import adopt
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
-from lightning_thd.parallel.context.layout import ShardLayout
-from lightning_thd.parallel.shard import gather_pack
+from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
