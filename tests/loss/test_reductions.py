@@ -116,7 +116,7 @@ def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) 
     assert whole.count_nonzero() > 5
 
 
-def test_an_evaluation_weighs_its_tokens() -> None:
+def test_an_evaluation_weighs_its_tokens_or_its_sequences() -> None:
     model, samples = build("Llama"), make_samples("both", 6)
     batches = [THDBatch.collate(samples[:2]), THDBatch.collate(samples[2:])]
     loss, tokens = mean_loss(causal_lm_loss, model, batches, device=torch.device("cpu"))
@@ -126,5 +126,5 @@ def test_an_evaluation_weighs_its_tokens() -> None:
     def by_sequence(model: Any, batch: THDBatch) -> Tensor:
         return causal_lm_loss(model, batch, reduction="sequences")
 
-    with pytest.raises(ValueError, match=r"needs batch\.sequence_scale"):
-        mean_loss(by_sequence, model, batches, device=torch.device("cpu"))
+    loss, _ = mean_loss(by_sequence, model, batches, device=torch.device("cpu"))
+    assert loss == pytest.approx(step_oracle(model, samples, "sequences", 0.0).item(), rel=1e-9)
