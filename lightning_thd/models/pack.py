@@ -111,9 +111,9 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
     boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
     offsets = kwargs.get("cu_seq_lens_q")
-    if isinstance(boundaries, Boundaries) and isinstance(offsets, Tensor):
-        if offsets is not boundaries.offsets:
-            boundaries = _moved_with(boundaries, offsets)
+    others = isinstance(offsets, Tensor) and isinstance(boundaries, Boundaries)
+    if others and offsets is not boundaries.offsets:
+        boundaries = _moved_with(boundaries, offsets)
     if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)
     known = None if outer is None else outer.pack
