@@ -109,10 +109,10 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     tokens: Tensor | None = None
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
-    boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
-    offsets = kwargs.get("cu_seq_lens_q")
-    others = isinstance(offsets, Tensor) and isinstance(boundaries, Boundaries)
-    if others and offsets is not boundaries.offsets:
+    boundaries: Any = kwargs.get(BOUNDARIES)
+    offsets: Any = kwargs.get("cu_seq_lens_q")
+    tensors = isinstance(boundaries, Boundaries) and isinstance(offsets, Tensor)
+    if tensors and offsets is not boundaries.offsets:
         boundaries = _moved_with(boundaries, offsets)
     if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)
