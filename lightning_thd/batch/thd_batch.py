@@ -451,13 +451,36 @@ class THDBatch(_Pinned):
         if 0 in self.lengths:
             empty = self.lengths.index(0)
             raise ValueError(f"Sequence {empty} of the batch has no tokens to pool. Remove empty rows.")
-        rows = self.unpack(x)
-        if not rows:
+        if self.boundaries.ranks == 1 and self.boundaries.prefixes is None:
+            rows = rows_of_slots(x, self.boundaries.slots)
+            self.boundaries.check_rows(rows)
+            return self._pool_slots(rows, how)
+        parts = self.unpack(x)
+        if not parts:
             return rows_of_slots(x, self.boundaries.slots)[:0]
         if how == "mean":
-            dtype = torch.promote_types(rows[0].dtype, torch.float32)
-            return torch.stack([row.mean(0, dtype=dtype) for row in rows]).to(rows[0].dtype)
-        return torch.stack([row[-1 if how == "last" else 0] for row in rows])
+            dtype = torch.promote_types(parts[0].dtype, torch.float32)
+            return torch.stack([part.mean(0, dtype=dtype) for part in parts]).to(parts[0].dtype)
+        return torch.stack([part[-1 if how == "last" else 0] for part in parts])
+
+    def _pool_slots(self, rows: Tensor, how: str) -> Tensor:
+        """Pool rows of slots ``[T, ...]`` to ``[S, ...]`` by one gather or one sum, without a loop."""
+        sequences = len(self.lengths)
+        starts = self.cu_seqlens_padded[:sequences].to(rows.device).long()
+        if how == "first":
+            return rows.index_select(0, starts)
+        lengths = self.cu_seqlens.diff()[:sequences].to(rows.device).long()
+        if how == "last":
+            return rows.index_select(0, starts + lengths - 1)
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        sequence = self.token_sequences().to(rows.device)
+        if self.padded_lengths != self.lengths:
+            slot = torch.arange(len(rows), device=rows.device)
+            stops = torch.cat([starts + lengths, starts.new_zeros(1)])  # 0 leaves out a trailing pad
+            real = slot < stops.index_select(0, sequence.clamp(max=sequences))
+            wide = torch.where(real.view(-1, *[1] * (rows.ndim - 1)), wide, 0.0)
+        sums = wide.new_zeros(sequences + 1, *rows.shape[1:]).index_add(0, sequence, wide)[:sequences]
+        return (sums / lengths.view(-1, *[1] * (rows.ndim - 1))).to(rows.dtype)
 
     @property
     def loss_tokens(self) -> int:

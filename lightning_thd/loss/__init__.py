@@ -1,7 +1,7 @@
 """Losses and log-probabilities of packed batches without materialised logits."""
 
 from lightning_thd._static import static_shapes
-from lightning_thd.loss import policy, preference
+from lightning_thd.loss import contrastive, policy, preference
 from lightning_thd.loss.causal_lm import (
     TokenStats,
     causal_lm_logprobs,
@@ -23,6 +23,7 @@ __all__ = [
     "causal_lm_logprobs",
     "causal_lm_loss",
     "causal_lm_loss_and_stats",
+    "contrastive",
     "dft_loss",
     "fused_linear_cross_entropy",
     "fused_linear_distillation",

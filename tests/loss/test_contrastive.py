@@ -1,0 +1,143 @@
+"""InfoNCE of packed queries and documents against loops over single pairs, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_thd.loss.contrastive import pair_losses
+
+PAIRS = [(0, 0), (1, 1), (1, 2), (2, 4), (3, 5), (3, 6), (3, 7)]  # document 3 and 8 are negatives
+
+
+def embeddings(rows: int, size: int = 8, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, size, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def by_hand(
+    queries: Tensor,
+    documents: Tensor,
+    pairs: Any,
+    *,
+    temperature: float = 0.05,
+    symmetric: bool = False,
+    normalize: bool = True,
+) -> Tensor:
+    """Compute each pair's loss by one loop over its candidates."""
+
+    def score(a: Tensor, b: Tensor) -> Tensor:
+        size = a.norm() * b.norm() if normalize else 1.0
+        return (a @ b) / size / temperature
+
+    losses = []
+    for q, d in pairs:
+        own = score(queries[q], documents[d])
+        taken = {b for a, b in pairs if a == q}
+        total = own.exp()
+        for i, document in enumerate(documents):
+            total = total + (0.0 if i in taken else score(queries[q], document).exp())
+        loss = total.log() - own
+        if symmetric:
+            taken = {a for a, b in pairs if b == d}
+            total = own.exp()
+            for i, query in enumerate(queries):
+                total = total + (0.0 if i in taken else score(query, documents[d]).exp())
+            loss = (loss + total.log() - own) / 2
+        losses.append(loss)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.5}, {"symmetric": True}, {"normalize": False, "temperature": 2.0}],
+    ids=["plain", "warm", "symmetric", "dot"],
+)
+def test_losses_and_gradients_of_pairs_are_those_of_a_loop(options: dict[str, Any]) -> None:
+    queries, documents = embeddings(4), embeddings(9, seed=1)
+    losses = pair_losses(queries, documents, PAIRS, **options)
+    gradients = torch.autograd.grad(losses.square().sum(), [queries, documents])
+    wanted = by_hand(queries, documents, PAIRS, **options)
+    assert torch.allclose(losses, wanted, rtol=1e-9, atol=1e-12)
+    for found, right in zip(
+        gradients, torch.autograd.grad(wanted.square().sum(), [queries, documents]), strict=True
+    ):
+        assert torch.allclose(found, right, rtol=1e-9, atol=1e-12)
+
+
+def test_a_document_of_two_queries_is_no_negative_of_either() -> None:
+    queries, documents = embeddings(3), embeddings(3, seed=1)
+    pairs = [(0, 0), (1, 0), (2, 2)]
+    losses = pair_losses(queries, documents, pairs, symmetric=True)
+    assert torch.allclose(losses, by_hand(queries, documents, pairs, symmetric=True), rtol=1e-9)
+
+
+def test_sizes_of_embeddings_add_their_weighted_losses() -> None:
+    queries, documents = embeddings(4), embeddings(9, seed=1)
+    losses = pair_losses(queries, documents, PAIRS, dims=(8, 2), dim_weights=(1.0, 0.3))
+    short = by_hand(queries[:, :2], documents[:, :2], PAIRS)
+    assert torch.allclose(losses, by_hand(queries, documents, PAIRS) + 0.3 * short, rtol=1e-9)
+
+
+def test_pairs_without_negatives_have_loss_zero_and_gradient_zero() -> None:
+    queries, documents = embeddings(1), embeddings(2, seed=1)
+    losses = pair_losses(queries, documents, [(0, 0), (0, 1)])
+    losses.sum().backward()
+    assert losses.tolist() == [0.0, 0.0]
+    assert queries.grad is not None
+    assert queries.grad.abs().max() == 0.0
+
+
+def test_the_mean_is_the_ranking_loss_with_multiple_negatives() -> None:
+    """The formula of sentence-transformers 6.2's MultipleNegativesRankingLoss, in fp32, written out."""
+    queries, documents = embeddings(5).float(), embeddings(10, seed=1).float()  # 5 positives, 5 negatives
+    scores = F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T * 20.0
+    wanted = -(scores.diagonal() - scores.logsumexp(1)).mean()
+    assert pair_losses(queries, documents).mean().item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_half_precision_is_compared_in_fp32() -> None:
+    queries, documents = embeddings(4).bfloat16(), embeddings(4, seed=1).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = pair_losses(queries, documents)
+    assert losses.dtype == torch.float32
+    assert torch.allclose(losses, pair_losses(queries.float(), documents.float()), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, r"temperature=0.0; wanted a finite number above 0.*1 / scale"),
+        ({"temperature": float("nan")}, "temperature=nan; wanted a finite number above 0"),
+        ({"dims": ()}, r"dims=\(\); wanted one or more different sizes"),
+        ({"dims": (4, 4)}, r"dims=\(4, 4\); wanted one or more different sizes"),
+        ({"dims": (0, 4)}, r"dims\[0\] is 0; wanted 1 or more"),
+        ({"dims": (16, 4)}, r"dims=\(16, 4\), but the embeddings have 8 numbers.*Leave out"),
+        ({"dims": (8, 4), "dim_weights": (1.0,)}, "1 dim_weights but 2 dims. Give one each"),
+        ({"dim_weights": (1.0,)}, "dim_weights= was given without dims="),
+        ({"dims": (8,), "dim_weights": (-1.0,)}, r"dim_weights\[0\]=-1.0; wanted a finite number of 0"),
+        ({"pairs": [(0, 9)]}, r"pair \[0, 9\] names a row outside of 4 queries and 9 documents"),
+        ({"pairs": [(-1, 0)]}, r"pair \[-1, 0\] names a row outside"),
+        ({"pairs": [[0, 1, 2]]}, r"pairs has shape \(1, 3\); wanted \[P, 2\]"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pair_losses(embeddings(4), embeddings(9, seed=1), **options)
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "message"),
+    [
+        (embeddings(4), embeddings(3), "4 queries but 3 documents, and no pairs"),
+        (embeddings(4), embeddings(4, 6), "queries have 8 numbers a row but documents have 6"),
+        (embeddings(4)[0], embeddings(4), r"queries is .*\[8\]; wanted floats \[rows, D\]"),
+    ],
+)
+def test_embeddings_that_do_not_fit_are_named(queries: Tensor, documents: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pair_losses(queries, documents)
