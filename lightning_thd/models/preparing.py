@@ -31,9 +31,10 @@ from lightning_thd.models.switching import (
     mentions_thd,
     spread_thd,
 )
+from lightning_thd.models.tiles import tile_mlps
 
 
-def prepare(model: nn.Module) -> nn.Module:
+def prepare(model: nn.Module, *, mlp_tile: int | None = None) -> nn.Module:
     """Prepare the models with "thd" in a module to run on packs.
 
     A model is prepared when it is built with ``attn_implementation="thd"`` or switched to it. Losses,
@@ -44,12 +45,16 @@ def prepare(model: nn.Module) -> nn.Module:
     Args:
         model: a model of transformers, or any module around models of transformers (DDP, FSDP, PEFT,
             torch.compile, a LightningModule).
+        mlp_tile: run MLPs and experts in tiles of at most so many tokens, and run each tile again in the
+            backward pass: memory for a fifth to a third more FLOPs. Set it before weights are cut over
+            ranks. Later calls without it keep it.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd".
+        ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd"; or
+            ``mlp_tile`` is below 1, differs from an earlier call's, or finds no MLP that can run in tiles.
     """
     models: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
     asked = [inner for inner in models if mentions_thd(inner.config)]
@@ -72,6 +77,7 @@ def prepare(model: nn.Module) -> nn.Module:
         )
         if inner is not None and not isinstance(outer, Announcing):
             refuse_model_around(outer, inner)
+    tile_mlps(asked, mlp_tile)
     return model
 
 
