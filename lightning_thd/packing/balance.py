@@ -85,18 +85,22 @@ def balance(
         raise ValueError(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. Raise capacity."
         )
+
     media = None if patches is None else media_table(patches, len(values))
-    work = (Cost() if cost is None else cost)(values, media)
     slots = Slots(usable=int(capacity), multiple=1, patches=check_patches(max_patches))
-    images = np.zeros_like(values) if media is None else media[:, 0]
-    if len(values) and images.max() > slots.patches:
-        raise ValueError(too_many_patches(int(images.argmax()), int(images.max()), slots.patches))
+    num_patches = np.zeros_like(values) if media is None else media[:, 0]
+    if len(values) and num_patches.max() > slots.patches:
+        worst = int(num_patches.argmax())
+        raise ValueError(too_many_patches(worst, int(num_patches[worst]), slots.patches))
+
+    if cost is None:
+        cost = Cost()
     order, offsets = balanced_bins(
-        values, work, slots, dp=dp, num_microbatches=num_microbatches, patches=images
+        values, cost(values, media), slots, dp=dp, num_microbatches=num_microbatches, patches=num_patches
     )
     bins = np.split(order, offsets[1:-1])
-    each = len(bins) // dp
-    return [bins[rank * each : (rank + 1) * each] for rank in range(dp)]
+    per_rank = len(bins) // dp
+    return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(dp)]
 
 
 def balanced_bins(
@@ -111,28 +115,13 @@ def balanced_bins(
 ) -> tuple[IntArray, IntArray]:
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
     if patches is None:
-        slots, patches = replace(slots, patches=UNBOUNDED), np.zeros_like(lengths)
+        slots = replace(slots, patches=UNBOUNDED)
+        patches = np.zeros_like(lengths)
     # A sequence that is too large takes a whole bin, so that no other sequence joins it.
     over = (lengths > slots.usable) | (patches > slots.patches)
     step = Problem(np.where(over, slots.usable, lengths), np.where(over, 0, patches), work, slots, dp)
-    count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
-    spread = owner, even = step.spread(count)
-    if owner is None or not even:
-        packs = best_fit(step.lengths, slots, step.patches) if given is None else given
-        least = max(1, -(-len(packs) // dp))
-        wanted = dp * (least if num_microbatches is None else num_microbatches)
-        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
-        if owner is None:
-            raise ValueError(
-                f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
-                f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
-            )
-        waits = step.waits(owner, count)
-        # Bins whose patches are at the bound may leave no room to make the work equal. More bins have room.
-        if slots.patches < UNBOUNDED and num_microbatches is None and waits > step.least * _UNEVEN:
-            roomier = step.best(count + dp, packs)
-            if roomier is not None and step.waits(roomier, count + dp) * _UNEVEN < waits:
-                owner, count = roomier, count + dp
+    owner, count = _choose_bins(step, num_microbatches, given)
+
     # Longest first inside a bin, because attention runs neighbours of equal length as one batch.
     order = np.lexsort((-lengths, owner))
     offsets = np.zeros(count + 1, np.int64)
@@ -140,21 +129,60 @@ def balanced_bins(
     return order_by_rank(order, offsets, step.bin_work(owner, count), dp)
 
 
+def _choose_bins(step: Problem, num_microbatches: int | None, given: Packing | None) -> tuple[IntArray, int]:
+    """Return the bin of each sequence and the number of bins, from the cheapest plan that is even enough."""
+    slots, dp = step.slots, step.dp
+    # First the plan that costs least to make: sequences by work, in as few bins as their sum allows.
+    count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
+    spread = step.spread(count)
+    if spread.owner is not None and spread.even:
+        return spread.owner, count
+
+    packs = best_fit(step.lengths, slots, step.patches) if given is None else given
+    least = max(1, -(-len(packs) // dp))  # microbatches that best fit needs
+    wanted = dp * (least if num_microbatches is None else num_microbatches)
+    owner = step.best(wanted, packs, spread if wanted == count else None)
+    if owner is None:
+        raise ValueError(
+            f"{len(step.lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
+            f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
+        )
+
+    # Bins whose patches are at the bound may leave no room to make the work equal. More bins have room.
+    waits = step.waits(owner, wanted)
+    if slots.patches < UNBOUNDED and num_microbatches is None and waits > step.least * _UNEVEN:
+        more = wanted + dp
+        roomier = step.best(more, packs)
+        if roomier is not None and step.waits(roomier, more) * _UNEVEN < waits:
+            return roomier, more
+    return owner, wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A plan that places sequences by work only, without a search."""
+
+    owner: IntArray | None  # the bin of each sequence; None if a sequence does not fit
+    even: bool  # whether the plan lasts about as short as any plan can
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The sequences of a step, the slots and patches that a bin may hold, and the number of ranks."""
 
-    lengths: IntArray  # slots of each sequence
-    patches: IntArray  # image patches of each sequence
-    work: FloatArray
-    slots: Slots
-    dp: int
+    lengths: IntArray  # int64 ``[S]``, slots of each sequence
+    patches: IntArray  # int64 ``[S]``, image patches of each sequence
+    work: FloatArray  # float64 ``[S]``, work of each sequence in the unit of ``Cost``
+    slots: Slots  # what a bin may hold
+    dp: int  # data-parallel ranks
 
     @property
     def bounds(self) -> list[tuple[IntArray, int]]:
         """Return the slots of each sequence and the most slots of a bin, then patches if they are bounded."""
-        slots = [(self.lengths, self.slots.usable)]
-        return slots if self.slots.patches == UNBOUNDED else [*slots, (self.patches, self.slots.patches)]
+        bounds = [(self.lengths, self.slots.usable)]
+        if self.slots.patches != UNBOUNDED:
+            bounds.append((self.patches, self.slots.patches))
+        return bounds
 
     @property
     def least(self) -> float:
@@ -174,49 +202,55 @@ class Problem:
         """Return the duration of a step in units of work, see :func:`waiting`."""
         return waiting(self.bin_work(owner, count), self.dp)
 
-    def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place sequences by work; return their bins (None if one does not fit), and whether work is even."""
-        items, room = _items(self), (self.slots.usable, self.slots.patches)
-        best, least = None, np.inf
+    def spread(self, count: int) -> _Spread:
+        """Place sequences by work: in bins of equal work, then in microsteps of their own levels."""
+        items = _items(self)
+        room = (self.slots.usable, self.slots.patches)
+        best: IntArray | None = None
+        least = np.inf
         for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
-            if best is not None and not below.any():
+            if best is not None and not below.any():  # the same levels again
                 break
             owner = _most_work_first(items, room, below)
-            if owner is not None and (waits := self.waits(owner, count)) < least:
-                best, least = owner, waits
+            waits = np.inf if owner is None else self.waits(owner, count)
+            if waits < least:
+                best = owner
+                least = waits
             if least <= self.least * _EVEN_ENOUGH:
-                return best, True
-        return best, False
+                return _Spread(best, even=True)
+        return _Spread(best, even=False)
 
-    def best(
-        self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
-    ) -> IntArray | None:
+    def best(self, count: int, packs: Packing, spread: _Spread | None = None) -> IntArray | None:
         """Return the fastest of three plans, by work, best fit or microsteps; None if all need more bins."""
-        filled, even = spread or self.spread(count)
-        if filled is not None and even:
-            return filled
-        packed = None
+        if spread is None:
+            spread = self.spread(count)
+        if spread.owner is not None and spread.even:
+            return spread.owner
+
+        packed: IntArray | None = None
         if len(packs) <= count:
             packed = np.empty(len(self.work), np.int64)
             packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-        level = fill_microsteps(self, count // self.dp, enough=self.least * _EVEN_ENOUGH)
-        found = [owner for owner in (filled, packed, level) if owner is not None]
-        return min(found, key=lambda owner: self.waits(owner, count), default=None)
+        levelled = fill_microsteps(self, count // self.dp, enough=self.least * _EVEN_ENOUGH)
+        plans = [owner for owner in (spread.owner, packed, levelled) if owner is not None]
+        return min(plans, key=lambda owner: self.waits(owner, count), default=None)
 
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
     """Return how much less work each bin should get than the heaviest bin, float64 ``[bins]``."""
     # The largest sequences set the work of the first microsteps. The rest of the work is shared equally.
-    below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
+    below = np.zeros(dp * num_microbatches)
+    work_left = sum(work for work, _, _, _ in items)
+    highest = 0.0
     for step in range(num_microbatches):
-        mean = left / (dp * (num_microbatches - step))
+        mean = work_left / (dp * (num_microbatches - step))
         largest = items[step * dp][0] if step * dp < len(items) else 0.0
         level = max(mean, largest)
         highest = max(highest, level)
         below[step * dp :] = highest - level
-        if largest <= mean:
+        if largest <= mean:  # this microstep and all later ones can have the mean
             break
-        left -= dp * level
+        work_left -= dp * level
     return below
 
 
@@ -239,66 +273,72 @@ def scheduled_bins(
 ) -> tuple[IntArray, IntArray]:
     """Call a user's scheduler; check that sequences fit and come once, with equally many bins per rank."""
     plan = [
-        [np.asarray(bin_, np.int64) for bin_ in rank]
-        for rank in scheduler(lengths, slots.usable, dp=dp, cost=cost)
+        [np.asarray(members, np.int64) for members in microbatches]
+        for microbatches in scheduler(lengths, slots.usable, dp=dp, cost=cost)
     ]
-    numbers = sorted({len(rank) for rank in plan})
+    numbers = sorted({len(microbatches) for microbatches in plan})
     if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
         raise ValueError(
             f"The scheduler gave {len(plan)} ranks {numbers} microbatches; wanted {dp} with equally many."
         )
-    bins = [bin_ for rank in plan for bin_ in rank]
+
+    bins = [members for microbatches in plan for members in microbatches]
     order = np.concatenate([np.empty(0, np.int64), *bins])
     if sorted(order.tolist()) != list(range(len(lengths))):
         raise ValueError(
             f"The scheduler used {order.tolist()[:9]}; it must use each of {len(lengths)} positions once."
         )
+
     bounds = [("slots", lengths, slots.usable)]
     if patches is not None:
         bounds.append(("patches", patches, slots.patches))
-    for number, bin_ in enumerate(bins):
-        for what, sizes, most in bounds:
-            if sizes[bin_].sum() > most and len(bin_) > 1:
+    for number, members in enumerate(bins):
+        rank, microbatch = divmod(number, numbers[0])
+        for unit, sizes, most in bounds:
+            total = sizes[members].sum()
+            if total > most and len(members) > 1:  # one sequence that is too large may have a bin
                 raise ValueError(
-                    f"The scheduler put {sizes[bin_].sum()} {what} in microbatch {number % numbers[0]} of "
-                    f"rank {number // numbers[0]}, above the {most} that fit. Fill it with fewer sequences."
+                    f"The scheduler put {total} {unit} in microbatch {microbatch} of "
+                    f"rank {rank}, above the {most} that fit. Fill it with fewer sequences."
                 )
-    return order, np.concatenate([[0], np.cumsum([len(bin_) for bin_ in bins])])
+    return order, np.concatenate([[0], np.cumsum([len(members) for members in bins])])
 
 
 def _most_work_first(items: list[_Item], room: tuple[int, int], below: FloatArray) -> IntArray | None:
     """Put each item in the bin with room and least work + ``below``; None if one fits nowhere."""
-    heap = [(load, i) for i, load in enumerate(below.tolist())]
+    heap = [(load, number) for number, load in enumerate(below.tolist())]  # (work + below, bin)
     heapq.heapify(heap)
-    free_slots, free_patches = [room[0]] * len(heap), [room[1]] * len(heap)
+    free_slots = [room[0]] * len(heap)
+    free_patches = [room[1]] * len(heap)
     owner = np.empty(len(items), np.int64)
-    for work_of, size, patches, item in items:
-        tried = []
+    for work, slots, patches, position in items:
+        full = []  # bins with less work, but without room for this sequence
         while heap:
-            load, i = heapq.heappop(heap)
-            if free_slots[i] >= size and free_patches[i] >= patches:
+            load, number = heapq.heappop(heap)
+            if free_slots[number] >= slots and free_patches[number] >= patches:
                 break
-            tried.append((load, i))
+            full.append((load, number))
         else:
             return None
-        owner[item] = i
-        free_slots[i] -= size
-        free_patches[i] -= patches
-        for other in tried:
-            heapq.heappush(heap, other)
-        heapq.heappush(heap, (load + work_of, i))
+
+        owner[position] = number
+        free_slots[number] -= slots
+        free_patches[number] -= patches
+        heapq.heappush(heap, (load + work, number))
+        for entry in full:
+            heapq.heappush(heap, entry)
     return owner
 
 
 def assign_bins(totals: FloatArray, dp: int) -> IntArray:
     """Assign bins to ranks and microbatches, so that bins of similar work run at the same time."""
-    ranked = np.argsort(-totals, kind="stable").reshape(-1, dp)
-    load = np.zeros(dp)
-    assigned = np.empty((dp, len(ranked)), np.int64)
-    for step, group in enumerate(ranked):
-        ranks = np.argsort(load, kind="stable")
-        assigned[ranks, step] = group
-        load[ranks] += totals[group]
+    microsteps = np.argsort(-totals, kind="stable").reshape(-1, dp)  # the bins of each, the heaviest first
+    load = np.zeros(dp)  # work of each rank so far
+    assigned = np.empty((dp, len(microsteps)), np.int64)
+    for step, bins in enumerate(microsteps):
+        ranks = np.argsort(load, kind="stable")  # the rank with the least work gets the heaviest bin
+        assigned[ranks, step] = bins
+        load[ranks] += totals[bins]
     return assigned.reshape(-1)
 
 
@@ -315,6 +355,7 @@ _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, inde
 
 
 def _items(step: Problem) -> list[_Item]:
+    """Return the sequences as Python tuples, because loops read those faster than arrays."""
     order = np.argsort(-step.work, kind="stable")
     columns = (step.work[order], step.lengths[order], step.patches[order], order)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -323,11 +364,15 @@ def _items(step: Problem) -> list[_Item]:
 def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> IntArray | None:
     """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences."""
     items = _items(step)
-    room = step.slots.usable, step.slots.patches
+    room = (step.slots.usable, step.slots.patches)
     search = _Search(room=room, dp=step.dp, microsteps=num_microbatches)
-    total = sum(item[0] for item in items)
-    start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, filled=0, waits=0.0))
-    best, least, below = None, np.inf, np.inf
+    total = sum(work for work, _, _, _ in items)
+    empty = _Partial(owner=[0] * len(items), left=items, total=total, filled=0, waits=0.0)
+    start = search.fill_forced(empty)
+
+    best: IntArray | None = None
+    least = np.inf  # the duration of the best plan
+    below = np.inf  # its duration by the search's own sums, which a better plan must undercut
     for level in _LEVELS:
         plan = search.fill_level(start, level, below=below)
         if plan is None:
@@ -336,9 +381,12 @@ def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> I
         owner = np.array(plan.owner, dtype=np.int64)
         waits = step.waits(owner, step.dp * num_microbatches)
         if waits < least:
-            best, least = owner, waits
-        if least <= enough or start.filled == num_microbatches - 1:  # these levels are not for the last
+            best = owner
+            least = waits
+        only_last_left = start.filled == num_microbatches - 1  # its level is found by bisection, not tried
+        if least <= enough or only_last_left:
             break
+
     if best is not None and least > enough:
         exchange(step, best, num_microbatches)
     return best
@@ -348,49 +396,89 @@ def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
     """Exchange sequences of the heaviest bins for sequences with less work, or for none; update ``owner``."""
     # Each exchange takes work from the heaviest bin of a microstep; the one furthest above its microstep's
     # mean comes first. The best exchange leaves both its bins furthest below the previous maxima.
-    work, dp, bounds, bins = step.work, step.dp, step.bounds, step.dp * num_microbatches
-    loads = step.bin_work(owner, bins)
-    held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
-    steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
-    heaviest, mean = steps.max(1), steps.mean(1)
-    # A bin gives one of its sequences in exchange, or nothing. So the arrays end with a zero for each bin.
-    given_work = np.append(work, np.zeros(bins))
-    given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
-    place = np.append(owner, np.arange(bins))
-    open_, changed = np.ones(num_microbatches, bool), False
+    exchanges = _Exchanges(step, owner, num_microbatches)
+    open_microsteps = np.ones(num_microbatches, bool)  # those for which an exchange may still help
+    changed = False  # whether any exchange was made since all microsteps were open
     for _ in range(_EXCHANGES):
-        at = int(np.where(open_, heaviest - mean, -1.0).argmax())
-        heavy = at * dp + int(steps[at].argmax())
-        mine = np.flatnonzero(place[: len(owner)] == heavy)
-        moved = work[mine][:, None] - given_work
-        grown = [each[mine][:, None] - other for (each, _), other in zip(bounds, given, strict=True)]
-        # By how much the two bins would exceed the heaviest bins of their microsteps; the larger excess.
-        above = np.maximum(
-            (loads[heavy] - heaviest[at]) - moved, (loads - np.repeat(heaviest, dp))[place] + moved
-        )
-        fits = moved > 0
-        for (_, most), now, more in zip(bounds, held, grown, strict=True):
-            fits &= (now[place] + more <= most) & (now[heavy] - more <= most)
-        above[~fits | (place == heavy)] = np.inf
-        i, other = divmod(int(above.argmin()), len(place)) if len(mine) else (0, 0)
-        if not len(mine) or above[i, other] >= -_LEAST_GAIN * heaviest[at]:
-            open_[at] = False
-            if not open_.any() and not changed:
-                break
-            if not open_.any():  # try all again, because later exchanges may have made room
-                open_[:], changed = True, False
+        excess = np.where(open_microsteps, exchanges.heaviest - exchanges.mean, -1.0)
+        microstep = int(excess.argmax())
+        if exchanges.improve(microstep):
+            changed = True
             continue
-        changed = True
-        taken, target = mine[i], int(place[other])
-        loads[[heavy, target]] += np.array([-1, 1]) * moved[i, other]
-        for now, more in zip(held, grown, strict=True):
-            now[[heavy, target]] += np.array([-1, 1]) * more[i, other]
-        place[taken] = target
-        if other < len(owner):
-            place[other] = heavy
-        for number in {at, target // dp}:
-            heaviest[number], mean[number] = steps[number].max(), steps[number].mean()
-    owner[:] = place[: len(owner)]
+        open_microsteps[microstep] = False
+        if open_microsteps.any():
+            continue
+        if not changed:
+            break
+        open_microsteps[:] = True  # try all again, because later exchanges may have made room
+        changed = False
+    owner[:] = exchanges.place[: len(owner)]
+
+
+class _Exchanges:
+    """The bins of a plan and what they hold, while sequences are exchanged between them.
+
+    Legend: B bins, S sequences, M microsteps, N bounds (slots, and patches if they are bounded).
+    """
+
+    def __init__(self, step: Problem, owner: IntArray, num_microbatches: int) -> None:
+        bins = step.dp * num_microbatches
+        self.step = step
+        self.loads = step.bin_work(owner, bins)  # float64 ``[B]``, work of each bin
+        self.by_microstep = self.loads.reshape(num_microbatches, step.dp)  # a view: follows ``loads``
+        self.heaviest = self.by_microstep.max(1)  # float64 ``[M]``
+        self.mean = self.by_microstep.mean(1)  # float64 ``[M]``
+        self.bounds = step.bounds
+        # For each bound, int64 ``[B]``: what each bin holds.
+        self.held = [
+            np.bincount(owner, weights=sizes, minlength=bins).astype(np.int64) for sizes, _ in self.bounds
+        ]
+        # A bin gives one of its sequences in exchange, or nothing. So these arrays, ``[S + B]``, end with an
+        # entry of no work and no size for each bin.
+        self.place = np.append(owner, np.arange(bins))
+        self.work = np.append(step.work, np.zeros(bins))
+        self.sizes = [np.append(sizes, np.zeros(bins, np.int64)) for sizes, _ in self.bounds]
+
+    def improve(self, microstep: int) -> bool:
+        """Make the best exchange for the heaviest bin of a microstep; return False if none gains work."""
+        dp = self.step.dp
+        sequences = len(self.step.work)
+        heavy = microstep * dp + int(self.by_microstep[microstep].argmax())
+        members = np.flatnonzero(self.place[:sequences] == heavy)
+        if not len(members):
+            return False
+
+        # ``[members, S + B]``: what would move from the heavy bin to the other one, less what comes back.
+        moved_work = self.step.work[members][:, None] - self.work
+        moved_sizes = [
+            sizes[members][:, None] - others
+            for (sizes, _), others in zip(self.bounds, self.sizes, strict=True)
+        ]
+        fits = moved_work > 0
+        for (_, most), held, moved in zip(self.bounds, self.held, moved_sizes, strict=True):
+            fits &= (held[self.place] + moved <= most) & (held[heavy] - moved <= most)
+        # By how much the two bins would exceed the heaviest bins of their microsteps; the larger excess.
+        heavy_excess = (self.loads[heavy] - self.heaviest[microstep]) - moved_work
+        other_excess = (self.loads - np.repeat(self.heaviest, dp))[self.place] + moved_work
+        excess = np.maximum(heavy_excess, other_excess)
+        excess[~fits | (self.place == heavy)] = np.inf
+
+        member, other = divmod(int(excess.argmin()), len(self.place))
+        if excess[member, other] >= -_LEAST_GAIN * self.heaviest[microstep]:
+            return False
+
+        target = int(self.place[other])
+        signs = np.array([-1, 1])  # the heavy bin loses what the target gains
+        self.loads[[heavy, target]] += signs * moved_work[member, other]
+        for held, moved in zip(self.held, moved_sizes, strict=True):
+            held[[heavy, target]] += signs * moved[member, other]
+        self.place[members[member]] = target
+        if other < sequences:  # else the target gives nothing
+            self.place[other] = heavy
+        for number in {microstep, target // dp}:
+            self.heaviest[number] = self.by_microstep[number].max()
+            self.mean[number] = self.by_microstep[number].mean()
+        return True
 
 
 def waiting(totals: FloatArray, dp: int) -> float:
@@ -411,8 +499,10 @@ class _Partial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Search:
+    """Fills microsteps one after another; each method returns a new plan and keeps the old one."""
+
     room: tuple[int, int]  # slots and patches of a bin
-    dp: int
+    dp: int  # data-parallel ranks: bins of a microstep
     microsteps: int
 
     def fill_forced(self, plan: _Partial) -> _Partial:
@@ -425,67 +515,96 @@ class _Search:
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
         """Fill the other microsteps to ``level`` times their mean; None if not all fit within ``below``."""
         while plan.filled < self.microsteps - 1 and plan.left:
-            plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
-        return self._last(plan, below - plan.waits) if plan.left else plan
+            largest = plan.left[0][0]
+            plan = self._next(plan, max(largest, self._mean(plan) * level))
+        if not plan.left:
+            return plan
+        return self._last(plan, below - plan.waits)
 
     def _mean(self, plan: _Partial) -> float:
+        """Return the mean work of the bins of the microsteps that are not filled yet."""
         return plan.total / ((self.microsteps - plan.filled) * self.dp)
 
     def _next(self, plan: _Partial, level: float) -> _Partial:
+        """Fill the next microstep to a level."""
         owner = plan.owner.copy()
         first = plan.filled * self.dp
         left, heaviest, placed = _fill(plan.left, level, self.room, owner, range(first, first + self.dp))
-        total, waits = plan.total - placed, plan.waits + heaviest
-        return _Partial(owner=owner, left=left, total=total, filled=plan.filled + 1, waits=waits)
+        return _Partial(
+            owner=owner,
+            left=left,
+            total=plan.total - placed,
+            filled=plan.filled + 1,
+            waits=plan.waits + heaviest,
+        )
 
     def _last(self, plan: _Partial, below: float) -> _Partial | None:
         """Find by bisection the lowest level at which the last microstep holds the remaining sequences."""
         low = max(plan.left[0][0], self._mean(plan))
         high = min(low * _HIGHEST, below)
-        found = None
-        while found is None or high - low > low * _PRECISION:
-            middle = high if found is None else (low + high) / 2
+        best = self._next(plan, high)
+        if best.left:
+            return None
+        while high - low > low * _PRECISION:
+            middle = (low + high) / 2
             trial = self._next(plan, middle)
-            if not trial.left:
-                found, high = trial, middle
-            elif found is None:
-                return None
-            else:
+            if trial.left:
                 low = middle
-        return found if found.waits < plan.waits + below else None
+            else:
+                best = trial
+                high = middle
+        return best if best.waits < plan.waits + below else None
 
 
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
 ) -> tuple[list[_Item], float, float]:
-    """Put items, the most work first, in the bins that they fill closest to the level."""
+    """Put items, the most work first, in the bins that they fill closest to the level; update ``owner``.
+
+    Return the items left, the work of the fullest bin, and the work of all items that were placed.
+    """
     level *= 1 + 1e-12  # sums are rounded
     least = items[-1][0]
-    bins: list[_Bin] = []
+    bins: list[_Bin] = []  # those with items and room for more, by rising room
     left: list[_Item] = []
-    fresh = iter(numbers)
-    tightest, placed = level, 0.0
-    at = 0
-    while at < len(items):
-        work, slots, patches, position = items[at]
-        spot = bisect_left(bins, (work,))
-        while spot < len(bins) and (bins[spot][1] < slots or bins[spot][2] < patches):
-            spot += 1
-        if spot < len(bins):
-            room, free_slots, free_patches, number = bins.pop(spot)
-        elif (number := next(fresh, -1)) >= 0:
-            room, (free_slots, free_patches) = level, room_of_bin
+    unopened = list(reversed(numbers))
+    tightest = level  # the least room of any bin
+    placed = 0.0
+    next_item = 0
+    while next_item < len(items):
+        work, slots, patches, position = items[next_item]
+        # The bin with the least room for the work, among those with enough slots and patches.
+        tightest_fit = bisect_left(bins, (work,))
+        while tightest_fit < len(bins):
+            _, free_slots, free_patches, _ = bins[tightest_fit]
+            if free_slots >= slots and free_patches >= patches:
+                break
+            tightest_fit += 1
+
+        if tightest_fit < len(bins):
+            room, free_slots, free_patches, number = bins.pop(tightest_fit)
+        elif unopened:
+            number = unopened.pop()
+            room = level
+            free_slots, free_patches = room_of_bin
         else:  # skip to the first item that the bin with the most room could take
             roomiest = bins[-1][0] if bins else 0.0
-            beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=lambda item: -item[0]))
-            left += items[at:beyond]
-            at = beyond
+            fitting = bisect_left(items, -roomiest, lo=next_item, key=_falling_work)
+            fitting = max(next_item + 1, fitting)
+            left += items[next_item:fitting]
+            next_item = fitting
             continue
+
         owner[position] = number
         room -= work
         placed += work
         tightest = min(tightest, room)
         if room >= least:
             insort(bins, (room, free_slots - slots, free_patches - patches, number))
-        at += 1
-    return left, level - tightest, placed  # items left, work of the fullest bin, work of all items placed
+        next_item += 1
+    return left, level - tightest, placed
+
+
+def _falling_work(item: _Item) -> float:
+    """Return a key by which the items, which are sorted by falling work, rise."""
+    return -item[0]

@@ -23,6 +23,8 @@ IntArray = npt.NDArray[np.int64]
 # (first, packs, each, held): `packs` packs, from index `first` on, hold `held` sequences and get `each` more.
 _Placement = tuple[int, int, int, int]
 
+_RADIX_KEYS = 1 << 16  # numpy sorts keys of 16 bits by a linear radix sort
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packing:
@@ -32,8 +34,10 @@ class Packing:
     offsets: IntArray  # int64 ``[P + 1]``, first entry 0, last entry S
 
     def __post_init__(self) -> None:
-        indices, offsets = host_ints(self.indices, "indices"), host_ints(self.offsets, "offsets")
-        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
+        indices = host_ints(self.indices, "indices")
+        offsets = host_ints(self.offsets, "offsets")
+        spans_all = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == len(indices)
+        if not spans_all or (np.diff(offsets) < 0).any():
             raise ValueError(
                 f"Offsets {offsets[:8].tolist()} must begin with 0, never fall, and end with {len(indices)}."
             )
@@ -42,7 +46,7 @@ class Packing:
         return len(self.offsets) - 1
 
     def __getitem__(self, pack: int) -> IntArray:
-        pack = range(len(self))[pack]
+        pack = range(len(self))[pack]  # counts negative numbers from the end, and raises IndexError
         return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:
@@ -50,22 +54,26 @@ class Packing:
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
         """Return the sum of ``values`` (one per sequence) over every pack."""
+        # Differences of running sums, because np.add.reduceat gives an empty pack the value of its neighbour.
         running = np.concatenate([[0], np.cumsum(self._in_order(values, "values"))])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
         """Return real tokens divided by slots, for packs of ``capacity`` slots; 1.0 means no padding."""
         check_capacity(capacity)
-        real = self._in_order(lengths, "lengths").sum()
-        return float(real / (len(self) * capacity)) if len(self) else 1.0
+        real_tokens = self._in_order(lengths, "lengths").sum()
+        if not len(self):
+            return 1.0
+        return float(real_tokens / (len(self) * capacity))
 
     def _in_order(self, values: npt.ArrayLike, name: str) -> IntArray:
-        found = host_ints(values, name)
-        if len(found) != len(self.indices):
+        """Return one value per sequence in the order of ``indices``: pack after pack."""
+        numbers = host_ints(values, name)
+        if len(numbers) != len(self.indices):
             raise ValueError(
-                f"{name} has {len(found)} numbers for {len(self.indices)} sequences. Pass one for each."
+                f"{name} has {len(numbers)} numbers for {len(self.indices)} sequences. Pass one for each."
             )
-        return found[self.indices]
+        return numbers[self.indices]
 
 
 def pack_lengths(
@@ -94,59 +102,95 @@ def pack_lengths(
     choice(algorithm, "algorithm", *get_args(Algorithm))
     if not len(values):
         return Packing(indices=np.empty(0, np.int64), offsets=np.zeros(1, np.int64))
+
     longest = int(values.argmax())
     if values[longest] > capacity:
         raise ValueError(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. Raise capacity."
         )
-    most = min(max_sequences or len(values), len(values))
+    # A bound above the number of sequences is no bound; this one also fits int64.
+    most = len(values) if max_sequences is None else min(max_sequences, len(values))
     if algorithm == "next_fit":
         return _next_fit(values, capacity, most)
-    keys = values.max() - values  # 16-bit keys take numpy's linear radix sort
-    order = np.argsort(keys.astype(np.uint16) if keys.max() < 1 << 16 else keys, kind="stable")
+
+    order = _longest_first(values)
     sizes, counts = _histogram(values[order])
     placements, num_packs = _best_fit(sizes, counts, capacity, most)
     return _gather(placements, num_packs, order)
 
 
+def _longest_first(lengths: IntArray) -> IntArray:
+    """Return the positions of lengths by falling length; equal ones keep their order."""
+    keys = lengths.max() - lengths
+    if keys.max() < _RADIX_KEYS:
+        return np.argsort(keys.astype(np.uint16), kind="stable")
+    return np.argsort(keys, kind="stable")
+
+
 def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) -> Packing:
     """Pack by best-fit decreasing; a sequence that is too large for a pack gets a pack of its own."""
     if patches is not None and slots.patches < UNBOUNDED:
-        # Sorted, so that the number of packs does not depend on the order of the sequences.
-        order = np.lexsort((patches, padded))
-        padded, patches = padded[order], patches[order]
-        packs = best_fit(padded, replace(slots, patches=UNBOUNDED))
-        wide = (packs.totals(patches) > slots.patches) & (np.diff(packs.offsets) > 1)
-        packs = _fit_both(padded, patches, slots) if wide.any() else packs
-        return replace(packs, indices=order[packs.indices])
+        return _best_fit_patches(padded, slots, patches)
+
+    # In units of the multiple there are fewer distinct lengths, over which best fit loops.
+    capacity = slots.usable // slots.multiple
     fits = padded <= slots.usable
     if fits.all():
-        return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
-    inside, over = np.flatnonzero(fits), np.flatnonzero(~fits)
-    packs = pack_lengths(padded[inside] // slots.multiple, slots.usable // slots.multiple)
-    ends = packs.offsets[-1] + np.arange(1, len(over) + 1)
+        return pack_lengths(padded // slots.multiple, capacity)
+
+    inside = np.flatnonzero(fits)
+    too_large = np.flatnonzero(~fits)
+    packs = pack_lengths(padded[inside] // slots.multiple, capacity)
+    ends = packs.offsets[-1] + np.arange(1, len(too_large) + 1)
     return Packing(
-        indices=np.concatenate([inside[packs.indices], over]), offsets=np.concatenate([packs.offsets, ends])
+        indices=np.concatenate([inside[packs.indices], too_large]),
+        offsets=np.concatenate([packs.offsets, ends]),
     )
+
+
+def _best_fit_patches(padded: IntArray, slots: Slots, patches: IntArray) -> Packing:
+    """Pack by slots only; if a pack then has too many patches, pack again by slots and patches."""
+    # Sorted, so that the number of packs does not depend on the order of the sequences.
+    order = np.lexsort((patches, padded))
+    padded = padded[order]
+    patches = patches[order]
+
+    packs = best_fit(padded, replace(slots, patches=UNBOUNDED))
+    # A sequence that is too large by itself has a pack of its own, whatever its patches.
+    too_many = (packs.totals(patches) > slots.patches) & (np.diff(packs.offsets) > 1)
+    if too_many.any():
+        packs = _fit_both(padded, patches, slots)
+    return replace(packs, indices=order[packs.indices])
 
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
     """Pack by best fit in slots and patches; sequences that take most of a pack in either come first."""
-    slot, patch = 1 / slots.usable, 1 / slots.patches  # shares of a pack that one slot and one patch take
-    order = np.argsort(-np.maximum(padded * slot, patches * patch), kind="stable")
-    free_slots, free_patches = np.empty_like(padded), np.empty_like(padded)  # for each pack
-    share = np.empty(len(padded))  # the free share of slots plus the free share of patches
-    owner, count = np.empty(len(padded), np.int64), 0
-    for i, size, seen in zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True):
-        fits = (free_slots[:count] >= size) & (free_patches[:count] >= seen)
-        pack = int(np.where(fits, share[:count], np.inf).argmin()) if count else 0
-        if pack == count or not fits[pack]:
-            pack, count = count, count + 1
-            free_slots[pack], free_patches[pack] = slots.usable, slots.patches
-        free_slots[pack] -= size
-        free_patches[pack] -= seen
-        share[pack] = free_slots[pack] * slot + free_patches[pack] * patch
-        owner[i] = pack
+    slot_share = 1 / slots.usable  # share of a pack that one slot takes
+    patch_share = 1 / slots.patches
+    order = np.argsort(-np.maximum(padded * slot_share, patches * patch_share), kind="stable")
+
+    # One entry for each pack; there are at most as many packs as sequences, of which ``count`` are open.
+    free_slots = np.empty_like(padded)
+    free_patches = np.empty_like(padded)
+    free_share = np.empty(len(padded))  # the free share of slots plus the free share of patches
+    count = 0
+    owner = np.empty(len(padded), np.int64)  # the pack of each sequence
+    sizes = zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True)
+    for sequence, num_slots, num_patches in sizes:
+        fits = (free_slots[:count] >= num_slots) & (free_patches[:count] >= num_patches)
+        if fits.any():
+            pack = int(np.where(fits, free_share[:count], np.inf).argmin())
+        else:
+            pack = count
+            count += 1
+            free_slots[pack] = slots.usable
+            free_patches[pack] = slots.patches
+        # Both may fall below 0 in the pack of a sequence that is too large: no other sequence fits there.
+        free_slots[pack] -= num_slots
+        free_patches[pack] -= num_patches
+        free_share[pack] = free_slots[pack] * slot_share + free_patches[pack] * patch_share
+        owner[sequence] = pack
+
     members = np.lexsort((-padded, owner))
     sizes_of_packs = np.bincount(owner, minlength=count)
     return Packing(indices=members, offsets=np.concatenate([[0], np.cumsum(sizes_of_packs)]))
@@ -165,7 +209,8 @@ def count_packs(lengths: IntArray, capacity: int) -> int:
     if not len(lengths):
         return 0
     sizes, counts = _histogram(np.sort(lengths)[::-1])
-    return _best_fit(sizes, counts, capacity, len(lengths))[1]
+    _, num_packs = _best_fit(sizes, counts, capacity, len(lengths))
+    return num_packs
 
 
 def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
@@ -176,25 +221,36 @@ def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
 
 
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
-    """Place sizes, largest first, in packs with the least room that holds them, at most ``limit`` in each."""
+    """Place sizes, largest first, in packs with the least room that holds them, at most ``limit`` in each.
+
+    Return the placements and the number of packs. ``sizes`` fall, and ``counts`` says how often each occurs.
+    """
     placements: list[_Placement] = []
-    # Packs that can hold the current size are ready. The others wait for a smaller size.
-    ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)
-    waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first pack, packs)
-    num_packs, smallest = 0, sizes[-1]
+    # Packs with equal contents form one entry: neighbours from index ``first`` on. Entries that can hold the
+    # current size are ready, the one with the least room last. The others wait for a smaller size in a heap,
+    # whose first entry has the most room: it becomes ready first.
+    ready: list[tuple[int, int, int, int]] = []  # (room, held, first, packs)
+    waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first, packs)
+    num_packs = 0
+    smallest = sizes[-1]
     for size, count in zip(sizes, counts, strict=True):
         while waiting and -waiting[0][0] >= size:
             room, held, first, packs = heapq.heappop(waiting)
             ready.append((-room, -held, first, packs))
+
         while count:
             if ready:
                 room, held, first, packs = ready.pop()
                 each = min(room // size, limit - held)
-            else:
-                room, held, first = capacity, 0, num_packs
+            else:  # open as many packs as the remaining sequences of this size need
+                room = capacity
+                held = 0
+                first = num_packs
                 each = min(room // size, limit)
                 packs = -(-count // each)
                 num_packs += packs
+
+            # Packs that take as many sequences of this size as they can hold.
             filled = min(packs, count // each)
             if filled:
                 placements.append((first, filled, each, held))
@@ -204,6 +260,9 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
                     heapq.heappush(waiting, (-left, -held - each, first, filled))
             if filled == packs:
                 continue
+
+            # The sequences that are left are too few to fill one more pack: they begin it. It has less room
+            # than the untouched packs behind it, so it is ready after them.
             begun = 1 if count else 0
             if filled + begun < packs:
                 ready.append((room, held, first + filled + begun, packs - filled - begun))
@@ -217,26 +276,31 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
 def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:
     """Convert placements to a Packing; each placement takes the next sequences of ``order``."""
     first, packs, each, held = np.array(placements, dtype=np.int64).T
-    total = packs * each
+    total = packs * each  # sequences of each placement
     start = np.cumsum(total) - total
-    within = np.arange(len(order)) - np.repeat(start, total)
+
+    # For each sequence of ``order``: its number in its placement, its pack, and its place in that pack.
+    number = np.arange(len(order)) - np.repeat(start, total)
     per_pack = np.repeat(each, total)
-    step = within // per_pack
-    pack = np.repeat(first, total) + step
-    slot = np.repeat(held, total) + within - step * per_pack
+    pack_number = number // per_pack
+    pack = np.repeat(first, total) + pack_number
+    place = np.repeat(held, total) + number - pack_number * per_pack
+
     offsets = np.zeros(num_packs + 1, np.int64)
     np.cumsum(np.bincount(pack, minlength=num_packs), out=offsets[1:])
     indices = np.empty(len(order), np.int64)
-    indices[offsets[pack] + slot] = order
+    indices[offsets[pack] + place] = order
     return Packing(indices=indices, offsets=offsets)
 
 
 def _next_fit(values: IntArray, capacity: int, most: int) -> Packing:
     """Pack in the given order, closing a pack as soon as the next sequence does not fit."""
+    # If a pack begins with sequence i, the next pack begins with sequence ``next_start[i]``.
     ends = np.cumsum(values)
-    following = np.searchsorted(ends, ends - values + capacity, side="right")
-    jump = np.minimum(following, np.arange(len(values)) + most).tolist()
+    beyond_capacity = np.searchsorted(ends, ends - values + capacity, side="right")
+    next_start = np.minimum(beyond_capacity, np.arange(len(values)) + most).tolist()
+
     offsets = [0]
     while offsets[-1] < len(values):
-        offsets.append(jump[offsets[-1]])
+        offsets.append(next_start[offsets[-1]])
     return Packing(indices=np.arange(len(values)), offsets=np.array(offsets, dtype=np.int64))

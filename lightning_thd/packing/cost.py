@@ -36,8 +36,9 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name in ("linear", "quadratic", "patch", "patch_pair"):
-            real_number(given := getattr(self, name), f"Cost.{name}", least=0)
-            object.__setattr__(self, name, float(given))  # so that 1 and 1.0 have one fingerprint
+            value = getattr(self, name)
+            real_number(value, f"Cost.{name}", least=0)
+            object.__setattr__(self, name, float(value))  # so that 1 and 1.0 have one fingerprint
         if not self.linear + self.quadratic:
             raise ValueError(f"{self!r} costs nothing. Cost(linear=1, quadratic=0) balances tokens.")
 
@@ -45,22 +46,25 @@ class Cost:
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
         """Fit a cost to a model's FLOPs at ``longest`` tokens and at half; vision and recomputation count."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
-        half = max(1, longest // 2)
-        linear, quadratic = _fitted(
-            lambda n: SeqStats.from_lengths([n], windows=model.windows), half, 2 * half, model
-        )
+        windows = model.windows
+        edges = model.vision_windows
+
+        def one_sequence(tokens: int) -> SeqStats:
+            return SeqStats.from_lengths([tokens], windows=windows)
+
+        linear, quadratic = _fit(model, one_sequence, max(1, longest // 2))
         if not model.sees_images:
             return cls(linear=linear, quadratic=quadratic)
-        edges = model.vision_windows
+
         window = max(edges, default=1)
         edge = -(-_EDGE // window) * window  # whole windows, as in most images
-        patch, pair = _fitted(
-            lambda n: SeqStats.from_lengths([], image_grid_thw=[[1, edge, n // edge]], vision_windows=edges),
-            edge * edge,
-            2 * edge * edge,
-            model,
-        )
-        return cls(linear=linear, quadratic=quadratic, patch=patch, patch_pair=pair)
+
+        def one_image(patches: int) -> SeqStats:
+            grid = [[1, edge, patches // edge]]
+            return SeqStats.from_lengths([], image_grid_thw=grid, vision_windows=edges)
+
+        patch, patch_pair = _fit(model, one_image, edge * edge)
+        return cls(linear=linear, quadratic=quadratic, patch=patch, patch_pair=patch_pair)
 
     def __call__(self, lengths: npt.ArrayLike, media: npt.ArrayLike | None = None) -> FloatArray:
         """Return the work of each sequence, float64 ``[S]``: 2 s + s**2 of ``[3]`` is ``[15.0]``.
@@ -70,23 +74,29 @@ class Cost:
             media: image patches of each sequence: ints ``[S]`` if each has one frame, else ``[S, 2]`` with
                 the sum over frames of squared patch counts; None for text.
         """
-        given = np.asarray(lengths)
-        if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
-            raise ValueError(f"lengths holds {given.dtype} values, wanted finite numbers of tokens.")
-        tokens = given.astype(np.float64)
+        values = np.asarray(lengths)
+        if values.size and (values.dtype.kind not in "iuf" or not np.isfinite(values).all()):
+            raise ValueError(f"lengths holds {values.dtype} values, wanted finite numbers of tokens.")
+        tokens = values.astype(np.float64)
         work: FloatArray = tokens * (self.linear + self.quadratic * tokens)
         if media is None:
             return work
-        patches, squares = media_table(media, given.size).T
+
+        patches, squares = media_table(media, values.size).T
         work += self.patch * patches + self.patch_pair * squares
         return work
 
 
-def _fitted(stats: Callable[[int], SeqStats], one: int, other: int, model: FlopsModel) -> tuple[float, float]:
-    """Fit linear and quadratic work to the FLOPs at ``one`` and ``other = 2 * one`` tokens or patches."""
-    short, long = (float(model.training_flops(stats(n)).hardware) for n in (one, other))
-    quadratic = max(0.0, (long - 2 * short) / (2 * one**2))
-    return long / other - quadratic * other, quadratic
+def _fit(model: FlopsModel, stats_of: Callable[[int], SeqStats], size: int) -> tuple[float, float]:
+    """Fit linear and quadratic work to the FLOPs of ``size`` and twice as many tokens or patches."""
+    double = 2 * size
+    short = float(model.training_flops(stats_of(size)).hardware)
+    long = float(model.training_flops(stats_of(double)).hardware)
+
+    # Rounding, or work that grows more slowly than linearly, must not make pairs cheaper than nothing.
+    quadratic = max(0.0, (long - 2 * short) / (2 * size**2))
+    linear = long / double - quadratic * double
+    return linear, quadratic
 
 
 def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
@@ -96,4 +106,6 @@ def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
         raise ValueError(
             f"patches has the shape {values.shape} for {sequences} sequences; wanted one number each, or two."
         )
-    return values if values.ndim == 2 else np.stack([values, values * values], axis=1)
+    if values.ndim == 2:
+        return values
+    return np.stack([values, values * values], axis=1)

@@ -19,12 +19,14 @@ from lightning_thd._checks import host_ints, whole_number
 IntArray = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
 
-_MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1  # keeps the low 64 bits of a Python int
 _ROUNDS = 8
 # Up to this many entries, sorting keyed hashes shuffles more evenly and costs less than the network.
 _SMALL = 4096
 # splitmix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finaliser.
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 
 
 def derive_key(*parts: int) -> int:
@@ -49,11 +51,14 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
         )
     if total <= _SMALL:
         return shuffled(total, key=key)[spots]
+
     columns = math.isqrt(total - 1) + 1
     rows = -(-total // columns)
     values = _network(spots.astype(np.uint64), rows, columns, key)
-    while (outside := np.flatnonzero(values >= total)).size:
+    outside = np.flatnonzero(values >= total)
+    while outside.size:
         values[outside] = _network(values[outside], rows, columns, key)
+        outside = np.flatnonzero(values >= total)
     return values.astype(np.int64)
 
 
@@ -64,13 +69,20 @@ def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
     has its proportional share. The key decides the order of the whole groups.
     """
     groups, rest = divmod(total, size)
-    number, place = np.divmod(positions, size)
+    group, place = np.divmod(positions, size)
+    # The smaller last group takes the entries in the middle of ``rest`` equal parts of all entries.
     last = np.arange(1, 2 * rest, 2) * total // (2 * max(rest, 1))
-    found = last[np.minimum(place, rest - 1)] if rest else np.empty(len(positions), np.int64)
-    whole = number < groups
-    ranks = place[whole] * groups + permute(number[whole], groups, key=key)
-    found[whole] = ranks + np.searchsorted(last - np.arange(rest), ranks, side="right")
-    return found
+    if rest:
+        entries = last[np.minimum(place, rest - 1)]
+    else:
+        entries = np.empty(len(positions), np.int64)
+
+    # The other entries are cut into runs of one entry for each whole group; place p of a group is in run p.
+    # ``ranks`` number these entries without gaps; the search then skips the entries of the last group.
+    whole = group < groups
+    ranks = place[whole] * groups + permute(group[whole], groups, key=key)
+    entries[whole] = ranks + np.searchsorted(last - np.arange(rest), ranks, side="right")
+    return entries
 
 
 def shuffled(total: int, *, key: int) -> IntArray:
@@ -84,6 +96,7 @@ def keyed_hashes(values: _U64, key: int) -> _U64:
 
 
 def _network(values: _U64, rows: int, columns: int, key: int) -> _U64:
+    """Permute ``range(rows * columns)`` by the Feistel network; a value is ``left * columns + right``."""
     left, right = np.divmod(values, np.uint64(columns))
     for number in range(0, _ROUNDS, 2):
         left = (left + _hash(right, derive_key(key, number), rows)) % np.uint64(rows)
@@ -92,16 +105,19 @@ def _network(values: _U64, rows: int, columns: int, key: int) -> _U64:
 
 
 def _hash(values: _U64, key: int, bound: int) -> _U64:
+    """Hash each value to a number below ``bound``."""
     return keyed_hashes(values, key) % np.uint64(bound)
 
 
 def _mix(values: _U64) -> _U64:
+    """Apply splitmix64's finaliser to each value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
     return values ^ (values >> np.uint64(31))
 
 
 def _mix_int(value: int) -> int:
+    """Apply splitmix64's finaliser to a Python int, whose high bits are cut as those of uint64 are."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _FIRST) & _MASK
     value = ((value ^ (value >> 27)) * _SECOND) & _MASK
