@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ from lightning_thd.warnings import DataWarning, warn
 Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]
 
-_VERSION = 5
+_VERSION = 5  # the version of cached counts
 _SHIFT_ROWS = 32  # sequences whose labels are compared with their ids, to find shifted labels
 _HASHED_ROWS = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
 _NO_SIZES = np.empty((0, COLUMNS), np.int64)
@@ -69,7 +69,8 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
 
 def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
     """Return a row for counting; a dataset with ``measured(i)`` gives it without the pixels of images."""
-    return check_row(getattr(dataset, "measured", dataset.__getitem__)(i), i)
+    read = getattr(dataset, "measured", dataset.__getitem__)
+    return check_row(read(i), i)
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
@@ -83,6 +84,7 @@ def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
 
 
 def _as_array(name: str, value: Any) -> Any:
+    """Return lists, and tensors with a value per token, as arrays; leave any other value as it is."""
     if isinstance(value, Tensor) and name in PER_TOKEN:
         return value.detach().cpu().numpy()
     return np.asarray(value) if isinstance(value, list | tuple | range) else value
@@ -128,43 +130,80 @@ class SequenceIndex:
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False, keeps: bool = False
     ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i``; copy them unless the dataset keeps rows."""
-        given: Any = dataset[i]
-        if type(given) is not dict:
-            given = check_row(given, i)
-        sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in given.items()}
+        """Read tokens ``start`` to ``stop`` of sequence ``i``; copy them unless the dataset keeps rows.
+
+        Args:
+            dataset: the dataset of which this is the index.
+            i: the row.
+            start: the first token of the piece.
+            stop: the token behind the piece.
+            continued: whether the sequence goes on in another piece.
+            keeps: whether the dataset leaves a row unchanged when it reads another.
+
+        Raises:
+            ValueError: the row differs from what was counted.
+        """
+        row: Any = dataset[i]
+        if type(row) is not dict:
+            row = check_row(row, i)
+        sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in row.items()}
         if not self.checked:
             sample = check_sample(sample, f"Sequence {i}")
         elif "label" in sample or "labels" in sample:
             sample = with_label(sample, f"Sequence {i}")
-        found, counted = len(sample["input_ids"]), int(self.lengths[i])
-        if found != counted:
-            raise _changed_error(i, "tokens", found, counted)
-        if self.sizes_measured and (len(self.sizes) or not COLLATED.issuperset(sample)):
-            counted_sizes = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
-            if (sizes := sizes_of(sample)) != counted_sizes:
-                raise _changed_error(i, "patches and pixels of images", sizes, counted_sizes)
-        if "weights" in sample and not len(self.weights):
-            raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
-        if "labels" in sample or len(self.weights) or self.loss_tokens[i] != max(0, found - 1):
-            self._check_targets(sample, i)
-        if stop - start != found:
+
+        length = len(sample["input_ids"])
+        self._check_counts(sample, i, length)
+        if stop - start != length:
             self._cut(sample, i, start, stop, continued)
+
         if keeps:
             return sample
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
+    def _check_counts(self, sample: dict[str, Any], i: int, length: int) -> None:
+        """Raise if a row differs from what was counted, because plan and loss scale would be wrong."""
+        if length != self.lengths[i]:
+            raise _changed_error(i, "tokens", length, int(self.lengths[i]))
+
+        if self.sizes_measured and (len(self.sizes) or not COLLATED.issuperset(sample)):
+            counted_sizes = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
+            sizes = sizes_of(sample)
+            if sizes != counted_sizes:
+                raise _changed_error(i, "patches and pixels of images", sizes, counted_sizes)
+
+        if "weights" in sample and not len(self.weights):
+            raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
+        if "labels" in sample or len(self.weights) or self.loss_tokens[i] != max(0, length - 1):
+            self._check_targets(sample, i)
+
+    def _check_targets(self, sample: dict[str, Any], i: int) -> None:
+        """Raise if targets or weights differ from those counted, because the loss scale would be wrong."""
+        labels = np.asarray(sample.get("labels", sample["input_ids"]))
+        loss_tokens = int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+        if loss_tokens != self.loss_tokens[i]:
+            raise _changed_error(i, "loss tokens", loss_tokens, int(self.loss_tokens[i]))
+
+        if not len(self.weights):
+            return
+        total, of_sequence = whole_weight(sample, f"Sequence {i}")
+        counted = float(self.weights[i]), float(self.sequence_weights[i])
+        # The sum may round differently if the dataset gives another float dtype than it did for counting.
+        if abs(total - counted[0]) > 1e-6 * counted[0] or of_sequence != counted[1]:
+            raise _changed_error(i, "as the sum and the whole of its weights", (total, of_sequence), counted)
+
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
         """Cut a sample to a piece; if the sequence continues, keep the next token's label and weight."""
-        found = len(sample["input_ids"])
-        refuse_cut(sample, i, found)
+        length = len(sample["input_ids"])
+        refuse_cut(sample, i, length)
         if "label" in sample and not _is_truncated(start, continued):
-            raise ValueError(f"Sequence {i} ({found} tokens) has a label: set oversize='truncate'.")
+            raise ValueError(f"Sequence {i} ({length} tokens) has a label: set oversize='truncate'.")
+
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         if not _is_truncated(start, continued):
-            sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
-        if np.ndim(sample.get("weights", 1)):
+            sample["whole_weight"] = float(self._summed_weights[i])
+        if np.ndim(sample.get("weights", 1)):  # one weight per token, and not one for the sequence
             weights = sample["weights"]
             sample["weights"] = weights[start:stop]
             if continued:
@@ -173,47 +212,48 @@ class SequenceIndex:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
 
-    def _check_targets(self, sample: dict[str, Any], i: int) -> None:
-        """Raise if targets or weights differ from those counted, because the loss scale would be wrong."""
-        labels = np.asarray(sample.get("labels", sample["input_ids"]))
-        if (found := int(np.count_nonzero(labels[1:] != IGNORE_INDEX))) != self.loss_tokens[i]:
-            raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
-        if len(self.weights):
-            total, own = whole_weight(sample, f"Sequence {i}")
-            counted = float(self.weights[i]), float(self.sequence_weights[i])
-            if abs(total - counted[0]) > 1e-6 * counted[0] or own != counted[1]:
-                raise _changed_error(i, "as the sum and the whole of its weights", (total, own), counted)
+    @property
+    def _summed_weights(self) -> NDArray[Any]:
+        """Return the summed weight of each sequence's loss tokens; without weights, their number."""
+        return self.weights if len(self.weights) else self.loss_tokens
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
         """Return float64 ``[2, S]``: weight of a span's loss tokens, and its share of the sequence weight."""
-        at = spans.index
-        of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
-        sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
-        cut = np.flatnonzero(spans.lengths != self.lengths[at])
+        rows = spans.index
+        of_row = self._summed_weights[rows].astype(np.float64)
+        sequence_weight = self.sequence_weights[rows] if len(self.weights) else np.ones(len(rows))
+        cut = np.flatnonzero(spans.lengths != self.lengths[rows])
         if not len(cut):
-            return np.array([of_sequence, sequence * (of_sequence > 0)])
-        of_span = of_sequence.copy()
-        for k in cut:  # the weights inside a cut sequence are read, unless all are 1 or all are 0
-            i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
+            return np.array([of_row, sequence_weight * (of_row > 0)])
+
+        of_span = of_row.copy()
+        for k in cut:
+            start = int(spans.start[k])
             continued = bool(spans.continued[k])
-            if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
-                of_span[k] = stop - start - (not continued)
-            elif not self.loss_tokens[i]:
-                of_span[k] = 0.0
-            else:
-                sample, targets = with_label(dataset[i], f"Sequence {i}"), slice(start + 1, stop + continued)
-                counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
-                weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
-                of_span[k] = weights[targets][counts].sum(dtype=np.float64)
+            of_span[k] = self._weight_of_piece(dataset, int(rows[k]), start, int(spans.stop[k]), continued)
             if _is_truncated(start, continued):
-                of_sequence[k] = of_span[k]
-        share = of_span / np.where(of_sequence > 0, of_sequence, np.inf)
-        return np.array([of_span, sequence * share])
+                of_row[k] = of_span[k]  # the rest is dropped, so this piece is the whole sequence
+        share = of_span / np.where(of_row > 0, of_row, np.inf)  # 0 / inf is the 0 of a row without weight
+        return np.array([of_span, sequence_weight * share])
+
+    def _weight_of_piece(self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool) -> float:
+        """Return the summed weight of the loss tokens of a piece; the row is read only if they differ."""
+        if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:  # each token is learned
+            return float(stop - start - (not continued))
+        if not self.loss_tokens[i]:
+            return 0.0
+
+        sample = with_label(dataset[i], f"Sequence {i}")
+        # The label of a token is the target of the token before it.
+        targets = slice(start + 1, stop + continued)
+        labels = np.asarray(sample.get("labels", sample["input_ids"]))[targets]
+        weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
+        return float(weights[targets][labels != IGNORE_INDEX].sum(dtype=np.float64))
 
 
-def _changed_error(i: int, what: str, found: object, counted: object) -> ValueError:
+def _changed_error(i: int, what: str, read: object, counted: object) -> ValueError:
     return ValueError(
-        f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` or "
+        f"Sequence {i} has {read} {what}, but {counted} were counted. Correct the dataset's `lengths` or "
         "`loss_tokens`. If rows change at every reading (random masks or crops), pass an IterableDataset. "
         "If data changed under the same fingerprint, delete the cache."
     )
@@ -237,13 +277,13 @@ def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
         return hashlib.sha256(b"|".join(parts)).hexdigest()
 
     try:
-        found = [digest(int(i)) for i in rows]
-        again = digest(int(rows[0])) if len(rows) else ""
+        digests = [digest(int(i)) for i in rows]
+        first_again = digest(int(rows[0])) if len(rows) else ""
     except Exception:  # any error of the user's dataset; reading a batch raises it again
         return None
-    if not found or found[0] != again:
+    if not digests or digests[0] != first_again:
         return None
-    return hashlib.sha256("".join(found).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
@@ -257,9 +297,10 @@ def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
 
 def refuse_cuts(index: SequenceIndex, dataset: MapDataset, limit: int) -> None:
     """Refuse, before the first step, sequences above ``limit`` tokens with images or other inputs."""
-    long = index.media[index.lengths[index.media] > limit]
-    if len(long):
-        refuse_cut(dataset[int(long[0])], int(long[0]), int(index.lengths[long[0]]))
+    too_long = index.media[index.lengths[index.media] > limit]
+    if len(too_long):
+        first = int(too_long[0])
+        refuse_cut(dataset[first], first, int(index.lengths[first]))
 
 
 def build_index(
@@ -275,24 +316,37 @@ def build_index(
     one_each: bool = False,
     extras_cost: ExtrasCost | None = None,
 ) -> SequenceIndex:
-    """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on."""
+    """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
+
+    Args:
+        dataset: rows of ids; Arrow columns, and datasets with ``lengths``, are not read row by row.
+        empty: what to do with rows without tokens; ``"drop"`` leaves them to the plan, which skips them.
+        on_error: what to do with bad rows.
+        max_errors: the largest number of bad rows with ``on_error="skip"``; None sets no bound.
+        num_workers: processes that read rows.
+        progress: whether to show a progress bar.
+        key: identifies the content, so that counts are cached; None if it is unknown.
+        cache_dir: the folder of the cache; None is the user's.
+        one_each: whether to refuse rows whose ``position_ids`` mark several sequences.
+        extras_cost: a user's function that says what the images of a row cost.
+
+    Raises:
+        ValueError: the dataset is empty, a row cannot be trained on, or too many cannot.
+    """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
+
     counted = _known_counts(dataset, on_error) if extras_cost is None else None
     sizes_measured = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
         cache_key = None
-        if key is not None and extras_cost is None:
+        if key is not None and extras_cost is None:  # nothing identifies what a user's function returns
             cache_key = {**key, "sequences": len(dataset), "on_error": on_error}
         rows = without_pixels(dataset) if extras_cost is None else dataset
         read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
         counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
-    # Counting checks every row, unless the dataset gave lengths, or Arrow has columns beside ``plain``.
-    checked = isinstance(dataset, TokenStore) and dataset.trusted
-    if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
-        plain = {"input_ids", "labels", "attention_mask"}
-        checked = arrow_table(dataset) is None or not set(dataset[0]) - plain
-    index = SequenceIndex(**counted, sizes_measured=sizes_measured, checked=checked)
+    index = SequenceIndex(**counted, sizes_measured=sizes_measured, checked=_are_all_checked(dataset))
+
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
@@ -302,8 +356,21 @@ def build_index(
     return index
 
 
+def _are_all_checked(dataset: MapDataset) -> bool:
+    """Return whether counting checks all values of every row, so that batches need not check them again."""
+    if isinstance(dataset, TokenStore) and dataset.trusted:
+        return True
+    if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
+        return False  # the rows are not read for counting
+    if arrow_table(dataset) is None:
+        return True
+    return not set(dataset[0]) - {"input_ids", "labels", "attention_mask"}  # these columns are counted
+
+
 def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
-    good = np.setdiff1d(np.arange(min(len(dataset), _SHIFT_ROWS + len(index.bad))), index.bad)
+    """Raise if the labels of the first good rows are those of the next tokens already."""
+    head = np.arange(min(len(dataset), _SHIFT_ROWS + len(index.bad)))
+    good = np.setdiff1d(head, index.bad)
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for i in good[:_SHIFT_ROWS].tolist():
@@ -316,8 +383,10 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
 
 
 def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:
+    """Warn of bad rows, with the faults of the first; raise if there are too many of them."""
     if not len(index.bad):
         return
+
     first = " | ".join(_fault_of(dataset, int(i)) for i in index.bad[:3])
     if max_errors is not None and len(index.bad) > max_errors:
         raise ValueError(
@@ -329,6 +398,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
 
 
 def _fault_of(dataset: MapDataset, i: int) -> str:
+    """Read a bad row again and return what is wrong with it."""
     try:
         row = counted_row(dataset, i)
     except Exception as err:  # any error of the user's dataset
@@ -342,19 +412,9 @@ def _fault_of(dataset: MapDataset, i: int) -> str:
 
 def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
     """Return counts from the dataset's ``lengths`` or Arrow columns; None if every row must be read."""
-    given = getattr(dataset, "lengths", None)
-    if given is not None and "weights" not in dataset[0]:
-        lengths = host_ints(given, "The dataset's `lengths`")
-        if len(lengths) != len(dataset):
-            raise ValueError(f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`.")
-        loss_tokens = getattr(dataset, "loss_tokens", None)
-        if loss_tokens is None and "labels" in dataset[0]:
-            return None
-        loss = np.maximum(lengths - 1, 0) if loss_tokens is None else host_ints(loss_tokens, "`loss_tokens`")
-        known = {"lengths": lengths, "loss_tokens": loss}
-        if isinstance(dataset, TokenStore):
-            known |= {"largest": np.array(dataset.largest), "sizes": _NO_SIZES}
-        return known
+    if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
+        return _given_counts(dataset)
+
     counted = count_columns(dataset)
     if counted is None or "weights" in dataset[0] or inputs(dataset[0]):
         return None
@@ -365,11 +425,53 @@ def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[A
     return {**counted, "sizes": _NO_SIZES}
 
 
+def _given_counts(dataset: Any) -> dict[str, NDArray[Any]] | None:
+    """Return the counts of a dataset with ``lengths``; None if it has labels, but no ``loss_tokens``."""
+    lengths = host_ints(dataset.lengths, "The dataset's `lengths`")
+    if len(lengths) != len(dataset):
+        raise ValueError(f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`.")
+
+    loss_tokens = getattr(dataset, "loss_tokens", None)
+    if loss_tokens is not None:
+        loss_tokens = host_ints(loss_tokens, "`loss_tokens`")
+    elif "labels" in dataset[0]:
+        return None
+    else:
+        loss_tokens = np.maximum(lengths - 1, 0)
+
+    counts = {"lengths": lengths, "loss_tokens": loss_tokens}
+    if isinstance(dataset, TokenStore):
+        counts |= {"largest": np.array(dataset.largest), "sizes": _NO_SIZES}
+    return counts
+
+
+class _Counted(NamedTuple):
+    """What counting finds in a row; the sizes of images come behind, see ``batch.media.COLUMNS``."""
+
+    length: float
+    loss_tokens: float
+    has_media: float
+    weight: float  # summed over the loss tokens
+    sequence_weight: float
+    has_weights: float
+    largest: float  # id; -1 without tokens
+    is_bad: float
+    has_labels: float
+
+
+_FACTS = len(_Counted._fields)
+_BAD_ROW = _Counted(0, 0, False, 0, 1.0, False, -1, True, False)
+
+
 class _CountedRows(TorchDataset[tuple[float, ...]]):
+    """A dataset -> for each row the numbers of ``_Counted``, and the sizes of its images."""
+
     def __init__(
         self, dataset: MapDataset, on_error: OnError, one_each: bool, extras_cost: ExtrasCost | None
     ) -> None:
-        self._dataset, self._on_error, self._one_each = dataset, on_error, one_each
+        self._dataset = dataset
+        self._on_error = on_error
+        self._one_each = one_each
         self._extras_cost = extras_cost
 
     def __len__(self) -> int:
@@ -383,38 +485,42 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
                 if isinstance(err, StopIteration):  # it would end the count silently
                     raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix it.") from err
                 raise
-            return (0, 0, False, 0, 1.0, False, -1, True, False, *(0,) * COLUMNS)
+            no_sizes = (0,) * COLUMNS
+            return (*_BAD_ROW, *no_sizes)
 
     def _measure(self, i: int) -> tuple[float, ...]:
-        given: Any = counted_row(self._dataset, i)
-        if isinstance(given, str):
+        row: Any = counted_row(self._dataset, i)
+        if isinstance(row, str):
             raise ValueError(f"Sequence {i} is text; wanted a dict with 'input_ids'.")
         try:
-            sample = check_sample(given, f"Sequence {i}", empty=True)
+            sample = check_sample(row, f"Sequence {i}", empty=True)
         except (TypeError, ValueError) as err:
             raise ValueError(f"{err} {_ADVICE}") from err
         if self._one_each:
             refuse_second_sequence(sample, i)
+
         ids = sample["input_ids"]
-        largest = int(ids.max()) if len(ids) else -1
         loss_tokens = int(np.count_nonzero(sample.get("labels", ids)[1:] != IGNORE_INDEX))
-        weights = (loss_tokens, 1.0) if "weights" not in sample else whole_weight(sample, f"Sequence {i}")
-        media = bool(inputs(sample))
+        has_weights = "weights" in sample
+        weight, sequence_weight = float(loss_tokens), 1.0
+        if has_weights:
+            weight, sequence_weight = whole_weight(sample, f"Sequence {i}")
         sizes = sizes_of(sample)
         if self._extras_cost is not None:
-            sizes = declared(self._extras_cost, given, f"Sequence {i}")
-        given_targets = "weights" in sample, "labels" in sample
-        return (
-            len(ids),
-            loss_tokens,
-            media,
-            *weights,
-            given_targets[0],
-            largest,
-            False,
-            given_targets[1],
-            *sizes,
+            sizes = declared(self._extras_cost, row, f"Sequence {i}")
+
+        counted = _Counted(
+            length=len(ids),
+            loss_tokens=loss_tokens,
+            has_media=bool(inputs(sample)),
+            weight=weight,
+            sequence_weight=sequence_weight,
+            has_weights=has_weights,
+            largest=int(ids.max()) if len(ids) else -1,
+            is_bad=False,
+            has_labels="labels" in sample,
         )
+        return (*counted, *sizes)
 
 
 def _refuse_odd(
@@ -426,9 +532,12 @@ def _refuse_odd(
 ) -> None:
     """Refuse rows without labels among rows with them, or the reverse; or mark them as bad."""
     good = np.flatnonzero((bad == 0) & (lengths > 0))
-    odd = good[has[good] != has[good[0]]] if len(good) else good
+    if not len(good):
+        return
+    odd = good[has[good] != has[good[0]]]
     if not len(odd):
         return
+
     if on_error == "raise":
         first, other = (f"no {name}", name) if has[good[0]] else (name, f"no {name}")
         raise ValueError(
@@ -456,24 +565,30 @@ def read_rows(
         worker_init_fn=begin_worker,
         generator=own_generator(),
     )
-    counted, done = np.empty((len(dataset), 9 + COLUMNS), np.float64), 0
-    with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:
+
+    # Whole numbers are exact in float64 up to 2**53, so one table holds all columns.
+    table = np.empty((len(dataset), _FACTS + COLUMNS), np.float64)
+    done = 0
+    with tqdm(total=len(table), desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
-            counted[done : done + len(rows)] = rows
+            table[done : done + len(rows)] = rows
             done += len(rows)
             bar.update(len(rows))
-    lengths, loss_tokens, media, weights, sequence_weights, weighted, largest, bad, labelled = counted[
-        :, :9
-    ].T
-    _refuse_odd("labels", labelled, bad, lengths, on_error)  # a row without weights has the weight 1
-    sizes, at = counted[:, 9:], int(largest.argmax())
+
+    columns: Any = _Counted(*table[:, :_FACTS].T)
+    sizes = table[:, _FACTS:]
+    # A row without weights among weighted ones is no error: it has the weight 1.
+    _refuse_odd("labels", columns.has_labels, columns.is_bad, columns.length, on_error)
+
+    is_weighted = columns.has_weights.any()
+    row_of_largest = int(columns.largest.argmax())
     return {
-        "lengths": lengths.astype(np.int64),
-        "loss_tokens": loss_tokens.astype(np.int64),
-        "media": np.flatnonzero(media),
-        "weights": weights.copy() if weighted.any() else np.empty(0),
-        "sequence_weights": sequence_weights.copy() if weighted.any() else np.empty(0),
-        "largest": np.array([int(largest[at]), at]),
-        "bad": np.flatnonzero(bad),
+        "lengths": columns.length.astype(np.int64),
+        "loss_tokens": columns.loss_tokens.astype(np.int64),
+        "media": np.flatnonzero(columns.has_media),
+        "weights": columns.weight.copy() if is_weighted else np.empty(0),
+        "sequence_weights": columns.sequence_weight.copy() if is_weighted else np.empty(0),
+        "largest": np.array([int(columns.largest[row_of_largest]), row_of_largest]),
+        "bad": np.flatnonzero(columns.is_bad),
         "sizes": sizes.astype(np.int64) if sizes.any() else _NO_SIZES,
     }

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import host_ints
+from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.samples import MOST_ID, check_sample, refuse_wrapped
 from lightning_thd.data.store.cache import build_once, cached_folder, open_arrays, reopen, save_arrays, seal
 
-_VERSION = 3
-_IGNORE = -100
-_BLOCK = 1 << 22  # tokens that are read at once to find the largest id: 16 MiB as uint32
-_SKIPPED = "skipped.jsonl"
+_VERSION = 3  # the version of a store's files
+_BLOCK_TOKENS = 1 << 22  # read at once to find the largest id: 16 MiB as uint32
+_SKIPPED = "skipped.jsonl"  # the file of a store that lists the records that were left out
 
 
 class Skipped(NamedTuple):
@@ -72,26 +72,27 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
         labels = None if labels is None else _flat(labels, "labels")
         loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
-        total, self.trusted = len(offsets) - 1, False
-        mapped = isinstance(offsets, np.memmap)  # it may be larger than memory
-        if (
-            total < 0
-            or offsets[0] != 0
-            or offsets[-1] != len(tokens)
-            or (not mapped and (np.diff(offsets) < 0).any())
-        ):
+
+        total = len(offsets) - 1
+        # Mapped arrays were checked when they were written. They may be larger than memory.
+        is_mapped = isinstance(offsets, np.memmap)
+        ends_are_right = total >= 0 and offsets[0] == 0 and offsets[-1] == len(tokens)
+        if not ends_are_right or (not is_mapped and (np.diff(offsets) < 0).any()):
             raise ValueError(f"TokenStore: offsets must run from 0 to {len(tokens)} and never fall.")
-        wanted_of = {"labels": len(tokens), "loss_tokens": total, "label": total}
-        for (name, wanted), values in zip(wanted_of.items(), (labels, loss_tokens, label), strict=True):
-            if values is not None and np.shape(values) != (wanted,):
-                raise ValueError(
-                    f"TokenStore got {name} of shape {np.shape(values)}; wanted {wanted} numbers."
-                )
-        if labels is not None and not mapped:
+        _check_shape("labels", labels, len(tokens))
+        _check_shape("loss_tokens", loss_tokens, total)
+        _check_shape("label", label, total)
+        if labels is not None and not is_mapped:
             refuse_wrapped(labels, "TokenStore")
-        self.tokens, self.offsets, self.labels = tokens, offsets, labels
-        self._loss_tokens, self._largest, self.label = loss_tokens, largest, label
-        self._folder: Path | None = None
+
+        self.tokens = tokens
+        self.offsets = offsets
+        self.labels = labels
+        self.label = label
+        self._loss_tokens = loss_tokens
+        self._largest = largest
+        self._folder: Path | None = None  # where the files are, if the arrays are mapped
+        self.trusted = False  # whether the ids were checked before they were written
         self.fingerprint: str | None = None
 
     @classmethod
@@ -112,11 +113,10 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     def loss_tokens(self) -> NDArray[np.integer]:
         """Return the number of loss tokens in each sequence, ints ``[n]``; the first label never counts."""
         if self._loss_tokens is None:
-            self._loss_tokens = (
-                np.maximum(self.lengths - 1, 0)
-                if self.labels is None
-                else count_targets(self.labels, self.lengths)
-            )
+            if self.labels is None:
+                self._loss_tokens = np.maximum(self.lengths - 1, 0)
+            else:
+                self._loss_tokens = count_targets(self.labels, self.lengths)
         return self._loss_tokens
 
     @property
@@ -129,7 +129,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     @property
     def skipped(self) -> int:
         """Return how many records were left out of the store; its ``skipped.jsonl`` lists them."""
-        return len(_listed(self._folder)) if self._folder is not None else 0
+        return len(_skipped_in(self._folder)) if self._folder is not None else 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -138,18 +138,23 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         if not -len(self) <= i < len(self):
             raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences does not exist.")
         i %= len(self)
-        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        sample = {"input_ids": self.tokens[part]}
+
+        span = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        sample = {"input_ids": self.tokens[span]}
         if self.labels is not None:
-            sample["labels"] = self.labels[part]
+            sample["labels"] = self.labels[span]
         if self.label is not None:
             sample["label"] = self.label[i]
         return sample
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder``, which appears only when it is complete; refuse ids and labels out of range."""
-        rows = {"input_ids": self.tokens, "labels": self.labels}
-        check_sample({name: row for name, row in rows.items() if row is not None}, "The store", empty=True)
+        # All sequences are checked at once, as one long sample.
+        as_sample = {"input_ids": self.tokens}
+        if self.labels is not None:
+            as_sample["labels"] = self.labels
+        check_sample(as_sample, "The store", empty=True)
+
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
@@ -165,7 +170,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     @classmethod
     def _from_arrays(cls, folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> TokenStore:
         store = cls(**arrays)
-        store._folder, store.trusted = Path(folder), True  # the ids were checked before they were written
+        store._folder = Path(folder)
+        store.trusted = True
         # meta.json holds a hash of the content of each file.
         store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
         return store
@@ -183,13 +189,25 @@ def cached_store(
     cache_dir: str | Path | None = None,
     max_errors: int | None = None,
 ) -> TokenStore:
-    """Open the store of the same key, or build it on disk; without a key, files last as long as the store."""
+    """Open the store of the same key, or build it on disk; without a key, files last as long as the store.
+
+    Args:
+        key: identifies content and settings.
+        parts: ``parts(k)`` gives the rows of the source part by part, without its first k parts.
+        cache_dir: the folder of the cache; None is the user's.
+        max_errors: the largest number of records that may be left out; None sets no bound.
+
+    Raises:
+        ValueError: more than ``max_errors`` records are bad, or all are.
+        CacheError: the cache cannot be written.
+    """
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
-        _refuse_more(_listed(folder), max_errors)  # it may be from a run with a larger bound
+        _refuse_more(_skipped_in(folder), max_errors)  # it may be from a run with a larger bound
         return TokenStore._from_arrays(folder, arrays)
-    build_once(folder, lambda place: _fill(place, parts, max_errors), resume=key is not None)
+
+    build_once(folder, lambda new_folder: _fill(new_folder, parts, max_errors), resume=key is not None)
     store = TokenStore.open(folder)
     if key is None:
         weakref.finalize(store, _remove, folder, os.getpid())
@@ -201,107 +219,136 @@ def _remove(folder: Path, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
+def _fill(folder: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
     """Save parts as files, and join them; ``parts(k)`` gives those after the k that an earlier run saved."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
-    has: dict[str, bool] = {}
-    while (path := place / f"part{len(paths)}.npz").exists():
+    has: dict[str, bool] = {}  # whether the parts have "labels" and "label"
+    while (path := folder / f"part{len(paths)}.npz").exists():
         with np.load(path, allow_pickle=False) as part:
             skipped += [Skipped(*entry) for entry in json.loads(str(part["skipped"]))]
             _refuse_mixed(has, part)
         paths.append(path)
     _refuse_more(skipped, max_errors)
+
     for rows in parts(len(paths)):
         skipped += rows.skipped
         _refuse_more(skipped, max_errors)
-        values = _part_of(rows)
-        _refuse_mixed(has, values)
-        with (place / "unfinished.npz").open("wb") as out:
-            np.savez(out, **values)
-            out.flush()
-            os.fsync(out.fileno())  # a part with its final name is complete, even after a power cut
-        paths.append(place / f"part{len(paths)}.npz")
-        os.replace(place / "unfinished.npz", paths[-1])
-    sequences = _join(place, paths, labelled=has.get("labels", False))
+        arrays = _arrays_of(rows)
+        _refuse_mixed(has, arrays)
+        paths.append(folder / f"part{len(paths)}.npz")
+        _save_part(paths[-1], arrays)
+
+    sequences = _join(folder, paths, labelled=has.get("labels", False))
     if skipped and not sequences:
-        where, reason = skipped[0]
-        raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Fix the data.")
+        place, reason = skipped[0]
+        raise ValueError(f"All {len(skipped)} records are bad; the first: {place}: {reason} Fix the data.")
     if skipped:
         lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in skipped)
-        (place / _SKIPPED).write_text(lines)
-    for path in place.glob("*.npz"):
+        (folder / _SKIPPED).write_text(lines)
+    for path in folder.glob("*.npz"):
         path.unlink()
-    seal(place, version=_VERSION)
+    seal(folder, version=_VERSION)
 
 
-def _part_of(rows: Rows) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _arrays_of(rows: Rows) -> dict[str, Any]:
+    """Return the arrays of a part's file."""
+    offsets = np.concatenate([[0], np.cumsum(rows.lengths)])
+    arrays: dict[str, Any] = {
         "tokens": _narrowed(rows.tokens),
         "lengths": rows.lengths,
         "loss_tokens": np.maximum(rows.lengths - 1, 0),
-        "largest": np.array(_largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))),
+        "largest": np.array(_largest_id(rows.tokens, offsets)),
         "skipped": np.array(json.dumps(rows.skipped)),
     }
     if rows.labels is not None:
-        values["labels"] = rows.labels.astype(np.int32)
-        values["loss_tokens"] = count_targets(rows.labels, rows.lengths)
+        arrays["labels"] = rows.labels.astype(np.int32)
+        arrays["loss_tokens"] = count_targets(rows.labels, rows.lengths)
     if rows.label is not None:
-        values["label"] = rows.label.astype(np.int64 if rows.label.dtype.kind in "iub" else np.float64)
-    return values
+        is_whole = rows.label.dtype.kind in "iub"
+        arrays["label"] = rows.label.astype(np.int64 if is_whole else np.float64)
+    return arrays
+
+
+def _save_part(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a part's file so that it is complete if it has its final name, even after a power cut."""
+    unfinished = path.parent / "unfinished.npz"
+    with unfinished.open("wb") as out:
+        np.savez(out, **arrays)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(unfinished, path)
 
 
 def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
     """Raise if this part has labels, or a label per sequence, and the parts before do not, or vice versa."""
-    for name in ("labels", "label") if len(part["lengths"]) else ():
+    if not len(part["lengths"]):
+        return
+    for name in ("labels", "label"):
         if has.setdefault(name, name in part) != (name in part):
             some, others = ("first", "later") if has[name] else ("later", "first")
             raise ValueError(f"The {some} records have {name!r}, but the {others} records do not. Add it.")
 
 
-def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
-    found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
-    largest, sequences = (-1, 0), 0
+def _join(folder: Path, paths: Sequence[Path], *, labelled: bool) -> int:
+    """Join the files of all parts, with one part in memory at a time; return the number of sequences."""
+    per_sequence: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
+    largest, row_of_largest = -1, 0
+    sequences = 0
     for path in paths:
         with np.load(path, allow_pickle=False) as part:
             for name in set(part.files) - {"tokens", "labels", "skipped", "largest"}:
-                found.setdefault(name, []).append(part[name])
-            top, row = part["largest"].tolist()
-            largest = (top, sequences + row) if top > largest[0] else largest
+                per_sequence.setdefault(name, []).append(part[name])
+            largest_of_part, row = part["largest"].tolist()
+            if largest_of_part > largest:
+                largest = largest_of_part
+                row_of_largest = sequences + row
             sequences += len(part["lengths"])
-    arrays = {name: np.concatenate(values) for name, values in found.items()}
+
+    arrays = {name: np.concatenate(values) for name, values in per_sequence.items()}
     lengths = arrays.pop("lengths")
-    arrays |= {"offsets": np.concatenate([[0], np.cumsum(lengths)]), "largest": np.array(largest)}
+    arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
+    arrays["largest"] = np.array([largest, row_of_largest])
     for name, values in arrays.items():
-        np.save(place / f"{name}.npy", values)
-    kinds = {"tokens": _narrow(largest[0])} | ({"labels": np.dtype(np.int32)} if labelled else {})
-    for name, kind in kinds.items():
-        with (place / f"{name}.npy").open("wb") as out:
-            header = {"descr": kind.str, "fortran_order": False, "shape": (int(lengths.sum()),)}
-            np.lib.format.write_array_header_1_0(out, header)
-            for path in paths:
-                with np.load(path, allow_pickle=False) as part:
-                    if name in part:
-                        part[name].astype(kind).tofile(out)
+        np.save(folder / f"{name}.npy", values)
+
+    total = int(lengths.sum())
+    _join_tokens(folder, "tokens", _narrowest_dtype(largest), total, paths)
+    if labelled:
+        _join_tokens(folder, "labels", np.dtype(np.int32), total, paths)
     return sequences
 
 
-def _narrow(largest: int) -> np.dtype[Any]:
+def _join_tokens(folder: Path, name: str, dtype: np.dtype[Any], total: int, paths: Sequence[Path]) -> None:
+    """Write the .npy file of ``total`` tokens or labels, part by part: all may be larger than memory."""
+    with (folder / f"{name}.npy").open("wb") as out:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (total,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        for path in paths:
+            with np.load(path, allow_pickle=False) as part:
+                if name in part:
+                    part[name].astype(dtype).tofile(out)
+
+
+def _narrowest_dtype(largest: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if largest < 2**16 else np.uint32)
 
 
 def _narrowed(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
     """Return ids as uint16, or as uint32 if an id needs it; raise if one is out of range."""
-    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-    if low < 0 or high > MOST_ID:
-        raise ValueError(f"Token ids start at 0, got {low} to {high}. Ids run to {MOST_ID}.")
-    return tokens.astype(_narrow(high), copy=False)
+    smallest = int(tokens.min()) if tokens.size else 0
+    largest = int(tokens.max()) if tokens.size else 0
+    if smallest < 0 or largest > MOST_ID:
+        raise ValueError(f"Token ids start at 0, got {smallest} to {largest}. Ids run to {MOST_ID}.")
+    return tokens.astype(_narrowest_dtype(largest), copy=False)
 
 
-def _listed(folder: Path) -> list[Skipped]:
+def _skipped_in(folder: Path) -> list[Skipped]:
+    """Return the records that were left out of the store in a folder."""
     file = folder / _SKIPPED
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return [Skipped(**json.loads(line)) for line in lines]
+    if not file.is_file():
+        return []
+    return [Skipped(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
@@ -313,9 +360,15 @@ def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
 
 
 def _flat(values: Any, name: str) -> NDArray[np.integer]:
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
-        return host_ints(values, name)
-    return values
+    """Return an array of integers with one axis as it is, in its dtype; convert or refuse any other value."""
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and values.ndim == 1:
+        return values
+    return host_ints(values, name)
+
+
+def _check_shape(name: str, values: NDArray[Any] | None, wanted: int) -> None:
+    if values is not None and np.shape(values) != (wanted,):
+        raise ValueError(f"TokenStore got {name} of shape {np.shape(values)}; wanted {wanted} numbers.")
 
 
 def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -323,19 +376,27 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
 
     Labels ``[-100, 7, 8, 9]`` of lengths ``[3, 1]`` give ``[2, 0]``.
     """
-    learned = labels != _IGNORE
-    ends = np.cumsum(lengths)
-    learned[(ends - lengths)[lengths > 0]] = False
+    # Empty sequences take no part: numpy's reduceat would give them a value of the sequence behind them.
+    has_tokens = lengths > 0
+    begins = (np.cumsum(lengths) - lengths)[has_tokens]
+
+    is_target = labels != IGNORE_INDEX
+    is_target[begins] = False
     counted = np.zeros(len(lengths), np.int64)
     if len(labels):
-        counted[lengths > 0] = np.add.reduceat(learned, (ends - lengths)[lengths > 0], dtype=np.int64)
+        counted[has_tokens] = np.add.reduceat(is_target, begins, dtype=np.int64)
     return counted
 
 
 def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
-    value, at = -1, 0
-    for start in range(0, len(tokens), _BLOCK):
-        block = tokens[start : start + _BLOCK]
-        if int(block.max()) > value:
-            value, at = int(block.max()), start + int(block.argmax())
-    return value, int(np.searchsorted(offsets, at, side="right")) - 1 if len(tokens) else 0
+    """Return the largest id and the sequence it is in, reading block by block; (-1, 0) without tokens."""
+    if not len(tokens):
+        return -1, 0
+    largest, slot = -1, 0
+    for start in range(0, len(tokens), _BLOCK_TOKENS):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        if int(block.max()) > largest:
+            largest = int(block.max())
+            slot = start + int(block.argmax())
+    # Empty sequences share an offset with the one behind them; side="right" finds the one with the token.
+    return largest, int(np.searchsorted(offsets, slot, side="right")) - 1
