@@ -29,6 +29,7 @@ from lightning_thd.cuda_graph.buckets import Layout
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, sequence_counts
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.across_ranks import ALONE, all_agree, group_size
 
@@ -113,6 +114,7 @@ class CUDAGraphCallback(L.Callback):
         if (reason := _unsupported(trainer, pl_module, backend)) is not None:
             self._stay_idle(reason)
             return
+        prepare_if_asked(pl_module)
         original = pl_module.training_step
 
         @functools.wraps(original)

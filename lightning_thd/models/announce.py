@@ -7,6 +7,7 @@ that a loss has announced. It runs in ``model.forward``, because PEFT calls that
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
 import weakref
@@ -46,7 +47,7 @@ from lightning_thd.models.refusals import (
     refuse_model_around,
     refuse_unknown_layers,
 )
-from lightning_thd.models.switching import NAME, spread_thd
+from lightning_thd.models.switching import NAME, is_kind_of_transformers, spread_thd
 
 if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 _OF_PACKS: Final = ("cu_seq_lens_q", BOUNDARIES)
 # Prepared models by ``id``: torch.compile hands no model to ``_reason_of``, but an integer.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Models without "thd" that transformers built in this process. One of them may hold a model with "thd".
-OTHERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Announcing(Adapter):
@@ -259,9 +258,11 @@ def _reason_of(model_id: int, outermost: bool) -> str | None:
     model = _MODELS.get(model_id)
     if model is None:  # a copy that its class made without ``__setstate__``
         return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
-    return _unknown_layers(model, outermost)
+    reason: str | None = _unknown_layers(model, outermost)
+    return reason
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the objects of the process
 def _unknown_layers(model: Any, outermost: bool) -> str | None:
     try:
         prepare_layers(model)
@@ -277,9 +278,28 @@ def _refuse_models_around(model: Any) -> None:
     """Refuse a language model with "thd" inside a model that is not prepared; a switched part is one."""
     if is_tower(model):
         return
-    for outer in list(OTHERS):
-        if not isinstance(outer, Announcing) and any(inner is model for inner in outer.modules()):
-            refuse_model_around(outer, model)
+    for outer in stock_models_around(model):
+        refuse_model_around(outer, model)
+
+
+def stock_models_around(model: Any) -> list[Any]:
+    """Return the models of transformers that hold a prepared model and are not prepared, the outermost first.
+
+    They are looked for among all objects of the process, in some 0.05 s: a copy or a pickled model reaches no
+    method of this package, and a model does not know what holds it.
+    """
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if is_kind_of_transformers(kind)}
+    stock = {kind for kind in kinds if not issubclass(kind, Announcing)}
+    if not stock:
+        return []
+    around: list[tuple[int, Any]] = []
+    for outer in objects:
+        if type(outer) in stock:
+            inside = list(outer.modules())
+            if any(inner is model for inner in inside):
+                around.append((len(inside), outer))
+    return [outer for _, outer in sorted(around, key=lambda found: found[0], reverse=True)]
 
 
 def _parameter_names(model_class: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_thd._patches import patch
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.adapted import adapt
-from lightning_thd.models.announce import OTHERS, Announcing, remember
+from lightning_thd.models.announce import Announcing, remember, stock_models_around
 from lightning_thd.models.layers import prepare_layers
 from lightning_thd.models.refusals import (
     is_tower,
@@ -32,6 +32,7 @@ from lightning_thd.models.switching import (
     spread_thd,
 )
 from lightning_thd.models.tiles import tile_mlps
+from lightning_thd.models.unswitchable import watch_switching
 
 
 def prepare(model: nn.Module, *, mlp_tile: int | None = None) -> nn.Module:
@@ -103,14 +104,12 @@ def _announce_packs(model: Any) -> None:
         warn_of_newer()
         adapt(model, Announcing)
         remember(model)
-        OTHERS.discard(model)
 
 
 def _announce_around(model: Any) -> None:
     """Prepare the models that hold a language model which is switched to "thd" as a part of them."""
-    for outer in list(OTHERS):
-        holds = language_config(outer.config) is model.config and any(x is model for x in outer.modules())
-        if outer is not model and holds:
+    for outer in stock_models_around(model):
+        if language_config(outer.config) is model.config:
             outer.config._attn_implementation_internal = NAME
             _announce_packs(outer)
             prepare_layers(outer)
@@ -130,15 +129,15 @@ def watch_attention(base: Any) -> None:
         if chosen == NAME:
             refuse_own_attention(self)
         if chosen != NAME and not mentions_thd(self.config):
-            OTHERS.add(self)
-        else:
-            for inner in self.modules():  # also models that share the config, which transformers skips
-                if is_transformers_model(inner) and inner.config is self.config:
-                    _announce_packs(inner)
+            watch_switching(self)
+            return chosen
+        for inner in self.modules():  # also models that share the config, which transformers skips
+            if is_transformers_model(inner) and inner.config is self.config:
+                _announce_packs(inner)
+        if any(True for _ in self.children()):  # else ``post_init`` does it when the layers are built
             if chosen == NAME:
                 _announce_around(self)
-            if any(True for _ in self.children()):  # else ``post_init`` does it when the layers are built
-                prepare_layers(self)
+            prepare_layers(self)
         return chosen
 
     patch("attention chosen", base, "get_correct_attn_implementation", get_correct_attn_implementation)

@@ -21,6 +21,7 @@ from lightning_thd._checks import flags, host_ints, instance, real_number, whole
 from lightning_thd._find import text_config
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.pack import packed
+from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.models.probe_model import (
     attention_configs,
     averaging_norms,
@@ -109,6 +110,7 @@ def check_packing(
     check_options(vocab_size, tolerance)
     whole_number(seed, "seed")
     flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
+    prepare_if_asked(model)
     run = forward or default_forward(model)
     port = None if reference is None else Port(model, reference)
     if tuple(lengths) == LENGTHS:

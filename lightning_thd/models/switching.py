@@ -13,7 +13,12 @@ NAME: Final = "thd"
 
 def is_transformers_model(module: object) -> bool:
     """Return whether a module is a model of transformers, which has a config and chooses an attention."""
-    return hasattr(type(module), "get_correct_attn_implementation")
+    return is_kind_of_transformers(type(module))
+
+
+def is_kind_of_transformers(kind: type) -> bool:
+    """Return whether a class is that of a model of transformers."""
+    return hasattr(kind, "get_correct_attn_implementation")
 
 
 def mentions_thd(config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.models.preparing import is_prepared
 from tests.callbacks.fits import Clock
 from tests.cuda_graph.support import GraphModule, graphed, random_batch
 from tests.tiny import TinyModule, largest_error, quiet_trainer, sequences, tiny_llama
@@ -75,6 +78,27 @@ def test_training_is_the_same(steps: int) -> None:
     assert_same(with_graphs, fit(accumulate_grad_batches=2, max_steps=steps), tolerance)
     assert graphs.stats.replays >= 2
     assert set(graphs.stats.fallbacks) == {"num_sequences"}
+
+
+class SwitchedByHand(TinyModule):
+    """Calls a model that nothing but the callback prepares: no loss or strategy of this package does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = copy.deepcopy(self.model.config)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+        self.model.config._attn_implementation = "thd"
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**batch.hf_kwargs()).logits
+        return torch.nn.functional.cross_entropy(logits[0], batch.targets, reduction="sum") * batch.loss_scale
+
+
+def test_a_model_that_was_switched_by_hand_is_prepared() -> None:
+    graphs = callback()
+    module, _ = fit(graphs, module=SwitchedByHand(), max_steps=3)
+    assert is_prepared(module.model)
+    assert graphs.stats.replays
 
 
 @pytest.mark.filterwarnings("ignore:training_step returns .* beside the loss")

@@ -129,19 +129,37 @@ def test_a_part_that_is_switched_prepares_the_model_around_it() -> None:
     assert_exact(model, stock)
 
 
-def test_a_language_model_put_into_a_model_that_knows_nothing_of_it() -> None:
-    stock, batch = families.build(*LLAVA, "eager"), pack()
-    for model in (families.build(*LLAVA, "eager"), copy.deepcopy(stock)):
-        model.model.language_model = families.build(*LLAVA, "thd").model.language_model
-        model.load_state_dict(stock.state_dict())
-        with pytest.raises(ValueError, match=r"\w+ was not prepared for packs, and holds a \w+ with 'thd'"):
-            prepare(model)
-        model.set_attn_implementation("thd")
-        assert_exact(model, families.build(*LLAVA, "eager"))
-    model = families.build(*LLAVA, "eager")
-    model.model.language_model = families.build(*LLAVA, "thd").model.language_model
-    with pytest.raises(ValueError, match=r"was not prepared for packs, and holds a \w+ with 'thd'"):
-        model(**batch.hf_kwargs(), labels=batch.input_ids[None])
+AROUND = r"LlavaForConditionalGeneration was not prepared for packs, and holds a LlamaModel with 'thd'"
+
+
+def llava_around_thd(way: str) -> Any:
+    """Build a stock model, or a copy of one, and put a language model with "thd" into it."""
+    outer = families.build(*LLAVA, "eager")
+    if way == "copied":
+        outer = copy.deepcopy(outer)
+    outer.model.language_model = families.build(*LLAVA, "thd").model.language_model
+    if way == "copied afterwards":
+        outer = copy.deepcopy(outer)
+    return outer
+
+
+@NON_LEAF
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("way", ["built", "copied", "copied afterwards"])
+def test_a_stock_model_around_a_language_model_with_thd_is_refused(way: str, compiled: bool) -> None:
+    model, batch = llava_around_thd(way), pack()
+    with pytest.raises(ValueError, match=AROUND):
+        called(model, compiled)(**batch.hf_kwargs(), labels=batch.input_ids[None])
+
+
+@pytest.mark.parametrize("way", ["built", "copied"])
+def test_a_stock_model_around_a_language_model_with_thd_is_exact_once_it_is_switched(way: str) -> None:
+    model, stock = llava_around_thd(way), families.build(*LLAVA, "eager")
+    model.load_state_dict(stock.state_dict())
+    with pytest.raises(ValueError, match=r"\w+ was not prepared for packs, and holds a \w+ with 'thd'"):
+        prepare(model)
+    model.set_attn_implementation("thd")
+    assert_exact(model, stock)
 
 
 def test_a_classifier_around_a_model_that_works_on_packs_is_refused() -> None:

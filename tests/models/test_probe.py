@@ -19,6 +19,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries import Boundaries as Pack
 from lightning_thd.models import PackingLeakError, attend, check_packing, masks, register_thd
 from lightning_thd.models.families import gemma3n, llama4, roberta, ropes
+from lightning_thd.models.preparing import is_prepared
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.models.support import build_rope
 
@@ -413,3 +414,10 @@ def test_a_window_put_on_a_layer_is_refused() -> None:
     batch = THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     with pytest.raises(ValueError, match="Gemma2Attention was built with sliding_window=8 and now has None"):
         model(**batch.hf_kwargs())
+
+
+def test_a_model_whose_config_was_switched_by_hand_is_prepared_by_the_check() -> None:
+    model = build("mamba2", "eager")
+    model.config._attn_implementation = "thd"  # type: ignore[union-attr]
+    assert check_packing(model, lengths=(3, 1, 5), grad=False, thorough=False).ok
+    assert is_prepared(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -56,6 +57,34 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
     model.model = nn.Identity()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no layer that knows about packs"):
         refuse_unknown_layers(model)
+
+
+OWN_ATTENTION = [("bloom", "BloomForCausalLM"), ("xlnet", "XLNetLMHeadModel"), ("mpt", "MptForCausalLM")]
+
+
+@pytest.mark.parametrize(("family", "name"), OWN_ATTENTION)
+def test_a_model_whose_attention_cannot_be_chosen_refuses_thd(family: str, name: str) -> None:
+    message = f"{name} has its own attention that ignores attn_implementation"
+    with pytest.raises(ValueError, match=message):
+        tiny(family, name, "thd")
+    model = tiny(family, name, "eager")
+    for switched in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=message):
+            switched.set_attn_implementation("thd")
+        with pytest.raises(ValueError, match=message):
+            switched.set_attn_implementation({"": "thd"})
+        switched.set_attn_implementation("eager")
+        assert switched.config._attn_implementation == "eager"
+
+
+def test_a_model_whose_attention_cannot_be_chosen_runs_and_pickles_as_its_own_class() -> None:
+    model = tiny("bloom", "BloomForCausalLM", "eager")
+    assert type(model).__name__ == "BloomForCausalLM"
+    assert type(model).forward is transformers.BloomForCausalLM.forward
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is transformers.BloomForCausalLM
+    ids = samples()[0][None]
+    assert torch.equal(twin(ids).logits, model(ids).logits)
 
 
 def test_families_that_an_early_release_computes_otherwise() -> None:

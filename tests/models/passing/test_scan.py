@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from transformers.models.bamba import modeling_bamba
 
 from lightning_thd.alignment import Layout
+from lightning_thd.batch import THDBatch
 from lightning_thd.models.passing import adopt
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
+from tests.models.families import build
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
@@ -190,3 +193,32 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
     assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture
     with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
         run(x, weight, bias, seq_idx=torch.zeros(2, 7, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("family", ["mamba", "bamba"])  # no rank passes mamba's states on
+def test_a_pack_on_a_cpu_runs_transformers_own_functions_where_kernels_are_installed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = build(family, "thd").eval()
+    batch = THDBatch.collate([{"input_ids": range(3, 3 + length)} for length in (7, 1, 5)])
+    without_kernels = model(**batch.hf_kwargs()).logits
+    file = sys.modules[type(model).__module__]
+    replaced = 0
+    for name in adopt._KERNELS:
+        own = getattr(file, name, None)
+        if callable(own):
+            monkeypatch.setattr(file, name, kernel_of_a_gpu(own))
+            replaced += 1
+    assert replaced >= 2
+    monkeypatch.setattr(adopt, "available", lambda _: True)
+    assert torch.equal(model(**batch.hf_kwargs()).logits, without_kernels)
+
+
+def kernel_of_a_gpu(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel as causal-conv1d installs it: it replaces a function, and refuses tensors of a CPU."""
+
+    @functools.wraps(own)
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Expected x.is_cuda() to be true")
+
+    return kernel
