@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_thd._checks import as_tensor, described, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
+from lightning_thd.batch.examples import PARTS, split
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.samples import (
@@ -27,6 +28,7 @@ from lightning_thd.batch.samples import (
     refuse_wrapped,
     sample_weights,
     sequence_label,
+    whole_weight,
 )
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.seqlens import INT32_MAX
@@ -84,10 +86,15 @@ def lay_out(
     vision: Vision | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a ``THDBatch`` from checked samples; the arguments are ``THDBatch.collate``'s."""
+    if sequence_ids is not None and len(sequence_ids) != len(samples):
+        raise ValueError(
+            f"There are {len(samples)} samples but {len(sequence_ids)} sequence_ids. Give one each."
+        )
+    roles: tuple[int, ...] | None = None
+    if any(PARTS in sample for sample in samples):
+        samples, sequence_ids, roles = _split_examples(samples, sequence_ids, align)
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
-    if sequence_ids is not None and len(sequence_ids) != len(ids):
-        raise ValueError(f"There are {len(ids)} samples but {len(sequence_ids)} sequence_ids. Give one each.")
     padded, slots = slots_of(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths  # no padding between sequences
@@ -145,7 +152,31 @@ def lay_out(
         "sequence_shares": weights.shares,
         "weights": None if weights.slots is None else torch.from_numpy(weights.slots),
         "extras": extras,
+        "roles": roles,
     }
+
+
+def _split_examples(
+    samples: Sequence[Sample], sequence_ids: Sequence[int] | None, align: Alignment | None
+) -> tuple[list[Sample], list[int], tuple[int, ...]]:
+    """Return the parts of all examples as samples, with the sequence id of their example, and the roles."""
+    plain = [i for i, sample in enumerate(samples) if PARTS not in sample]
+    if plain:
+        raise ValueError(
+            f"Sample {plain[0]} has no query, but others of the batch have. Give examples or plain sequences."
+        )
+    if align is not None and align.sequence_multiple != 1:
+        raise ValueError(
+            "Queries and documents cannot be padded one by one, as context parallelism and sequence "
+            f"parallelism do (to multiples of {align.sequence_multiple}). Set context_parallel_size=1 and "
+            "sequence_parallel=False."
+        )
+    weights = [whole_weight(sample, f"Sample {i}")[0] for i, sample in enumerate(samples)]
+    counts = [len(sample[PARTS]) for sample in samples]
+    ids = range(len(samples)) if sequence_ids is None else sequence_ids
+    repeated = [i for i, count in zip(ids, counts, strict=True) for _ in range(count)]
+    roles = tuple(role for sample in samples for role in sample[PARTS][:, 0].tolist())
+    return list(split(samples, weights)), repeated, roles
 
 
 def mean_scale(weight: float) -> float:

@@ -32,7 +32,7 @@ _NAMES: dict[Role, str] = {
     "type": "token_type_ids mm_token_type_ids",
     "weight": "weights",
     "label": "label",
-    "sequence": "next_label next_weight whole_weight",
+    "sequence": "next_label next_weight whole_weight example_parts",
     "media": "pixel_values pixel_values_videos image_grid_thw video_grid_thw",
     "raw": "image images video videos",
     "boundary": "lengths seq_lengths cu_seqlens cu_seqlens_padded",

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_thd._checks import as_tensor
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.thd_batch import THDBatch
@@ -319,6 +320,8 @@ def lay_out_shared(
     **options: Any,
 ) -> THDBatch:
     """Collate checked samples with every distinct prefix once; return a plain batch if none is shared."""
+    if any(PARTS in sample for sample in samples):
+        raise ValueError("share_prefixes=True with queries and documents. Set share_prefixes=False.")
     plain = lay_out(samples, **options)
     lengths = list(plain["boundaries"].sequence_lengths)
     tree, holders = _tree_of(samples, plain)

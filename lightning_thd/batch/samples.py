@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd._checks import as_tensor, described, host_ints, whole_number
+from lightning_thd.batch.examples import PARTS, check_parts, is_example, sample_of_ids
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
 MOST_ID = 2**31 - 1  # no vocabulary has a larger id
@@ -21,6 +22,8 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
     """Check a sample, or a ``piece`` of one, and return its rows as arrays; errors begin with ``name``."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
+    if "input_ids" not in sample and is_example(sample):
+        sample = sample_of_ids(sample, name)
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
         raise ValueError(f"{name} carries {', '.join(made)}, which the batch makes. Leave them out.")
     refuse_keys(sample)
@@ -40,6 +43,8 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
     for key in TYPES:
         if key in sample:
             checked[key] = per_token_row(sample, key, len(ids), name)
+    if PARTS in sample:
+        checked[PARTS] = check_parts(sample[PARTS], len(ids), name)
     if "weights" in sample:
         sample_weights(sample, len(ids), name)
     if "next_label" in sample:

@@ -25,7 +25,7 @@ from lightning_thd.stats import SeqStats, Vision, Window
 _TENSORS = ("input_ids", "targets", "position_ids", "weights")
 _FIELDS = (
     *(*_TENSORS, "boundaries", "stats", "sequence_ids", "loss_scale", "extras", "sequence_shares"),
-    *("sequence_scale", "token_scale", "microbatch", "set_name", "max_targets"),
+    *("sequence_scale", "token_scale", "microbatch", "set_name", "max_targets", "roles"),
 )
 _ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
 
@@ -72,6 +72,8 @@ def epoch_weight(batch: THDBatch) -> float:
     # labels, a batch's loss is a mean over its sequences, so their number is the weight.
     # The mean of the losses of ranks that share a pack is the pack's loss, so all give the pack's weight.
     tokens = batch.boundaries.ranks / batch.loss_scale if batch.loss_scale else 0.0
+    if batch.roles is not None:  # the loss is a mean over queries
+        return batch.boundaries.ranks / batch.sequence_scale if batch.sequence_scale else 0.0
     return float(len(batch.lengths)) if "labels" in batch.extras else tokens
 
 
@@ -130,6 +132,8 @@ class THDBatch(_Pinned):
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
+        roles: for every sequence in ``lengths``, 0 for a query, 1 for a positive and 2 for a negative of the
+            query before it; None for sequences that belong to no query.
     """
 
     __slots__ = tuple("_targets" if name == "targets" else name for name in _FIELDS)
@@ -149,6 +153,7 @@ class THDBatch(_Pinned):
     microbatch: int
     set_name: str
     max_targets: int | None
+    roles: tuple[int, ...] | None
 
     def __init__(
         self,
@@ -168,6 +173,7 @@ class THDBatch(_Pinned):
         microbatch: int = 0,
         set_name: str = "",
         max_targets: int | None = None,
+        roles: Sequence[int] | None = None,
     ) -> None:
         self._set(
             input_ids=input_ids,
@@ -185,6 +191,7 @@ class THDBatch(_Pinned):
             microbatch=microbatch,
             set_name=set_name,
             max_targets=max_targets,
+            roles=None if roles is None else tuple(roles),
         )
         self._require_ids()
 
@@ -218,6 +225,8 @@ class THDBatch(_Pinned):
                 last token of a piece of a sequence). ``weights`` is one number for the sequence, or one per
                 token, aligned with labels. ``label`` is a number or list for the whole sequence. Token types
                 are ints ``[n]``; other keys are tensors; both become ``extras``. No samples: one dummy slot.
+                Dicts with the ids of a ``query``, its ``positive`` and any ``negative`` (one row of ids, or
+                a list of rows) become several sequences, whose ``roles`` the batch holds.
             align: an ``alignment.Alignment`` that pads every sequence, and the pack by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0, without targets, fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.

@@ -123,7 +123,7 @@ _KEPT = ("input_ids", "_targets", "position_ids", "_static", "loss_scale", "extr
 # The host fields of a batch, which a graph cannot update.
 _HIDDEN = (
     *("stats", "sequence_ids", "sequence_shares", "sequence_scale"),
-    *("token_scale", "microbatch", "set_name"),
+    *("token_scale", "microbatch", "set_name", "roles"),
 )
 _HIDDEN_LENGTHS = ("lengths", "padded_lengths")  # properties, which read ``boundaries``
 _ADVICE = (

@@ -46,9 +46,11 @@ class THDDataModule(LogsSources):
             ``.feather``, also compressed: ``.gz``, ``.zst``, ``.bz2`` or ``.xz``. A path may name a folder of
             such files, or a folder that ``TokenStore.save`` wrote. In place of ids, records may hold text,
             ``prompt`` and ``completion``, or a conversation. The loss then covers all text, only the
-            completion, or only the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
-            ``IterableDataset``, a function that returns an iterator, and ``data.streams.Stream`` are streams:
-            read once, front to back. If one source of a mixture is a stream, all are read as streams.
+            completion, or only the assistant's turns. Records with a ``query`` (or ``anchor``), its
+            ``positive`` and any ``negative``, each one text or row of ids or a list of them, train
+            embeddings. A dict ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function
+            that returns an iterator, and ``data.streams.Stream`` are streams: read once, front to back. If
+            one source of a mixture is a stream, all are read as streams.
         capacity: most tokens of a pack, with padding for alignment. ``own_pack`` may exceed it, and so may a
             pack that ranks share under ``context_parallel_size="dynamic"``.
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
@@ -65,7 +67,7 @@ class THDDataModule(LogsSources):
         text_key: the key of the text in a record.
         append_eos: end documents and completions with EOS if the tokenizer does not add it.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
-            ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
+            ``"messages"``, ``"sharegpt"``, ``"alpaca"`` or ``"pairs"``.
         metadata_keys: keys of conversations that may be dropped, such as ``("reviewer",)``. A key that is
             not read, not well known as metadata and not listed here is refused.
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or

@@ -29,6 +29,7 @@ from lightning_thd._private import private
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.store.index import (
@@ -451,6 +452,8 @@ class BatchMaker:
             first = self.dataset[int((self.index.lengths > 0).argmax())]  # row 0 may be bad
             if sequence_label(first, "The first sequence"):
                 batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
+            if PARTS in first:
+                batch = batch.replace(roles=())
         largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(

@@ -10,9 +10,11 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance, whole_number
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.batch.thd_batch import THDBatch, collate_checked
@@ -94,11 +96,25 @@ class DataSettings:
 
     def collator(self, job: Job) -> partial[THDBatch]:
         """Return the function that collates checked samples for the model."""
-        return partial(collate_checked, align=job.alignment, pad_to=self.pad_to, **model_counts(job.model))
+        options = {"align": job.alignment, "pad_to": self.pad_to, **model_counts(job.model)}
+        if job.accumulate != 1 and not job.whole_steps:
+            return partial(_collate_part_of_step, accumulate=job.accumulate, **options)
+        return partial(collate_checked, **options)
 
     def pins(self, job: Job) -> bool:
         """Return whether batches are page-locked."""
         return job.on_gpu if self.pin_memory is None else self.pin_memory
+
+
+def _collate_part_of_step(samples: Sequence[dict[str, Any]], *, accumulate: int, **options: Any) -> THDBatch:
+    """Collate a batch of an accumulated step; refuse queries, which need the documents of all batches."""
+    if any(PARTS in sample for sample in samples):
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={accumulate} with queries and documents: a query would be compared "
+            "with the documents of one batch, not of the step. Set global_batch=Sequences(n) and a strategy "
+            "such as 'thd' or 'thd_ddp', which runs any number of microbatches in a step."
+        )
+    return collate_checked(samples, **options)
 
 
 class Setting(Generic[T]):

@@ -6,11 +6,12 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
+from lightning_thd.batch.examples import is_example
 from lightning_thd.data.read.message_keys import Message, check_record, without_keys
 from lightning_thd.data.read.records import parse_json
 
-Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
-Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
+Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca", "pairs"]
+Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca", "pairs"]
 
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ids": (("input_ids",),),
@@ -39,7 +40,9 @@ def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
     for kind in KEYS:
         if is_kind(record, kind):
             return kind  # type: ignore[return-value]
-    return "text" if isinstance(record.get(text_key), str) else None
+    if isinstance(record.get(text_key), str):
+        return "text"
+    return "pairs" if is_example(record) else None
 
 
 class Conversation(NamedTuple):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
 from lightning_thd._workers import begin_worker, own_generator
+from lightning_thd.batch.examples import PARTS, example_sample, parts_of
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
 from lightning_thd.batch.samples import check_sample, is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
@@ -73,6 +74,7 @@ class _Row(NamedTuple):
     ids: Ids
     labels: Ids | None
     label: Number | None
+    parts: NDArray[np.int64] | None = None  # role and length of query and documents, ``[parts, 2]``
 
 
 def _label_of(record: Record) -> Number | None:
@@ -132,7 +134,10 @@ class Encoder:
             labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
         numbers = [row.label for row in rows if row.label is not None]
         label = np.array(numbers) if numbers else None
-        return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
+        parts = [row.parts for row in rows if row.parts is not None]
+        counts = np.array([len(part) for part in parts], np.int64) if parts else None
+        joined = np.concatenate(parts) if parts else None
+        return Rows(_joined(ids), lengths, labels, tuple(skipped), label, joined, counts)
 
     def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
         known = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
@@ -200,6 +205,8 @@ class Encoder:
             raise ValueError(record.reason)
         if self.kind == "text":
             return _Row(self._tokenize_batch([text_of(record, self.text_key)])[0], None, _label_of(record))
+        if self.kind == "pairs" and isinstance(record, dict):
+            return self._encode_example(record)
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among records of kind {self.kind!r}. Split them.")
@@ -210,6 +217,20 @@ class Encoder:
         ids, mask = self._encode_conversation(record)
         row = np.asarray(ids, np.int64)
         return _Row(row, np.where(mask, row, IGNORE_INDEX), label)
+
+    def _encode_example(self, record: dict[str, Any]) -> _Row:
+        """Encode a query and its documents, each as a text of its own, or take their ids as they are."""
+        if _label_of(record) is not None:
+            raise ValueError(
+                "'label' beside a query would be left out: documents are positives or negatives. Sort them "
+                "by their label, or drop the key."
+            )
+        parts = parts_of(record, "the record")
+        texts = iter(self._tokenize_batch([_text_of_part(*part) for part in parts if _is_text(part)]))
+        ids = [next(texts) if _is_text(part) else part[2] for part in parts]
+        roles = [role for role, _, _ in parts]
+        sample = example_sample(list(zip(roles, ids, strict=True)), "the record")
+        return _Row(sample["input_ids"], sample["labels"], None, sample[PARTS])
 
     def _encode_conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
         texts = None
@@ -290,6 +311,14 @@ class Encoder:
     @property
     def _eos(self) -> int | None:
         return getattr(self.tokenizer, "eos_token_id", None)
+
+
+def _is_text(part: tuple[int, str, Any]) -> bool:
+    return isinstance(part[2], str)
+
+
+def _text_of_part(role: int, key: str, text: str) -> str:
+    return text_of({key: text}, key)  # refuses null characters
 
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
 from lightning_thd._workers import begin_worker, own_generator
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
 from lightning_thd.batch.samples import (
@@ -287,7 +288,13 @@ def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
 
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
-    """Refuse to cut a sequence with images or other inputs, whose placeholder tokens could be lost."""
+    """Refuse to cut an example, or a sequence with images or other inputs, which would lose a part."""
+    if PARTS in sample:
+        raise ValueError(
+            f"Sequence {i} is a query with its documents, {length} tokens, more than fit a pack. It cannot "
+            "be cut, because its last documents would be lost. Cut texts in the tokenizer (tokenizer=lambda "
+            "text: ids(text)[:512]), raise capacity, or set oversize='drop' or 'own_pack'."
+        )
     if names := inputs(sample):
         raise ValueError(
             f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "
@@ -296,7 +303,13 @@ def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
 
 
 def refuse_cuts(index: SequenceIndex, dataset: MapDataset, limit: int) -> None:
-    """Refuse, before the first step, sequences above ``limit`` tokens with images or other inputs."""
+    """Refuse, before the first step, examples and sequences with images that have above ``limit`` tokens."""
+    above = np.flatnonzero(index.lengths > limit)
+    if len(above):
+        first = int(above[0])
+        sample = dataset[first]
+        if PARTS in sample:  # then all rows of the dataset are examples
+            refuse_cut(sample, first, int(index.lengths[first]))
     too_long = index.media[index.lengths[index.media] > limit]
     if len(too_long):
         first = int(too_long[0])

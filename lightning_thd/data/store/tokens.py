@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import host_ints
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.samples import MOST_ID, check_sample, refuse_wrapped
 from lightning_thd.data.store.cache import build_once, cached_folder, open_arrays, reopen, save_arrays, seal
@@ -41,6 +42,8 @@ class Rows(NamedTuple):
     labels: NDArray[np.integer] | None = None
     skipped: tuple[Skipped, ...] = ()  # records that were left out
     label: NDArray[Any] | None = None  # a number for each whole sequence ``[n]``
+    parts: NDArray[np.int64] | None = None  # role and length of the parts of all examples, ``[parts, 2]``
+    part_counts: NDArray[np.int64] | None = None  # the number of parts of each example ``[n]``
 
 
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
@@ -55,6 +58,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         loss_tokens: the number in each sequence, ints ``[n]``; None counts them when they are needed.
         largest: the largest id and the sequence it is in, ints ``[2]``; None finds it when it is needed.
         label: a number for each whole sequence ``[n]``, which classifiers learn; None for other models.
+        parts: role and length of the query and documents that lie in each sequence, ints ``[parts, 2]``.
+        part_counts: the number of parts in each sequence, ints ``[n]``.
     """
 
     keeps_rows = True  # a row stays unchanged when other rows are read
@@ -67,6 +72,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         loss_tokens: NDArray[np.integer] | None = None,
         largest: NDArray[np.integer] | None = None,
         label: NDArray[Any] | None = None,
+        parts: NDArray[np.integer] | None = None,
+        part_counts: NDArray[np.integer] | None = None,
     ) -> None:
         tokens = _flat(tokens, "tokens")
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
@@ -84,11 +91,17 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         _check_shape("label", label, total)
         if labels is not None and not is_mapped:
             refuse_wrapped(labels, "TokenStore")
+        if parts is not None and (part_counts is None or int(part_counts.sum()) != len(parts)):
+            raise ValueError(f"TokenStore got {len(parts)} parts, but part_counts do not add up to that.")
 
         self.tokens = tokens
         self.offsets = offsets
         self.labels = labels
         self.label = label
+        self.parts = parts
+        self.part_counts = part_counts
+        counts = np.zeros(0, np.int64) if part_counts is None else part_counts
+        self._part_offsets = np.concatenate([[0], np.cumsum(counts)])
         self._loss_tokens = loss_tokens
         self._largest = largest
         self._folder: Path | None = None  # where the files are, if the arrays are mapped
@@ -145,6 +158,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
             sample["labels"] = self.labels[span]
         if self.label is not None:
             sample["label"] = self.label[i]
+        if self.parts is not None:
+            sample[PARTS] = self.parts[self._part_offsets[i] : self._part_offsets[i + 1]]
         return sample
 
     def save(self, folder: str | Path) -> None:
@@ -160,6 +175,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
         if self.label is not None:
             arrays["label"] = self.label
+        if self.parts is not None and self.part_counts is not None:
+            arrays |= {"parts": self.parts, "part_counts": self.part_counts}
         save_arrays(folder, arrays, version=_VERSION)
 
     @classmethod
@@ -267,6 +284,8 @@ def _arrays_of(rows: Rows) -> dict[str, Any]:
     if rows.label is not None:
         is_whole = rows.label.dtype.kind in "iub"
         arrays["label"] = rows.label.astype(np.int64 if is_whole else np.float64)
+    if rows.parts is not None and rows.part_counts is not None:
+        arrays |= {"parts": rows.parts, "part_counts": rows.part_counts}
     return arrays
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, PER_TOKEN, inputs
 from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
 from lightning_thd.batch.samples import (
@@ -45,6 +46,7 @@ META = np.dtype(
 )
 # Keys that all samples of a source have, or none; the sources of a mixture may differ.
 PER_SOURCE = ("labels",)
+_LIKE_OTHERS = ("label", PARTS)  # keys that all samples of a batch have, or none
 Form = dict[str, str]  # by key, a shape in which the samples of a batch must agree; "" without a label
 # Names of counts: the sequences that a data module's policies leave out or change, and the tokens lost.
 # A sequence of which no token is learned after truncation is dropped, and counted by itself.
@@ -149,6 +151,8 @@ class Sampler:
             sample["labels"] = rows.labels
         if rows.label is not None:
             sample["label"] = rows.label[0]
+        if rows.parts is not None:
+            sample[PARTS] = rows.parts
         return sample
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -209,8 +213,11 @@ def _form_of(sample: dict[str, Any]) -> Form:
     shapes |= {key: (*sample[key].shape[:-1], "*") for key in ("position_ids",) if key in sample}
     shapes |= {key: sample[key].shape for key in ("label",) if key in sample}
     presence = {name: "given" if name in sample else "" for name in PER_SOURCE}
+    shapes |= {key: ("*",) for key in (PARTS,) if key in sample}
     return (
-        {"label": ""} | presence | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
+        dict.fromkeys(_LIKE_OTHERS, "")
+        | presence
+        | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
     )
 
 
