@@ -55,6 +55,7 @@ def samples(*, alike: int = 0) -> list[dict[str, Tensor]]:
 
 def model_of(family: str) -> nn.Module:
     """Build a family's model, with biases, norms and gates off their zeros and ones."""
+    import lightning_thd.models  # noqa: F401 - registers "thd", which a bare import of the package does not
     from tests.models.families import build
     from tests.models.matrix import shake
 
