@@ -47,7 +47,7 @@ HYBRID_TYPES: Final = frozenset(
         "minimax",
         "nemotron_h",
     }
-    | {"olmo_hybrid", "qwen3_5_text", "qwen3_next", "zamba2"}
+    | {"olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba2"}
 )
 PLAIN_MASKS: Final = "_thd_plain_masks"  # the attribute of such a base model: the dimensions of its mask
 

@@ -90,6 +90,9 @@ class Recurrent(Adapter):
             return forward(self, *args, **kwargs)
         tokens = args[0] if args else kwargs[self._thd_tokens]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+        scope = current_scope()
+        if scope is not None and scope.shows_all and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None  # ours, see ``families/plain_masks.py``
         _refuse(self, tokens, pack, kwargs)
         shard = pack.shard
         if shard is not None and self._thd_carried and shard.layout != "striped":
