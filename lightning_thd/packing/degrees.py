@@ -43,9 +43,10 @@ class Sharing:
     waits: Waits = "microbatch"
 
     def __post_init__(self) -> None:
+        # Messages name the strategy's arguments, by which users set most of these fields.
         advice = "It is the most ranks that share a sequence."
         degree = whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
-        object.__setattr__(self, "max_degree", degree)
+        object.__setattr__(self, "max_degree", degree)  # an int, also if numpy's was given
         if self.max_degree & (self.max_degree - 1):
             raise ValueError(
                 f"max_context_parallel_size={self.max_degree} is not a power of two. Use 1, 2, 4, 8, ..."
@@ -60,7 +61,7 @@ class Sharing:
     @property
     def degrees(self) -> list[int]:
         """Return the degrees: 1, 2, 4, ... up to ``max_degree``."""
-        return [1 << i for i in range(self.max_degree.bit_length())]
+        return [2**i for i in range(self.max_degree.bit_length())]
 
     @property
     def exchanges(self) -> list[float]:
@@ -80,9 +81,10 @@ class Sharing:
     def room(self, capacity: int, degree: int) -> tuple[int, int]:
         """Return the number of slots of a group, and the multiple to which lengths are padded."""
         align = self.align(degree)
+        slots = capacity * degree
         if align is None:
-            return capacity * degree, 1
-        return capacity * degree // align.total_multiple * align.total_multiple, align.sequence_multiple
+            return slots, 1
+        return slots // align.total_multiple * align.total_multiple, align.sequence_multiple
 
 
 def check_tiling(ranks: int, max_degree: int) -> None:
@@ -90,7 +92,8 @@ def check_tiling(ranks: int, max_degree: int) -> None:
     whole_number(ranks, "ranks", least=1, most=MOST_RANKS, advice="It is the number of data-parallel ranks.")
     whole_number(max_degree, "max_degree", least=1, advice="It is the most ranks of a sequence.")
     if ranks % max_degree:
-        fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
+        powers = [2**i for i in range(max_degree.bit_length())]
+        fits = max(degree for degree in powers if ranks % degree == 0)
         raise ValueError(
             f"max_context_parallel_size={max_degree} does not divide the {ranks} ranks that read data, so "
             f"they cannot form groups of that size. Use max_context_parallel_size={fits}, or a multiple of "
@@ -116,21 +119,29 @@ class Tables:
         degrees = sharing.degrees
         rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
         slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
-        ranks = np.array(degrees, dtype=np.float64)[:, None]
-        work = _work(cost, lengths)
-        token = float(_work(cost, np.array([1024]))[0]) / 1024  # approximately the linear work of one token
-        exchanged = np.array(sharing.exchanges)[:, None] * token * slots
-        load = (work + exchanged) / ranks
         fits = slots <= np.array(rooms)[:, None]
         if not fits[-1].all():
             worst = int(np.argmax(slots[-1]))
-            enough = 1 << (-(-int(lengths[worst]) // capacity) - 1).bit_length()
+            wanted = -(-int(lengths[worst]) // capacity)  # ranks whose slots hold the sequence
+            enough = 1 << (wanted - 1).bit_length()  # the next power of two
             raise ValueError(
                 f"Sequence {worst} has {lengths[worst]} tokens, which fit at no degree: {degrees[-1]} ranks "
                 f"of {capacity} slots hold {rooms[-1]}. Raise max_context_parallel_size to {enough}, raise "
                 "capacity, or set oversize='drop', 'truncate' or 'split'."
             )
-        return cls(degrees=degrees, room=list(rooms), slots=slots, load=load, least=np.argmax(fits, axis=0))
+
+        work = _work(cost, lengths)
+        # In a short sequence nearly all work is linear, so this is about the linear work of one token.
+        work_of_token = float(_work(cost, np.array([1024]))[0]) / 1024
+        exchanged = np.array(sharing.exchanges)[:, None] * work_of_token * slots
+        ranks = np.array(degrees, dtype=np.float64)[:, None]
+        return cls(
+            degrees=degrees,
+            room=list(rooms),
+            slots=slots,
+            load=(work + exchanged) / ranks,
+            least=np.argmax(fits, axis=0),
+        )
 
     @property
     def possible(self) -> BoolArray:
@@ -153,6 +164,7 @@ class Tables:
 
 
 def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
+    """Compute the work of sequences; raise if one costs nothing, because shares of work divide by it."""
     work = cost(lengths)
     good = np.isfinite(work) & (work > 0)
     if not good.all():

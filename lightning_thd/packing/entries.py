@@ -54,8 +54,9 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
     if hasattr(lengths, "__array__") or isinstance(lengths, list | tuple | range):
         values = np.asarray(lengths)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            host_ints(values[:1] if values.ndim == 1 else values, "lengths")  # raises with the reason
-        return values if values.size else np.empty(0, np.int64)
+            # This raises with the reason. One value is enough to find it, and a memory map may be large.
+            host_ints(values[:1] if values.ndim == 1 else values, "lengths")
+        return values if values.size else np.empty(0, np.int64)  # an empty list becomes an array of floats
     if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths
     raise ValueError(f"lengths is a {type(lengths).__name__}. Pass an array of ints, or a VirtualLengths.")
@@ -84,24 +85,31 @@ def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
 
 def summarize(lengths: OpenLengths) -> LengthSummary:
     """Return extremes, sum and hash of all lengths, from ``lengths.summary`` or by reading them once."""
-    known = getattr(lengths, "summary", None)
-    if isinstance(known, LengthSummary):
-        if known.count != len(lengths):
+    stored = getattr(lengths, "summary", None)
+    if isinstance(stored, LengthSummary):
+        if stored.count != len(lengths):
             raise ValueError(
-                f"lengths.summary is of {known.count} sequences, but there are {len(lengths)}. Make it again."
+                f"lengths.summary is of {stored.count} sequences, but there are {len(lengths)}. "
+                "Make it again."
             )
-        return known
+        return stored
     if not len(lengths):
         raise ValueError("lengths is empty: there is no sequence to pack. Pass the tokens of each sequence.")
-    total, shortest, longest = 0, np.iinfo(np.int64).max, 0
+
+    total = 0
+    shortest = np.iinfo(np.int64).max
+    longest = 0
     digest = hashlib.blake2b(digest_size=16)
     for start, values in blocks(lengths):
-        low = int(values.argmin())
-        if values[low] < 0:
-            raise ValueError(f"Sequence {start + low} has {values[low]} tokens. A length is at least 0.")
+        lowest = int(values.argmin())
+        if values[lowest] < 0:
+            raise ValueError(
+                f"Sequence {start + lowest} has {values[lowest]} tokens. A length is at least 0."
+            )
         total += int(values.sum())
-        shortest, longest = min(shortest, int(values[low])), max(longest, int(values.max()))
-        digest.update(values.astype("<i8", copy=False).tobytes())
+        shortest = min(shortest, int(values[lowest]))
+        longest = max(longest, int(values.max()))
+        digest.update(values.astype("<i8", copy=False).tobytes())  # the same bytes on every machine
     return LengthSummary(
         count=len(lengths), total=total, shortest=shortest, longest=longest, digest=digest.hexdigest()
     )
@@ -134,7 +142,9 @@ class Entries:
         """Convert indices of entries to dataset indices, skipping sequences that are left out."""
         if not len(self.left_out):
             return entries
-        return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
+        # The entries before each sequence that is left out; an entry skips all such sequences before it.
+        entries_before = self.left_out - np.arange(len(self.left_out))
+        return entries + np.searchsorted(entries_before, entries, side="right")
 
     def spans(self, indices: IntArray) -> Spans:
         """Return the pieces of the sequences ``indices``, in order; only a split sequence has several."""
@@ -155,8 +165,9 @@ class Entries:
 def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
     """Cut sequences into pieces of at most ``limit`` tokens: 7 tokens at limit 3 become 3, 3, 1."""
     pieces = -(-lengths // limit)
-    owner = np.repeat(np.arange(len(indices)), pieces)
-    start = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    owner = np.repeat(np.arange(len(indices)), pieces)  # the sequence of each piece
+    first_piece = np.cumsum(pieces) - pieces
+    start = (np.arange(len(owner)) - np.repeat(first_piece, pieces)) * limit
     stop = np.minimum(start + limit, lengths[owner])
     return Spans(index=indices[owner], start=start, stop=stop, continued=stop < lengths[owner])
 
@@ -171,33 +182,18 @@ def make_entries(
     evenly: bool = False,
 ) -> Entries:
     """Apply the oversize policy to lengths, and count the sequences that it changes or leaves out."""
-    limit, most_patches = slots.longest, slots.patches
-    bounded = media is not None and most_patches < UNBOUNDED
+    limit = slots.longest
+    counted_media = media if slots.patches < UNBOUNDED else None  # whose patches must be compared
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
-    left_out: list[IntArray] = []
-    if summary.longest > limit or summary.shortest < 1 or bounded:
-        for start, values in blocks(lengths):
-            empty, long = values < 1, values > limit
-            if oversize == "error" and long.any():
-                first = int(long.argmax())
-                raise ValueError(
-                    f"Sequence {start + first} has {values[first]} tokens but at most {limit} "
-                    "fit a pack. Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
-                    "See docs/reference/messages.md#too-long."
-                )
-            counts["empty"] += int(empty.sum())
-            _count_long(counts, values[long], limit, oversize)
-            if bounded and media is not None:
-                seen = media(np.arange(start, start + len(values)))[:, 0]
-                wide = (seen > most_patches) & ~empty
-                if oversize not in ("drop", "own_pack") and wide.any():
-                    at = int(wide.argmax())
-                    raise ValueError(too_many_patches(start + at, int(seen[at]), most_patches))
-                _count_long(counts, values[wide & ~long], limit, oversize)
-                long |= wide
-            left_out.append(start + np.flatnonzero(empty | long if oversize == "drop" else empty))
-    gone = np.concatenate(left_out) if left_out else np.empty(0, np.int64)
-    if len(gone) == summary.count:
+    left_out = np.empty(0, np.int64)
+    # The summary tells whether the policy touches any sequence; if not, lengths are not read again.
+    if summary.longest > limit or summary.shortest < 1 or counted_media is not None:
+        parts = [
+            _apply_policy(counts, start, values, slots, oversize, counted_media)
+            for start, values in blocks(lengths)
+        ]
+        left_out = np.concatenate([left_out, *parts])
+    if len(left_out) == summary.count:
         raise ValueError(
             f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
             f"{counts['dropped']} are longer than the {limit} tokens that fit a pack, or have more than "
@@ -207,20 +203,60 @@ def make_entries(
         lengths=lengths,
         limit=limit,
         oversize=oversize,
-        total=summary.count - len(gone),
-        left_out=gone,
+        total=summary.count - len(left_out),
+        left_out=left_out,
         counts=counts,
         media=media,
         evenly=evenly,
     )
 
 
-def _count_long(counts: dict[str, int], long: IntArray, limit: int, oversize: Oversize) -> None:
+def _apply_policy(
+    counts: dict[str, int],
+    start: int,
+    values: IntArray,
+    slots: Slots,
+    oversize: Oversize,
+    media: Media | None,
+) -> IntArray:
+    """Add a block's sequences to ``counts``; return the dataset indices of those that are left out.
+
+    ``start`` is the index of the block's first sequence. ``media`` is None if patches need no comparison.
+    """
+    limit = slots.longest
+    empty = values < 1
+    too_long = values > limit
+    if oversize == "error" and too_long.any():
+        first = int(too_long.argmax())
+        raise ValueError(
+            f"Sequence {start + first} has {values[first]} tokens but at most {limit} "
+            "fit a pack. Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
+            "See docs/reference/messages.md#too-long."
+        )
+    counts["empty"] += int(empty.sum())
+    _count_oversize(counts, values[too_long], limit, oversize)
+
+    oversized = too_long
+    if media is not None:
+        patches = media(np.arange(start, start + len(values)))[:, 0]
+        too_wide = (patches > slots.patches) & ~empty
+        if oversize not in ("drop", "own_pack") and too_wide.any():  # an image cannot be cut
+            first = int(too_wide.argmax())
+            raise ValueError(too_many_patches(start + first, int(patches[first]), slots.patches))
+        _count_oversize(counts, values[too_wide & ~too_long], limit, oversize)
+        oversized = too_long | too_wide
+
+    gone = empty | oversized if oversize == "drop" else empty
+    return start + np.flatnonzero(gone)
+
+
+def _count_oversize(counts: dict[str, int], lengths: IntArray, limit: int, oversize: Oversize) -> None:
+    """Add the sequences that do not fit a pack, given by their lengths, to ``counts``."""
     if oversize == "drop":
-        counts["dropped"] += len(long)
-        counts["tokens_lost"] += int(long.sum())
+        counts["dropped"] += len(lengths)
+        counts["tokens_lost"] += int(lengths.sum())
     elif oversize == "truncate":
-        counts["truncated"] += len(long)
-        counts["tokens_lost"] += int((long - limit).sum())
+        counts["truncated"] += len(lengths)
+        counts["tokens_lost"] += int((lengths - limit).sum())
     elif oversize != "error":
-        counts[oversize] += len(long)
+        counts[oversize] += len(lengths)

@@ -5,7 +5,8 @@ every microbatch, so each microbatch gets equal work on all ranks. DDP ranks wai
 so each rank gets equal work over the step.
 
 The *degree* of a group or sequence is its number of ranks. The *level* of a microbatch is the work to which
-each of its ranks is filled. Legend: S sequences, G groups of all microbatches.
+each of its ranks is filled. Legend: S sequences, G groups of all microbatches, C degrees; ``c`` is the index
+of a degree, and ``n`` numbers the sequences of a step from the shortest.
 """
 
 from __future__ import annotations
@@ -58,15 +59,18 @@ def share_out(
     values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
     if not values.size:
         raise ValueError("lengths is empty: there is no sequence to share out. Pass the tokens of each.")
+
     tables = Tables.of(values, capacity, sharing, cost)
-    return _even_step(tables, ranks) if sharing.waits == "step" else _even_microbatches(tables, ranks)
+    if sharing.waits == "step":
+        return _even_step(tables, ranks)
+    return _even_microbatches(tables, ranks)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Group:
     """A group of ranks in one microbatch, while it is being filled."""
 
-    at: int  # index of the degree
+    c: int  # index of the degree in ``Tables.degrees``
     free: int  # slots left
     first: int = 0  # the first rank
     microbatch: int = 0  # the microbatch in which the group runs
@@ -81,30 +85,33 @@ class _Left:
         order = np.argsort(tables.slots[0], kind="stable")
         load = np.where(tables.possible, tables.load, np.inf)[:, order]
         worth = (tables.total_work <= _WORTH * tables.cheapest)[:, order]
-        self.order: list[int] = order.tolist()
-        self.slots, self.load = tables.slots[:, order].tolist(), load.tolist()  # at every degree
+        # Lists, because the loops below read single numbers, which is slow from arrays.
+        self.order: list[int] = order.tolist()  # the position of each sequence
+        self.slots: list[list[int]] = tables.slots[:, order].tolist()  # at every degree
+        self.load: list[list[float]] = load.tolist()  # at every degree, infinite where it is too small
         # The most work among a sequence and all shorter ones: it never falls, as bisection requires.
-        self.most = np.maximum.accumulate(load, axis=1).tolist()
+        self.most: list[list[float]] = np.maximum.accumulate(load, axis=1).tolist()
         # At each degree, the shortest sequence that may join. The exchange costs longer ones a smaller share.
-        self._shortest = np.where(worth.any(axis=1), worth.argmax(axis=1), len(order)).tolist()
-        self.work: list[float] = tables.cheapest[order].tolist()
-        self.numbers = list(range(len(order)))
+        self._shortest: list[int] = np.where(worth.any(axis=1), worth.argmax(axis=1), len(order)).tolist()
+        self.work: list[float] = tables.cheapest[order].tolist()  # at the cheapest degree
+        self.numbers = list(range(len(order)))  # the sequences in no group yet, ascending
 
-    def longest(self, at: int, free: int, room: float) -> int:
+    def longest(self, c: int, free: int, room: float) -> int:
         """Return the index in ``numbers`` of the longest sequence within the slots and work left, or -1."""
-        fits = min(bisect_right(self.slots[at], free), bisect_right(self.most[at], room))
+        fits = min(bisect_right(self.slots[c], free), bisect_right(self.most[c], room))
         return bisect_right(self.numbers, fits - 1) - 1
 
     def put(self, n: int, group: _Group) -> None:
         """Add a sequence to a group."""
         group.members.append(self.order[n])
-        group.load += self.load[group.at][n]
-        group.free -= self.slots[group.at][n]
+        group.load += self.load[group.c][n]
+        group.free -= self.slots[group.c][n]
 
     def fill(self, group: _Group, level: float) -> None:
         """Fill a group up to a level, with the longest sequences first."""
-        while (place := self.longest(group.at, group.free, level - group.load)) >= 0:
-            if self.numbers[place] < self._shortest[group.at]:
+        while True:
+            place = self.longest(group.c, group.free, level - group.load)
+            if place < 0 or self.numbers[place] < self._shortest[group.c]:
                 break
             self.put(self.numbers.pop(place), group)
 
@@ -113,27 +120,32 @@ class _Left:
         # A queue is a rank's work so far and all its groups of degree 1. In ``_finish`` it is the load of one
         # group, minus its level, and this group. A full queue waits for a shorter sequence.
         free = [[group.free for group in groups] for _, groups in queues]
-        heap = [(work, at) for at, (work, _) in enumerate(queues)]
+        heap = [(work, queue) for queue, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
         waiting: list[tuple[int, float, int]] = []  # (-most free slots of a group, work, queue)
         placed: list[tuple[int, _Group]] = []
         for n in reversed(self.numbers):
             while waiting and -waiting[0][0] >= self.slots[0][n]:
-                heapq.heappush(heap, heapq.heappop(waiting)[1:])
+                _, work, queue = heapq.heappop(waiting)
+                heapq.heappush(heap, (work, queue))
             while heap:
-                work, at = heap[0]
-                most, groups = max(free[at], default=0), queues[at][1]
-                if groups and most >= self.slots[groups[0].at][n]:
+                work, queue = heap[0]
+                _, groups = queues[queue]
+                most_free = max(free[queue], default=0)
+                if groups and most_free >= self.slots[groups[0].c][n]:
                     break
                 heapq.heappop(heap)
-                heapq.heappush(waiting, (-most, work, at))
+                heapq.heappush(waiting, (-most_free, work, queue))
             else:
                 return False
-            place = free[at].index(most)
+
+            place = free[queue].index(most_free)
             group = groups[place]
-            free[at][place] -= self.slots[group.at][n]
+            free[queue][place] -= self.slots[group.c][n]
             placed.append((n, group))
-            heapq.heapreplace(heap, (work + self.load[group.at][n], at))
+            heapq.heapreplace(heap, (work + self.load[group.c][n], queue))
+
+        # Only now, so that the groups are unchanged if a sequence fits nowhere and the caller adds groups.
         for n, group in placed:
             self.put(n, group)
         self.numbers = []
@@ -141,12 +153,13 @@ class _Left:
 
 
 def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
+    """Convert groups to arrays, by microbatch and then by rank."""
     groups = sorted(groups, key=lambda group: (group.microbatch, group.first))
     sizes = [len(group.members) for group in groups]
     return SharedBins(
-        order=np.array([i for group in groups for i in group.members]),
+        order=np.array([position for group in groups for position in group.members]),
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        degree=np.array([tables.degrees[group.at] for group in groups]),
+        degree=np.array([tables.degrees[group.c] for group in groups]),
         first=np.array([group.first for group in groups]),
         microbatch=np.array([group.microbatch for group in groups]),
         load=np.array([group.load for group in groups]),
@@ -158,59 +171,88 @@ def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
     """Fill one microbatch after another, each with the longest sequences that are left."""
     # A rank reaches the level of a long sequence only with sequences that are about as long: shorter ones
     # have less work per slot, so its slots run out first.
-    left, slots = _Left(tables), _FULL * ranks * tables.room[0]
-    done: list[list[_Group]] = []
+    left = _Left(tables)
+    slots_of_microbatch = _FULL * ranks * tables.room[0]
+    microbatches: list[list[_Group]] = []
     while left.numbers:
-        needed = sum(left.slots[0][n] for n in left.numbers) / slots  # number of microbatches
+        needed = sum(left.slots[0][n] for n in left.numbers) / slots_of_microbatch
         mean = sum(left.work[n] for n in left.numbers) / ranks / math.ceil(needed)
-        loads = [row[left.numbers[-1]] for row in left.most]
+        longest = left.numbers[-1]
+        loads = [most[longest] for most in left.most]  # the longest sequence's, at every degree
         if needed <= 1 and loads[0] <= mean:
-            _finish(left, done, tables.room[0], ranks, added=int(needed > _FEW))
+            _finish(left, microbatches, tables.room[0], ranks, added=int(needed > _FEW))
             break
+
+        # Higher levels are those at which the longest sequence has a smaller degree.
         lowest = max(mean, min(loads))
-        levels = {lowest, *(load for load in loads if lowest < load <= _WIDEST * lowest)}
-        tried = [_microbatch(left, tables, ranks, level) for level in sorted(levels)]
-        _, groups, left = max(tried, key=lambda each: each[0])
-        done.append(groups)
-    for microbatch, groups in enumerate(done):
+        higher = [load for load in loads if lowest < load <= _WIDEST * lowest]
+        trials = [_microbatch(left, tables, ranks, level) for level in sorted({lowest, *higher})]
+        best = max(trials, key=lambda trial: trial.work_per_time)
+        microbatches.append(best.groups)
+        left = best.left
+
+    for number, groups in enumerate(microbatches):
         first = 0
         # The largest groups come first, so that each begins at a multiple of its size.
-        for group in sorted(groups, key=lambda group: (-group.at, -group.load)):
-            group.first, group.microbatch = first, microbatch
-            first += tables.degrees[group.at]
-    return _bins(tables, [group for groups in done for group in groups])
+        for group in sorted(groups, key=lambda group: (-group.c, -group.load)):
+            group.first = first
+            group.microbatch = number
+            first += tables.degrees[group.c]
+    return _bins(tables, [group for groups in microbatches for group in groups])
 
 
-def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[float, list[_Group], _Left]:
-    """Fill a microbatch to a level; return its work per time, its groups, and the sequences left."""
-    rest, groups, level = copy(left), list[_Group](), level * _ROUNDING
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A microbatch that was filled to one of several levels."""
+
+    work_per_time: float  # work of its sequences, divided by the work of its slowest rank
+    groups: list[_Group]
+    left: _Left  # the sequences that are not in it
+
+
+def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> _Trial:
+    """Fill a microbatch to a level, with the longest sequences first; ``left`` stays as it is."""
+    rest = copy(left)  # shares all tables, which do not change
     rest.numbers = list(left.numbers)
-    while ranks:
-        place, at = -1, 0  # indices of the longest sequence that fits, and of the least degree that holds it
+    level *= _ROUNDING
+    groups: list[_Group] = []
+    while ranks:  # ranks that are in no group yet
+        # The longest sequence that fits, and the least degree that holds it.
+        place = -1
+        c = 0
         for wider, degree in enumerate(tables.degrees):
             if degree > ranks or place == len(rest.numbers) - 1:
                 break
-            if (found := rest.longest(wider, tables.room[wider], level)) > place:
-                place, at = found, wider
-        group = _Group(at=at, free=tables.room[at])
+            longest = rest.longest(wider, tables.room[wider], level)
+            if longest > place:
+                place = longest
+                c = wider
+
+        group = _Group(c=c, free=tables.room[c])
         if place >= 0:
             rest.put(rest.numbers.pop(place), group)
             rest.fill(group, level)
         groups.append(group)
-        ranks -= tables.degrees[at]
+        ranks -= tables.degrees[c]
+
     work = sum(left.work[n] for n in left.numbers) - sum(rest.work[n] for n in rest.numbers)
-    return work / max(group.load for group in groups), groups, rest
+    return _Trial(work / max(group.load for group in groups), groups, rest)
 
 
-def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added: int) -> None:
+def _finish(left: _Left, microbatches: list[list[_Group]], room: int, ranks: int, added: int) -> None:
     """Put the sequences left into groups below their level, and into ``added`` or more new microbatches."""
     work = sum(left.work[n] for n in left.numbers)
-    levels = [max(group.load for group in groups) for groups in done]
+    levels = [max(group.load for group in groups) for groups in microbatches]
     while True:
-        new = [[_Group(at=0, free=room) for _ in range(ranks)] for _ in range(added)]
-        known = zip([*done, *new], levels + [work / ranks / max(added, 1)] * added, strict=True)
-        if left.spread([(group.load - level, [group]) for groups, level in known for group in groups]):
-            done += new
+        new = [[_Group(c=0, free=room) for _ in range(ranks)] for _ in range(added)]
+        level_of_new = work / ranks / max(added, 1)
+        queues = [
+            (group.load - level, [group])
+            for groups, level in zip([*microbatches, *new], levels + [level_of_new] * added, strict=True)
+            for group in groups
+        ]
+        if left.spread(queues):
+            microbatches += new
             return
         added += 1
 
@@ -219,27 +261,33 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
     """Give each sequence the fewest ranks on which its load is within an even share; then fill up groups."""
     # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
     # and no rank waits for another.
-    even, left = tables.even_time(ranks), _Left(tables)
+    even = tables.even_time(ranks)
+    left = _Left(tables)
+    # The least degree at which a sequence is within the even share, else the one at which it is fastest.
     load = np.where(tables.possible, tables.load, np.inf)
     within = load <= even
     fewest = np.where(within.any(axis=0), within.argmax(axis=0), load.argmin(axis=0))[left.order].tolist()
+
     groups: list[_Group] = []
-    work, used = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)  # work and microbatches of each rank so far
-    for at in range(len(tables.degrees) - 1, 0, -1):
-        shared = [n for n in left.numbers if fewest[n] == at]
-        left.numbers = [n for n in left.numbers if fewest[n] != at]
-        for group in _shared_groups(left, tables, at, shared[::-1], work, used):
+    work = np.zeros(ranks)  # each rank's work so far
+    used = np.zeros(ranks, dtype=np.int64)  # each rank's number of microbatches so far
+    for c in range(len(tables.degrees) - 1, 0, -1):
+        shared = [n for n in left.numbers if fewest[n] == c]
+        left.numbers = [n for n in left.numbers if fewest[n] != c]
+        for group in _shared_groups(left, tables, c, shared[::-1], work, used):
             before = group.load
             left.fill(group, before + even - float(work[group.first]))
-            work[group.first : group.first + tables.degrees[at]] += group.load - before
+            work[group.first : group.first + tables.degrees[c]] += group.load - before
             groups.append(group)
+
+    # The rest runs at degree 1. A rank needs slots in proportion to the work that it can still take.
     slots = sum(left.slots[0][n] for n in left.numbers)
-    share = np.maximum(even - work, 1e-9 * even)  # the work each rank can take; its slots are in proportion
-    needed = np.ceil(slots / (_FULL * tables.room[0]) * share / share.sum() - 1e-9)
-    count = max(1, int((used + needed).max()))
+    share = np.maximum(even - work, 1e-9 * even)  # above 0, because the shares are divided by their sum
+    needed = np.ceil(slots / (_FULL * tables.room[0]) * share / share.sum() - 1e-9)  # 1e-9 is for rounding
+    count = max(1, int((used + needed).max()))  # microbatches of each rank
     while True:
         queues = [
-            [_Group(at=0, free=tables.room[0], first=rank, microbatch=j) for j in range(begun, count)]
+            [_Group(c=0, free=tables.room[0], first=rank, microbatch=j) for j in range(begun, count)]
             for rank, begun in enumerate(used.tolist())
         ]
         if left.spread(list(zip(work.tolist(), queues, strict=True))):
@@ -248,22 +296,24 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
 
 
 def _shared_groups(
-    left: _Left, tables: Tables, at: int, numbers: list[int], work: FloatArray, used: IntArray
+    left: _Left, tables: Tables, c: int, numbers: list[int], work: FloatArray, used: IntArray
 ) -> list[_Group]:
     """Put sequences into groups of a degree, on the ranks with least work; update ``work`` and ``used``."""
-    size = tables.degrees[at]
-    groups: dict[int, list[_Group]] = {first: [] for first in range(0, len(work), size)}
+    size = tables.degrees[c]
+    groups: dict[int, list[_Group]] = {first: [] for first in range(0, len(work), size)}  # by first rank
     heap = [(float(work[first]), first) for first in groups]
     heapq.heapify(heap)
     for n in numbers:
-        done, first = heap[0]
-        group = next((group for group in groups[first] if group.free >= left.slots[at][n]), None)
+        work_so_far, first = heap[0]
+        with_room = (group for group in groups[first] if group.free >= left.slots[c][n])
+        group = next(with_room, None)
         if group is None:
-            group = _Group(at=at, free=tables.room[at], first=first, microbatch=int(used[first]))
+            group = _Group(c=c, free=tables.room[c], first=first, microbatch=int(used[first]))
             groups[first].append(group)
             used[first : first + size] += 1
         left.put(n, group)
-        heapq.heapreplace(heap, (done + left.load[at][n], first))
-    for done, first in heap:
-        work[first : first + size] = done
-    return [group for several in groups.values() for group in several]
+        heapq.heapreplace(heap, (work_so_far + left.load[c][n], first))
+
+    for work_so_far, first in heap:
+        work[first : first + size] = work_so_far
+    return [group for of_ranks in groups.values() for group in of_ranks]

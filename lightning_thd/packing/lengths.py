@@ -63,6 +63,7 @@ def make_slots(capacity: int, align: Alignment | None, max_patches: int | None =
     patches = check_patches(max_patches)
     if align is None:
         return Slots(usable=int(capacity), multiple=1, patches=patches)
+
     instance(align, "align", Alignment, advice="Pass Alignment(sequence_multiple=..., total_multiple=...).")
     usable = int(capacity) // align.total_multiple * align.total_multiple
     if not usable:

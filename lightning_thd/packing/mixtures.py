@@ -32,6 +32,7 @@ EpochSize = Literal["longest", "shortest"] | int
 _DRAWS = 11  # mixed into the key that shuffles a source; windows.py and planner.py use other numbers
 _MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
 _DENOMINATOR = 10**9  # a weight becomes a fraction with at most this denominator: 0.3 is exactly 3/10
+_OF_EPOCH = ("lengths", "sequences")  # settings of a planner that differ between epochs
 _KEEP = 2  # planners that are kept: this epoch's and, because workers prefetch, the next epoch's
 
 
@@ -66,7 +67,8 @@ def share_out(
     sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing | None = None
 ) -> dict[str, int]:
     """Return how many sequences of each source an epoch takes."""
-    mixing = Mixing() if mixing is None else mixing
+    if mixing is None:
+        mixing = Mixing()
     instance(mixing, "mixing", Mixing, advice="Pass Mixing(epoch=..., shares=...), or None.")
     if mixing.dry is not None:
         raise ValueError(
@@ -79,43 +81,57 @@ def share_out(
         )
     for name, size in sizes.items():
         whole_number(size, f"sizes[{name!r}]", least=1, advice="A source has at least one sequence.")
+
     largest = max(weights.values())  # a sum of large weights may overflow
     scaled = {name: weights[name] / largest for name in sizes}
     total = sum(scaled.values())
     shares = {name: value / total for name, value in scaled.items()}
-    if isinstance(mixing.epoch, str):
-        choose = max if mixing.epoch == "longest" else min
-        # A share of 0 (the weight underflowed) would take infinitely many sequences of the other sources.
-        wanted = choose(sizes[name] / shares[name] if shares[name] else math.inf for name in sizes)
-        number = round(min(wanted, 2.0 * _MOST_PASSES * sum(sizes.values())))
-    else:
-        number = int(mixing.epoch)
+    number = _sequences_of_epoch(sizes, shares, mixing.epoch)
     counts = _round(shares, number)
-    if isinstance(mixing.epoch, str):  # rounding may have left out or repeated one sequence of a source
-        counts = {name: choose(count, sizes[name]) for name, count in counts.items()}
-    name = max(sizes, key=lambda name: counts[name] / sizes[name])
-    if counts[name] > _MOST_PASSES * sizes[name]:
+    # Rounding may have left out or repeated one sequence of a source.
+    if mixing.epoch == "longest":
+        counts = {name: max(count, sizes[name]) for name, count in counts.items()}
+    elif mixing.epoch == "shortest":
+        counts = {name: min(count, sizes[name]) for name, count in counts.items()}
+
+    most_used = max(sizes, key=lambda name: counts[name] / sizes[name])
+    if counts[most_used] > _MOST_PASSES * sizes[most_used]:
         raise ValueError(
-            f"An epoch of this mixture takes more than {_MOST_PASSES:,} passes over {name!r}, which has "
-            f"{sizes[name]:,} sequences. Bring the weights closer together, or set Mixing(epoch='shortest') "
-            "or a smaller number of sequences."
+            f"An epoch of this mixture takes more than {_MOST_PASSES:,} passes over {most_used!r}, which has "
+            f"{sizes[most_used]:,} sequences. Bring the weights closer together, or set "
+            "Mixing(epoch='shortest') or a smaller number of sequences."
         )
-    if none := [name for name, count in counts.items() if not count]:
+    unused = [name for name, count in counts.items() if not count]
+    if unused:
         raise ValueError(
-            f"An epoch of {number} sequences has none of {none[0]!r}. Raise its weight, or Mixing(epoch=)."
+            f"An epoch of {number} sequences has none of {unused[0]!r}. Raise its weight, or Mixing(epoch=)."
         )
     return counts
+
+
+def _sequences_of_epoch(sizes: Mapping[str, int], shares: Mapping[str, float], epoch: EpochSize) -> int:
+    """Return the number of sequences of an epoch before rounding the shares of its sources."""
+    if not isinstance(epoch, str):
+        return int(epoch)
+    # For each source, the sequences of the mixture while it is used once. A share of 0 (the weight
+    # underflowed) would take infinitely many sequences of the other sources.
+    once = [sizes[name] / shares[name] if shares[name] else math.inf for name in sizes]
+    wanted = max(once) if epoch == "longest" else min(once)
+    # Anything above the most passes is refused by the caller, and infinity has no int.
+    return round(min(wanted, 2.0 * _MOST_PASSES * sum(sizes.values())))
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
     """Refuse weights that are not finite numbers above 0."""
     instance(weights, "weights", Mapping, advice="Pass the weight of each source, by its name.")
     for name, weight in weights.items():
-        number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
-        if not number or not 0 < weight < np.inf:
-            given = repr(weight) if number else described(weight)
+        is_number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(
+            weight, bool
+        )
+        if not is_number or not 0 < weight < np.inf:
+            value = repr(weight) if is_number else described(weight)
             raise ValueError(
-                f"The weight of {name!r} is {given}; wanted a finite number above 0. Or leave it out."
+                f"The weight of {name!r} is {value}; wanted a finite number above 0. Or leave it out."
             )
 
 
@@ -123,8 +139,9 @@ def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
     """Round shares to whole sequences that add up to ``number``, by largest remainder."""
     exact = {name: share * number for name, share in shares.items()}
     counts = {name: int(value) for name, value in exact.items()}
-    left = number - sum(counts.values())
-    for name in sorted(exact, key=lambda name: counts[name] - exact[name])[:left]:
+    missing = number - sum(counts.values())
+    largest_remainder_first = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in largest_remainder_first[:missing]:
         counts[name] += 1
     return counts
 
@@ -132,6 +149,7 @@ def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
 def whole_shares(weights: Sequence[float]) -> list[int]:
     """Convert weights above 0 to whole numbers of the same proportions: ``[0.3, 0.7]`` becomes ``[3, 7]``."""
     exact = [Fraction(weight.item() if isinstance(weight, np.generic) else weight) for weight in weights]
+    # A tiny weight would become 0: it keeps its own, larger denominator.
     fractions = [weight.limit_denominator(_DENOMINATOR) or weight for weight in exact]
     common = lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * common) for fraction in fractions]
@@ -142,36 +160,46 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Return the sources of the next sequences, and the source whose turn came when it had none, or None."""
-    # drawn counts the sequences that each source has given before, and waiting those that it can give. Of the
-    # sources that are at least 1 / (2n - 2) turns behind, the one due first is next. This keeps all n sources
-    # within a turn of their shares: Tijdeman, "The chairman assignment problem", 1980.
-    names, total = list(shares), sum(shares.values())
-    taken = {i: int(drawn[i]) for i in names}
-    left = {i: int(waiting[i]) for i in names}
-    number = sum(taken.values())
-    twice = 2 * len(names) - 2
-    found: list[int] = []
-    if not twice:
-        (only,) = names
+    """Return the sources of the next sequences, and the source whose turn came when it had none, or None.
+
+    Args:
+        shares: whole numbers in the proportions of the sources, by the number of each source.
+        drawn: the sequences that each source has given before.
+        waiting: the sequences that each source can give.
+        most: the most sequences to return; None returns sequences until a source has none.
+    """
+    # The next source is the one due first among those that are at least 1 / (2n - 2) turns behind. This keeps
+    # all n sources within a turn of their shares: Tijdeman, "The chairman assignment problem", 1980.
+    sources = list(shares)
+    taken = {source: int(drawn[source]) for source in sources}
+    left = {source: int(waiting[source]) for source in sources}
+    if len(sources) == 1:  # 2n - 2 is 0
+        (only,) = sources
         count = left[only] if most is None else min(most, left[only])
         return [only] * count, only if count != most else None
-    while len(found) != most:
-        number += 1
-        first, chosen = None, None
-        for i in names:
-            behind = shares[i] * number - taken[i] * total
+
+    total = sum(shares.values())
+    twice = 2 * len(sources) - 2
+    turn = sum(taken.values())  # turns of all sources so far
+    turns: list[int] = []
+    while len(turns) != most:
+        turn += 1
+        chosen: int | None = None
+        earliest = math.inf
+        for source in sources:
+            behind = shares[source] * turn - taken[source] * total  # in units of 1 / total of a turn
             if behind * twice >= total:
-                due = ((twice - 1) * total - twice * behind) / shares[i]
-                if first is None or due < first:
-                    first, chosen = due, i
+                due = ((twice - 1) * total - twice * behind) / shares[source]
+                if due < earliest:
+                    earliest = due
+                    chosen = source
         assert chosen is not None  # all n sources together are one turn behind, so one is behind by 1 / n
         if not left[chosen]:
-            return found, chosen
-        found.append(chosen)
+            return turns, chosen
+        turns.append(chosen)
         taken[chosen] += 1
         left[chosen] -= 1
-    return found, None
+    return turns, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,25 +219,28 @@ class Mixture:
 
     def indices(self, epoch: int, entries: IntArray) -> IntArray:
         """Return the dataset indices of entries of an epoch, int64 ``[S]``."""
-        found = np.empty(len(entries), np.int64)
-        ends, starts = np.cumsum(self.counts), np.cumsum(self.sizes) - self.sizes
+        ends = np.cumsum(self.counts)  # an epoch's entries are those of source 0, then of source 1, ...
+        starts = np.cumsum(self.sizes) - self.sizes
         source = np.searchsorted(ends, entries, side="right")
+        indices = np.empty(len(entries), np.int64)
         for k in np.unique(source).tolist():
-            mine = source == k
-            draws = entries[mine] - (ends[k] - self.counts[k]) + epoch * self.counts[k]
-            found[mine] = starts[k] + self._drawn(k, draws)
-        return found
+            of_source = source == k
+            # A source's draws are numbered over all epochs.
+            draws = entries[of_source] - (ends[k] - self.counts[k]) + epoch * self.counts[k]
+            indices[of_source] = starts[k] + self._drawn(k, draws)
+        return indices
 
     def _drawn(self, k: int, draws: IntArray) -> IntArray:
         """Return the position in source ``k`` of each draw; every pass over a source has its own shuffle."""
         usable = self.usable[k]
         size = int(self.sizes[k]) if usable is None else len(usable)
         passes, places = np.divmod(draws, size)
-        found = np.empty(len(draws), np.int64)
+        positions = np.empty(len(draws), np.int64)
         for number in np.unique(passes).tolist():
-            now = passes == number
-            found[now] = permute(places[now], size, key=derive_key(self.seed, _DRAWS, k, number))
-        return found if usable is None else usable[found]
+            in_pass = passes == number
+            key = derive_key(self.seed, _DRAWS, k, number)
+            positions[in_pass] = permute(places[in_pass], size, key=key)
+        return positions if usable is None else usable[positions]
 
     def source_of(self, indices: npt.ArrayLike) -> IntArray:
         """Return the index in ``names`` of the source of each dataset index, int64 ``[S]``."""
@@ -225,26 +256,34 @@ def make_mixture(
     most: int | None = None,
 ) -> Mixture:
     """Build a mixture from the lengths of its sources; leave out sequences of 0 or over ``most`` tokens."""
-    usable: dict[str, IntArray | None] = {}
-    means: dict[str, float] = {}
     instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")
     whole_number(seed, "seed", least=-(2**255), most=2**255, advice="It decides every shuffle.")
     if most is not None:
         whole_number(most, "most", least=1, advice="None lets sequences of any length take part.")
-    for name, given in lengths.items():
-        values = host_ints(given, f"lengths[{name!r}]", least=0)
-        out = (values < 1) | (values > most) if most is not None else values < 1
-        usable[name] = np.flatnonzero(~out) if out.any() else None
-        means[name] = float(values[~out].mean()) if not out.all() else 1.0
-    sizes = {name: len(values) for name, values in lengths.items()}
-    taking_part = {name: sizes[name] if rows is None else len(rows) for name, rows in usable.items()}
+
+    usable: dict[str, IntArray | None] = {}
+    sizes: dict[str, int] = {}  # all sequences of each source
+    taking_part: dict[str, int] = {}
+    mean_lengths: dict[str, float] = {}  # tokens of a sequence that takes part
+    for name, lengths_of_source in lengths.items():
+        values = host_ints(lengths_of_source, f"lengths[{name!r}]", least=0)
+        left_out = values < 1
+        if most is not None:
+            left_out |= values > most
+        usable[name] = np.flatnonzero(~left_out) if left_out.any() else None
+        sizes[name] = len(values)
+        taking_part[name] = len(values) - int(left_out.sum())
+        # A source of which no sequence takes part is refused below, by name.
+        mean_lengths[name] = float(values[~left_out].mean()) if taking_part[name] else 1.0
+
     if mixing is not None and mixing.shares == "tokens":
         check_weights(weights)
-        weights = {name: weight / means.get(name, 1.0) for name, weight in weights.items()}
+        # Sequences in proportion to tokens / (tokens of a sequence). Unknown names are refused below.
+        weights = {name: weight / mean_lengths.get(name, 1.0) for name, weight in weights.items()}
     counts = share_out(taking_part, weights, mixing)
     return Mixture(
         names=tuple(sizes),
-        sizes=np.array(list(sizes.values()), np.int64),
+        sizes=np.array([sizes[name] for name in sizes], np.int64),
         counts=np.array([counts[name] for name in sizes], np.int64),
         seed=seed,
         usable=tuple(usable.values()),
@@ -267,6 +306,7 @@ class _EpochLengths:
 
 
 def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> IntArray:
+    """Return what ``media`` has for the sequences of an epoch's entries."""
     return media(mixture.indices(epoch, entries))
 
 
@@ -283,20 +323,26 @@ class MixturePlanner(Resumable):
         patches: npt.ArrayLike | Media | None = None,
         **settings: Any,
     ) -> None:
-        self.mixture, self._weigh = mixture, open_loss_tokens(loss_tokens, lengths)
-        self._lengths, self._capacity, self._settings = lengths, capacity, settings
-        self._planners: dict[int, PackPlanner] = {}
+        self.mixture = mixture
         self.slots = make_slots(capacity, settings.get("align"), settings.get("max_patches"))
+        self._lengths = lengths
+        self._capacity = capacity
+        self._settings = settings  # the arguments of each epoch's ``PackPlanner``
+        self._weigh = open_loss_tokens(loss_tokens, lengths)
         self._media = open_media(patches, len(lengths))
+        self._planners: dict[int, PackPlanner] = {}  # by epoch; only the last ones are kept
         summary = summarize(lengths)
         # Entries of all data: an error then names the right sequence, and each sequence is counted once.
         self.entries = make_entries(
             lengths, summary, self.slots, oversize=settings.get("oversize", "error"), media=self._media
         )
+
         first = self.of_epoch(0)
         self.global_batch = first.global_batch
+        # The planner's settings, except those that describe the entries of its epoch.
+        common = {name: value for name, value in first.settings.items() if name not in _OF_EPOCH}
         self.settings = {
-            **{name: value for name, value in first.settings.items() if name not in ("lengths", "sequences")},
+            **common,
             "mixture": list(mixture.names),
             "sizes": mixture.sizes.tolist(),
             "draws": mixture.counts.tolist(),
@@ -312,8 +358,8 @@ class MixturePlanner(Resumable):
             planner = PackPlanner(
                 cast("Any", drawn), self._capacity, patches=media, evenly=True, **self._settings
             )
-            kept = list(self._planners.items())[-(_KEEP - 1) :]
-            self._planners = {**dict(kept), epoch: planner}
+            latest = list(self._planners.items())[-(_KEEP - 1) :]
+            self._planners = {**dict(latest), epoch: planner}  # replaced whole, for the same reason
         return planner
 
     def __len__(self) -> int:

@@ -72,10 +72,7 @@ def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
     group, place = np.divmod(positions, size)
     # The smaller last group takes the entries in the middle of ``rest`` equal parts of all entries.
     last = np.arange(1, 2 * rest, 2) * total // (2 * max(rest, 1))
-    if rest:
-        entries = last[np.minimum(place, rest - 1)]
-    else:
-        entries = np.empty(len(positions), np.int64)
+    entries = last[np.minimum(place, rest - 1)] if rest else np.empty(len(positions), np.int64)
 
     # The other entries are cut into runs of one entry for each whole group; place p of a group is in run p.
     # ``ranks`` number these entries without gaps; the search then skips the entries of the last group.

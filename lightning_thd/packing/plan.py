@@ -119,6 +119,7 @@ class StepPlan:
     ) -> StepPlan:
         """Build the plan of a step from its pieces and their work."""
         epoch, step, dp = place
+        # Differences of running sums, because np.add.reduceat gives an empty microbatch its neighbour's work.
         sums = np.concatenate([[0.0], np.cumsum(span_work)])
         return cls(
             epoch=epoch,
@@ -138,12 +139,12 @@ class StepPlan:
     @cached_property
     def weights(self) -> FloatArray | None:
         """Return float64 ``[2, dp, num_microbatches]``, the weights of loss tokens and of sequences."""
-        found = None if self.weigh is None else self.weigh(self.spans)
-        if found is None:
+        of_spans = None if self.weigh is None else self.weigh(self.spans)
+        if of_spans is None:
             return None
         count = len(self.offsets) - 1
         microbatch = np.repeat(np.arange(count), np.diff(self.offsets))  # for each span
-        sums = [np.bincount(microbatch, weights=row, minlength=count) for row in found]
+        sums = [np.bincount(microbatch, weights=row, minlength=count) for row in of_spans]
         return np.array(sums, np.float64).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
@@ -186,8 +187,9 @@ class StepPlan:
             raise ValueError(
                 f"rank={rank} was asked of a plan for dp={self.dp}. Pass a rank in [0, {self.dp})."
             )
-        bounds = self.offsets[rank * self.num_microbatches : (rank + 1) * self.num_microbatches + 1].tolist()
-        return [self.spans.take(slice(a, b)) for a, b in pairwise(bounds)]
+        first = rank * self.num_microbatches
+        bounds = self.offsets[first : first + self.num_microbatches + 1].tolist()
+        return [self.spans.take(slice(start, stop)) for start, stop in pairwise(bounds)]
 
     def spans_by_rank(self) -> list[list[Spans]]:
         """Return for each rank its microbatches, each as the spans that it holds."""

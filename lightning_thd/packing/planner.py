@@ -85,9 +85,9 @@ class Resumable(ABC):
                 for name, value in self.settings.items()
                 if saved.get(name) != value
             ]
-            found = "; ".join(changes) or "its fingerprint differs"
+            reason = "; ".join(changes) or "its fingerprint differs"
             raise ValueError(
-                f"The state was saved with other data or settings ({found}), so its steps "
+                f"The state was saved with other data or settings ({reason}), so its steps "
                 "would hold other sequences. Restore the old ones, or start without the state."
             )
         return int(state["epoch"]), int(state["step"])
@@ -118,13 +118,20 @@ class CountedTargets:
                 "The first token of a sequence is not a target, so it has fewer. Count the labels from the "
                 "second token on."
             )
-        whole, full = spans.lengths == lengths, counts == lengths - 1
-        if not (whole | full | (counts == 0)).all():
+
+        # A piece's targets are known if it is the whole sequence, or if all or no targets of it count.
+        whole = spans.lengths == lengths
+        all_count = counts == lengths - 1
+        if not (whole | all_count | (counts == 0)).all():
             return None
-        targets = spans.lengths - ~spans.continued
-        of_span = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
-        only = (spans.start == 0) & ~spans.continued  # the only piece that is used of its sequence
-        of_sequence = np.where(only, of_span, counts)
+        # The first token of a piece is no target, but the last token of a continued piece keeps its own,
+        # the first token of the next piece.
+        targets = spans.lengths - 1 + spans.continued
+        of_span = np.where(whole, counts, np.where(all_count, targets, 0)).astype(np.float64)
+
+        # A sequence weighs 1, shared among its pieces by their loss tokens.
+        only_piece = (spans.start == 0) & ~spans.continued  # whole, or truncated
+        of_sequence = np.where(only_piece, of_span, counts)
         share = np.divide(of_span, of_sequence, out=np.zeros_like(of_span), where=of_sequence > 0)
         return np.stack([of_span, share])
 
@@ -226,6 +233,7 @@ class PackPlanner(Resumable):
         if cost is not None:
             instance(cost, "cost", Cost, advice="Pass Cost(linear=..., quadratic=...).")
         _check_batch(global_batch, scheduler=scheduler is not None, schedule=schedule is not None)
+
         self.slots = make_slots(capacity, align, max_patches)
         opened = open_lengths(lengths)
         summary = summarize(opened)
@@ -239,6 +247,7 @@ class PackPlanner(Resumable):
         self.seed = int(seed)
         self.weigh = open_loss_tokens(loss_tokens, opened)
         self.scheduler = scheduler
+
         self._packs: WindowedPacks | ScheduledPacks | None = None
         if schedule is not None:
             self._packs = open_schedule(schedule, self.entries, summary.count, self.slots)
@@ -246,23 +255,26 @@ class PackPlanner(Resumable):
             self._packs = make_windows(
                 self.entries, self.slots, window, self.seed, counts=counts, num_workers=num_workers
             )
+
+        # If all sequences fit, padding does not change which sequences a step of Sequences(n) holds. So a job
+        # can resume with another number of context-parallel ranks.
+        multiples: list[int] | None = [self.slots.multiple, align.total_multiple if align else 1]
+        if isinstance(global_batch, Sequences) and summary.longest <= self.slots.longest:
+            multiples = None
+        # Settings that older versions lack are added only if they are set, so that older states stay valid.
         self.settings: dict[str, Any] = {
             "version": _PLAN_VERSION,
             "sequences": summary.count,
             "lengths": summary.digest,
             "capacity": int(capacity),
             "global_batch": repr(global_batch),
-            # If all sequences fit, padding does not change which sequences a step of Sequences(n) holds. So a
-            # job can resume with another number of context-parallel ranks.
-            "multiples": None
-            if isinstance(global_batch, Sequences) and summary.longest <= self.slots.longest
-            else [self.slots.multiple, align.total_multiple if align else 1],
+            "multiples": multiples,
             "cost": [self.cost.linear, self.cost.quadratic],
             "window": int(window),
             "oversize": oversize,
             "tail": tail,
             "seed": self.seed,
-            "scheduler": scheduler and getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
+            "scheduler": None if scheduler is None else _name_of(scheduler),
             "schedule": self._packs.digest() if isinstance(self._packs, ScheduledPacks) else None,
         }
         if evenly:
@@ -274,6 +286,7 @@ class PackPlanner(Resumable):
                 "max_patches": max_patches and int(max_patches),
                 "cost": [*self.settings["cost"], self.cost.patch, self.cost.patch_pair],
             }
+
         self._steps = self._count_steps(self.entries.total if self._packs is None else self._packs.total)
 
     def _count_steps(self, units: int) -> int:
@@ -281,7 +294,9 @@ class PackPlanner(Resumable):
         n = self.global_batch.n
         if self.tail == "drop" and units < n:
             raise ValueError(f"{self.global_batch} is more than the {units} in the data set. Set tail='pad'.")
-        return units // n if self.tail == "drop" else -(-units // n)
+        if self.tail == "drop":
+            return units // n
+        return -(-units // n)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch; every epoch has the same number."""
@@ -310,7 +325,8 @@ class PackPlanner(Resumable):
         first = len(self) * self.global_batch.n
         if self._packs is None:
             return self.entries.total - first
-        return len(np.unique(self._packs.read(epoch, first, self._packs.total)[0].index))
+        spans, _ = self._packs.read(epoch, first, self._packs.total)
+        return len(np.unique(spans.index))  # pieces of one sequence count once
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
         """Return the plan of a step without computing the steps before it.
@@ -327,49 +343,53 @@ class PackPlanner(Resumable):
         self._check_request(epoch, k, dp)
         if self._packs is None:
             spans = self._sequences(epoch, k)
-            padded, patches = self.slots.padded(spans.lengths), self.entries.patches(spans)
-            if self.scheduler is None:
-                order, offsets = balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
-            else:
-                order, offsets = scheduled_bins(
-                    self.scheduler, padded, self.slots, dp=dp, cost=self.cost, patches=patches
-                )
+            order, offsets = self._balance(spans, dp)
         else:
-            spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)
+            n = self.global_batch.n
+            spans, pack_offsets = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
+            order, offsets = self._order_packs(spans, pack_offsets, dp)
         return self._make_plan(epoch, k, dp, spans.take(order), offsets)
 
     def _sequences(self, epoch: int, k: int) -> Spans:
-        n, total = self.global_batch.n, self.entries.total
-        positions = np.arange(k * n, min((k + 1) * n, total))
+        """Return the pieces of the sequences of step k of ``Sequences(n)``."""
+        n = self.global_batch.n
+        positions = np.arange(k * n, min((k + 1) * n, self.entries.total))
         return self.entries.spans(self.entries.drawn(positions, n, derive_key(self.seed, _ENTRIES, epoch)))
 
     def _work(self, spans: Spans) -> FloatArray:
+        """Return the work of each piece, including its images, float64 ``[S]``."""
         media = self.entries.media
         return self.cost(spans.lengths, None if media is None else media(spans.index))
 
-    def _plan_packs(
-        self, packs: WindowedPacks | ScheduledPacks, epoch: int, k: int, dp: int
-    ) -> tuple[Spans, tuple[IntArray, IntArray]]:
-        """Return the spans of a step's packs, and their order and offsets by rank and microbatch."""
+    def _balance(self, spans: Spans, dp: int) -> tuple[IntArray, IntArray]:
+        """Return positions in ``spans`` by rank and microbatch, and the offsets of the microbatches."""
+        padded = self.slots.padded(spans.lengths)
+        patches = self.entries.patches(spans)
+        if self.scheduler is None:
+            return balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
+        return scheduled_bins(self.scheduler, padded, self.slots, dp=dp, cost=self.cost, patches=patches)
+
+    def _order_packs(self, spans: Spans, offsets: IntArray, dp: int) -> tuple[IntArray, IntArray]:
+        """Return positions in ``spans`` by rank and microbatch, and offsets; ``spans`` are a step's packs."""
         n = self.global_batch.n
-        spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
+        in_order = np.arange(len(spans))
         if n == 1:
-            return spans, (np.arange(len(spans)), offsets)
+            return in_order, offsets
+
         work = self._work(spans)
-        if len(offsets) - 1 < n:  # the tail has fewer packs than n: distribute its sequences over n packs
-            padded = self.slots.padded(spans.lengths)
-            given = Packing(indices=np.arange(len(spans)), offsets=offsets)
-            return spans, balanced_bins(
-                padded,
-                work,
-                self.slots,
-                dp=dp,
-                num_microbatches=n // dp,
-                given=given,
-                patches=self.entries.patches(spans),
-            )
-        totals = np.add.reduceat(work, offsets[:-1])
-        return spans, order_by_rank(np.arange(len(spans)), offsets, totals, dp)
+        if len(offsets) - 1 == n:
+            totals = np.add.reduceat(work, offsets[:-1])  # no pack is empty
+            return order_by_rank(in_order, offsets, totals, dp)
+        # The last step of an epoch has fewer packs than n: distribute its sequences over n packs.
+        return balanced_bins(
+            self.slots.padded(spans.lengths),
+            work,
+            self.slots,
+            dp=dp,
+            num_microbatches=n // dp,
+            given=Packing(indices=in_order, offsets=offsets),
+            patches=self.entries.patches(spans),
+        )
 
     def _make_plan(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
         media = self.entries.media
@@ -377,10 +397,10 @@ class PackPlanner(Resumable):
         return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), patches, self.weigh)
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
-        if type(dp) is not int or dp != 1:
+        if type(dp) is not int or dp != 1:  # 1 is the usual case, and needs no check
             whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
-        whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
-        if not whole or epoch < 0 or not 0 <= k < self._steps:
+        are_whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
+        if not are_whole or epoch < 0 or not 0 <= k < self._steps:
             raise NoSuchStep(
                 f"Step {k!r} of epoch {epoch!r} was requested, but epochs have {len(self)} steps. Both count "
                 "from 0."
@@ -391,13 +411,19 @@ class PackPlanner(Resumable):
             )
 
 
+def _name_of(scheduler: Scheduler) -> str:
+    """Return the name by which a fingerprint knows a user's scheduler: its own, or that of its class."""
+    return str(getattr(scheduler, "__qualname__", type(scheduler).__qualname__))
+
+
 def _check_batch(global_batch: object, *, scheduler: bool, schedule: bool) -> None:
+    """Refuse anything but a step size, and a scheduler or schedule that the step size would ignore."""
     if not isinstance(global_batch, Packs | Sequences):
         raise ValueError(
             f"global_batch={global_batch!r}: pass Packs(n) or Sequences(n), for example Packs(8)."
         )
-    for name, given, kind in (("scheduler", scheduler, Packs), ("schedule", schedule, Sequences)):
-        if given and isinstance(global_batch, kind):
+    for name, is_passed, unserved in (("scheduler", scheduler, Packs), ("schedule", schedule, Sequences)):
+        if is_passed and isinstance(global_batch, unserved):
             raise ValueError(
                 f"A {name} cannot serve {global_batch}: schedulers take Sequences(n), schedules Packs(n)."
             )

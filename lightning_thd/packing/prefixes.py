@@ -49,71 +49,106 @@ class Groups:
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
     """Group sequences by prefix; a group has at most ``limit`` distinct tokens, of ``width`` bytes each."""
     texts = {row: ids(row) for row in rows.tolist()}
+    # Sorted by their bytes, sequences that share a prefix are neighbours.
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
-    shared = np.array([0, *(_common(texts[a], texts[b], width) for a, b in pairwise(order))], np.int64)
-    joins = shared * _LEAST >= np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
-    bounds = np.flatnonzero(np.concatenate([~(joins & (shared > 0)), [True]]))
+    shared_with_previous = [_common(texts[one], texts[next_], width) for one, next_ in pairwise(order)]
+    shared = np.array([0, *shared_with_previous], np.int64)
+
+    # A run of neighbours that share enough is a group, or is cut into several.
+    shorter = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))  # each compared with the one before
+    joins_previous = (shared > 0) & (shared * _LEAST >= shorter)
+    bounds = np.flatnonzero(np.concatenate([~joins_previous, [True]]))
     cut = _Cut(lengths, shared, limit, np.random.default_rng(seed % 2**256))  # numpy takes none below 0
-    for a, b in pairwise(bounds.tolist()):
-        cut.add(a, b)
-    places = np.concatenate([np.empty(0, np.int64), *(place for group in cut.groups for place in group)])
-    firsts = np.concatenate([[0], np.cumsum([sum(map(len, group)) for group in cut.groups])]).astype(np.int64)
-    held = shared[places]
-    starts = np.concatenate([[0], np.cumsum([len(p) for group in cut.groups for p in group])])[:-1]
-    held[starts] = [depth for group, depth in zip(cut.groups, cut.depths, strict=True) for _ in group]
-    held[firsts[:-1]] = 0
+    for start, stop in pairwise(bounds.tolist()):
+        cut.add(start, stop)
+
+    ranges = [range_ for group in cut.groups for range_ in group]
+    places = np.concatenate([np.empty(0, np.int64), *ranges])  # in ``order``, group after group
+    sizes = [sum(len(range_) for range_ in group) for group in cut.groups]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    # Inside a range, a sequence shares with its neighbour in sorted order. The first sequence of a range
+    # shares the depth of its group with the range before, and nothing if it begins the group.
+    shared_in_group = shared[places]
+    range_starts = np.concatenate([[0], np.cumsum([len(range_) for range_ in ranges])])[:-1]
+    depths = [depth for group, depth in zip(cut.groups, cut.depths, strict=True) for _ in group]
+    shared_in_group[range_starts] = depths
+    shared_in_group[offsets[:-1]] = 0
+
     rows = np.asarray(order, np.int64)[places]
     first = [int.from_bytes(texts[row][:width], "little") if texts[row] else -1 for row in rows.tolist()]
     return Groups(
-        rows=rows, offsets=firsts, shared=held, first=np.array(first, np.int64), repeated=cut.repeated
+        rows=rows,
+        offsets=offsets,
+        shared=shared_in_group,
+        first=np.array(first, np.int64),
+        repeated=cut.repeated,
     )
 
 
-def _common(a: bytes, b: bytes, width: int) -> int:
-    most = min(len(a), len(b))
-    differ = np.frombuffer(a, np.uint8, most) != np.frombuffer(b, np.uint8, most)
-    return (int(differ.argmax()) if differ.any() else most) // width
+def _common(one: bytes, other: bytes, width: int) -> int:
+    """Return how many first tokens, of ``width`` bytes each, two sequences have in common."""
+    most = min(len(one), len(other))
+    differs = np.frombuffer(one, np.uint8, most) != np.frombuffer(other, np.uint8, most)
+    equal_bytes = int(differs.argmax()) if differs.any() else most
+    return equal_bytes // width
 
 
 class _Cut:
     """Cuts sequences, sorted by their tokens, into groups; a group is a list of ranges of sequences."""
 
     def __init__(self, lengths: IntArray, shared: IntArray, limit: int, random: np.random.Generator) -> None:
-        self._lengths, self._shared, self._limit, self._random = lengths, shared, limit, random
+        self._lengths = lengths  # tokens of each sequence
+        self._shared = shared  # how many first tokens each shares with the one before it
+        self._limit = limit  # most distinct tokens of a group
+        self._random = random
         self.groups: list[list[IntArray]] = []
         self.depths: list[int] = []  # for each group, how many first tokens all its ranges share
         self.repeated = 0  # prefixes that several groups compute
 
-    def _size(self, a: int, b: int) -> int:
-        return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
+    def _size(self, start: int, stop: int) -> int:
+        """Return the distinct tokens of a range of sequences."""
+        return int(self._lengths[start:stop].sum() - self._shared[start + 1 : stop].sum())
 
-    def add(self, a: int, b: int) -> None:
-        """Add sequences ``a`` to ``b - 1`` as one group, or cut them where neighbours share fewest tokens."""
-        waiting = [(a, b)]
+    def add(self, start: int, stop: int) -> None:
+        """Add a range of sequences as one group, or cut it where neighbours share the fewest tokens."""
+        waiting = [(start, stop)]
         while waiting:
-            a, b = waiting.pop()
-            if b - a == 1 or self._size(a, b) <= self._limit:
-                self.groups.append([np.arange(a, b)])
+            start, stop = waiting.pop()
+            if stop - start == 1 or self._size(start, stop) <= self._limit:
+                self.groups.append([np.arange(start, stop)])
                 self.depths.append(0)
                 continue
-            depth = int(self._shared[a + 1 : b].min())
-            edges = [a, *(a + 1 + np.flatnonzero(self._shared[a + 1 : b] == depth)).tolist(), b]
-            branches = [(c, d, self._size(c, d)) for c, d in pairwise(edges)]
-            waiting += [(c, d) for c, d, size in branches if size > self._limit]
-            self._join([x for x in branches if x[2] <= self._limit], depth)
+
+            # The branches of the prefix tree below the longest prefix that all of them share.
+            inner = self._shared[start + 1 : stop]
+            depth = int(inner.min())
+            cuts = start + 1 + np.flatnonzero(inner == depth)
+            branches = list(pairwise([start, *cuts.tolist(), stop]))
+            sizes = [self._size(first, last) for first, last in branches]
+            fitting = []
+            for branch, size in zip(branches, sizes, strict=True):
+                if size > self._limit:
+                    waiting.append(branch)
+                else:
+                    fitting.append((*branch, size))
+            self._join(fitting, depth)
             self.repeated += len(branches) > 1
 
     def _join(self, branches: list[tuple[int, int, int]], depth: int) -> None:
-        """Join branches that share ``depth`` tokens, in a random order, into groups within the capacity."""
-        used = self._limit + 1
-        for at in self._random.permutation(len(branches)).tolist():
-            a, b, size = branches[at]
+        """Join branches that share ``depth`` tokens, in a random order, into groups within the capacity.
+
+        A branch is its first sequence, the one after its last, and its distinct tokens.
+        """
+        used = self._limit + 1  # so that the first branch begins a group
+        for number in self._random.permutation(len(branches)).tolist():
+            start, stop, size = branches[number]
             if used + size - depth > self._limit:
                 self.groups.append([])
                 self.depths.append(depth)
                 used = depth
-            self.groups[-1].append(np.arange(a, b))
+            self.groups[-1].append(np.arange(start, stop))
             used += size - depth
 
 
@@ -145,32 +180,42 @@ class PrefixPlanner(PackPlanner):
             raise ValueError(
                 f"share_prefixes=True with oversize={oversize!r}: pieces share no prefix. Set 'drop'."
             )
+
+        # The sequences that take part, in groups. ``rows`` below are positions in ``groups.rows``.
         slots = make_slots(capacity, settings.get("align"))
-        rows = make_entries(opened, summary, slots, oversize=oversize)
-        seed = int(settings.get("seed", 0))
-        self.groups = found = group_prefixes(ids, 4, rows.indices(np.arange(rows.total)), slots.longest, seed)
-        self._row_lengths = read_lengths(opened, found.rows)
-        own = self._row_lengths - found.shared
-        sizes = np.add.reduceat(own, found.offsets[:-1])
+        sequences = make_entries(opened, summary, slots, oversize=oversize)
+        indices = sequences.indices(np.arange(sequences.total))
+        groups = group_prefixes(ids, 4, indices, slots.longest, int(settings.get("seed", 0)))
+        self.groups = groups
+        self._row_lengths = read_lengths(opened, groups.rows)
+
+        # The parent plans groups, each with the slots of its distinct tokens. ``Sequences(n)`` is planned
+        # here, so the parent gets ``Packs(1)`` in its place.
+        sizes = np.add.reduceat(self._row_lengths - groups.shared, groups.offsets[:-1])
         packs = global_batch if isinstance(global_batch, Packs) else Packs(1)
         policy: Oversize = "own_pack" if oversize == "own_pack" else "error"
         super().__init__(sizes, capacity, global_batch=packs, oversize=policy, **settings)
-        work = self.cost(self._row_lengths) - self.cost(found.shared)
-        self._row_work, self._group_work = work, np.add.reduceat(work, found.offsets[:-1])
-        self.global_batch, self.weigh = global_batch, open_loss_tokens(loss_tokens, opened)
-        self.entries = replace(self.entries, counts={**rows.counts, "prefixes_repeated": found.repeated})
-        digest = hashlib.blake2b(found.rows.tobytes() + found.offsets.tobytes(), digest_size=16).hexdigest()
+
+        # What the parent made of groups is replaced by what holds for sequences.
+        self._row_work = self.cost(self._row_lengths) - self.cost(groups.shared)
+        self._group_work = np.add.reduceat(self._row_work, groups.offsets[:-1])
+        self.global_batch = global_batch
+        self.weigh = open_loss_tokens(loss_tokens, opened)
+        counts = {**sequences.counts, "prefixes_repeated": groups.repeated}
+        self.entries = replace(self.entries, counts=counts)
+        digest = hashlib.blake2b(groups.rows.tobytes() + groups.offsets.tobytes(), digest_size=16)
         self.settings |= {
             "sequences": summary.count,
             "lengths": summary.digest,
             "global_batch": repr(global_batch),
-            "prefixes": digest,
+            "prefixes": digest.hexdigest(),
         }
         self._row_of = np.zeros(summary.count, np.int64)  # the position of each sequence in ``groups.rows``
-        self._row_of[found.rows] = np.arange(len(found.rows))
+        self._row_of[groups.rows] = np.arange(len(groups.rows))
+        # The order of an epoch's groups, and how many sequences come before each; only the last epoch's.
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
         if isinstance(global_batch, Sequences):
-            self._steps = self._count_steps(len(found.rows))
+            self._steps = self._count_steps(len(groups.rows))
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch."""
@@ -179,7 +224,8 @@ class PrefixPlanner(PackPlanner):
         if isinstance(self.global_batch, Sequences):
             return len(self.groups.rows) % self.global_batch.n
         assert self._packs is not None
-        groups = self._packs.read(epoch, len(self) * self.global_batch.n, self._packs.total)[0].index
+        spans, _ = self._packs.read(epoch, len(self) * self.global_batch.n, self._packs.total)
+        groups = spans.index
         return int(np.diff(self.groups.offsets)[groups].sum())
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
@@ -189,13 +235,14 @@ class PrefixPlanner(PackPlanner):
             firsts = self.groups.offsets[plan.spans.index]
             stops = self.groups.offsets[plan.spans.index + 1]
             return self._of_rows((epoch, k, dp), plan.offsets, firsts, stops)
+
         self._check_request(epoch, k, dp)
         firsts, stops = self._slice(epoch, k)
-        before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
         shared = self.groups.shared[firsts]  # the first sequence of a range computes its whole prefix
-        sizes = before[stops] - before[firsts] + shared
-        works = np.concatenate([[0.0], np.cumsum(self._row_work)])
-        work = works[stops] - works[firsts] + self.cost(shared)
+        tokens_before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
+        sizes = tokens_before[stops] - tokens_before[firsts] + shared
+        work_before = np.concatenate([[0.0], np.cumsum(self._row_work)])
+        work = work_before[stops] - work_before[firsts] + self.cost(shared)
         order, offsets = balanced_bins(self.slots.padded(sizes), work, self.slots, dp=dp)
         return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
 
@@ -212,22 +259,31 @@ class PrefixPlanner(PackPlanner):
         return len(np.unique(first)) < len(first)
 
     def _work(self, spans: Spans) -> npt.NDArray[np.float64]:
+        """Return the work of groups, which are the entries of the parent."""
         return self._group_work[spans.index]
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
         """Return the ranges of ``groups.rows`` in step k of an epoch; each is a group or a part of one."""
-        kept = self._epochs.get(epoch)  # read once, because a thread that plans ahead may replace it
-        if kept is None:
-            number = len(self.groups.offsets) - 1
-            order = permute(np.arange(number), number, key=derive_key(self.seed, _GROUPS, epoch))
+        cached = self._epochs.get(epoch)  # read once, because a thread that plans ahead may replace it
+        if cached is None:
+            total = len(self.groups.offsets) - 1
+            order = permute(np.arange(total), total, key=derive_key(self.seed, _GROUPS, epoch))
             counts = np.diff(self.groups.offsets)[order]
-            kept = order, np.concatenate([[0], np.cumsum(counts)])
-            self._epochs = {epoch: kept}
-        order, before = kept
-        low, high = k * self.global_batch.n, min((k + 1) * self.global_batch.n, int(before[-1]))
-        a, b = np.searchsorted(before, low, "right") - 1, np.searchsorted(before, high, "left")
-        at = self.groups.offsets[order[a:b]] - before[a:b]
-        return np.maximum(before[a:b], low) + at, np.minimum(before[a + 1 : b + 1], high) + at
+            cached = order, np.concatenate([[0], np.cumsum(counts)])
+            self._epochs = {epoch: cached}
+        order, before = cached
+
+        # The step has the sequences ``low`` to ``high - 1`` of the epoch, in the groups ``first`` to
+        # ``last - 1`` of its order, of which the first and the last may be in other steps too.
+        low = k * self.global_batch.n
+        high = min(low + self.global_batch.n, int(before[-1]))
+        first = np.searchsorted(before, low, "right") - 1
+        last = np.searchsorted(before, high, "left")
+        # What turns a position in the epoch into one in ``groups.rows``, for each of these groups.
+        shift = self.groups.offsets[order[first:last]] - before[first:last]
+        starts = np.maximum(before[first:last], low)
+        stops = np.minimum(before[first + 1 : last + 1], high)
+        return starts + shift, stops + shift
 
     def _of_rows(
         self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
@@ -235,12 +291,18 @@ class PrefixPlanner(PackPlanner):
         """Plan ranges of ``groups.rows``; ``offsets`` holds the index of each microbatch's first range."""
         counts = stops - firsts
         before = np.concatenate([[0], np.cumsum(counts)])
-        places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)
-        work = self._row_work[places].copy()
-        heads = before[:-1][counts > 0]
-        work[heads] += self.cost(self.groups.shared[firsts[counts > 0]])
-        lengths = self._row_lengths[places]
-        zeros = np.zeros(len(places), np.int64)
-        index, continued = self.groups.rows[places], zeros.astype(bool)
-        spans = Spans(index=index, start=zeros, stop=lengths, continued=continued)
+        rows = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)
+
+        # The first sequence of a range computes its whole prefix, even if its group began before the range.
+        work = self._row_work[rows].copy()
+        has_rows = counts > 0
+        work[before[:-1][has_rows]] += self.cost(self.groups.shared[firsts[has_rows]])
+
+        zeros = np.zeros(len(rows), np.int64)
+        spans = Spans(
+            index=self.groups.rows[rows],
+            start=zeros,
+            stop=self._row_lengths[rows],
+            continued=np.zeros(len(rows), np.bool_),
+        )
         return StepPlan.of(place, spans, before[offsets], work, zeros, self.weigh)

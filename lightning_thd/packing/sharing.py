@@ -69,7 +69,8 @@ class SharedPlanner(PackPlanner):
                 raise ValueError(
                     f"{name}= cannot be given under context_parallel_size='dynamic'. Leave it out."
                 )
-        self.sharing, self.rank_capacity = sharing, int(capacity)
+        self.sharing = sharing
+        self.rank_capacity = int(capacity)
         super().__init__(
             lengths,
             capacity * sharing.max_degree,
@@ -90,26 +91,32 @@ class SharedPlanner(PackPlanner):
             n = self.global_batch.n
             spans, _ = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
         bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
+
+        # As if one rank ran all groups: this plan counts each sequence once. The fields below then repeat
+        # what a group has for each of its ranks.
         whole = self._make_plan(epoch, k, 1, spans.take(bins.order), bins.offsets)
         group = _groups_of_ranks(bins, dp)
-        flat, offsets = regrouped(bins.offsets, group.ravel())
+        repeated, offsets = regrouped(bins.offsets, group.ravel())
         values = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
         values.update(
             dp=dp,
             num_microbatches=bins.num_microbatches,
-            spans=spans.take(bins.order[flat]),
+            spans=spans.take(bins.order[repeated]),
             offsets=offsets,
             work=bins.load[group],
-            span_work=whole.span_work[flat],
-            patches=whole.patches[flat],
+            span_work=whole.span_work[repeated],
+            patches=whole.patches[repeated],
         )
         return SharedStepPlan(**values, degrees=bins.degree[group])
 
 
 def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:
     """Return the index of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
+    # One entry for each rank of each group: the group, and the rank's number inside the group.
     group = np.repeat(np.arange(len(bins.degree)), bins.degree)
-    within = np.arange(len(group)) - np.repeat(np.cumsum(bins.degree) - bins.degree, bins.degree)
-    groups = np.empty((dp, bins.num_microbatches), dtype=np.int64)
-    groups[bins.first[group] + within, bins.microbatch[group]] = group
-    return groups
+    starts = np.cumsum(bins.degree) - bins.degree
+    number = np.arange(len(group)) - np.repeat(starts, bins.degree)
+
+    group_of = np.empty((dp, bins.num_microbatches), dtype=np.int64)
+    group_of[bins.first[group] + number, bins.microbatch[group]] = group
+    return group_of

@@ -40,7 +40,9 @@ class WindowedPacks:
     window: int  # entries of a window; the last window may hold fewer
     seed: int
     counts: npt.NDArray[np.uint32]  # uint32 ``[W]``, packs of every window
+    # The windows of the last epoch that was read: its number, their order, the running sum of their packs.
     _order: tuple[int, IntArray, IntArray] | None = field(default=None, init=False, repr=False)
+    # The packs of the last window that was read: (epoch, window), spans, offsets.
     _packed: tuple[tuple[int, int], Spans, IntArray] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -51,44 +53,57 @@ class WindowedPacks:
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
         """Return packs ``first`` to ``last - 1`` of an epoch: their spans, and int64 offsets of each pack."""
         order, ends = self._windows(epoch)
-        parts, sizes = [], []
-        place = int(np.searchsorted(ends, first, side="right"))
+        parts: list[Spans] = []
+        sizes: list[IntArray] = []  # pieces of each pack
+        place = int(np.searchsorted(ends, first, side="right"))  # the window that holds pack ``first``
         while first < last:
-            begin = int(ends[place]) - int(self.counts[order[place]])
-            spans, offsets = self._packs(epoch, int(order[place]))
-            low, high = first - begin, min(last, int(ends[place])) - begin
+            window = int(order[place])
+            begin = int(ends[place]) - int(self.counts[window])  # the number of the window's first pack
+            spans, offsets = self._packs(epoch, window)
+            low = first - begin
+            high = min(last, int(ends[place])) - begin
             parts.append(spans.take(slice(int(offsets[low]), int(offsets[high]))))
             sizes.append(np.diff(offsets[low : high + 1]))
-            first, place = begin + high, place + 1
-        offsets = np.concatenate([np.zeros(1, np.int64), *sizes])
-        return parts[0] if len(parts) == 1 else join_spans(parts), np.cumsum(offsets)
+            first = begin + high
+            place += 1
+
+        joined = parts[0] if len(parts) == 1 else join_spans(parts)  # most steps are inside one window
+        return joined, np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
 
     def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
         """Return the numbers of the windows in the order of an epoch, and the running sum of their packs."""
-        kept = self._order  # read once, because a thread that plans ahead may replace it
-        if kept is None or kept[0] != epoch:
-            total = len(self.counts)
-            order = permute(np.arange(total), total, key=derive_key(self.seed, _WINDOWS, epoch))
-            self._order = kept = epoch, order, np.cumsum(self.counts[order], dtype=np.int64)
-        return kept[1:]
+        cached = self._order  # read once, because a thread that plans ahead may replace it
+        if cached is not None and cached[0] == epoch:
+            return cached[1:]
+        total = len(self.counts)
+        order = permute(np.arange(total), total, key=derive_key(self.seed, _WINDOWS, epoch))
+        ends = np.cumsum(self.counts[order], dtype=np.int64)
+        self._order = epoch, order, ends
+        return order, ends
 
     def _packs(self, epoch: int, window: int) -> tuple[Spans, IntArray]:
-        kept = self._packed
-        if kept is None or kept[0] != (epoch, window):
-            members = window_members(self.entries, self.window, self.seed, window, window + 1)
-            ties = shuffled(len(members), key=derive_key(self.seed, _TIES, epoch, window))
-            spans = self.entries.spans(members[ties])
-            padded = self.slots.padded(spans.lengths)
-            packs = best_fit(padded, self.slots, self.entries.patches(spans))
-            if len(packs) != self.counts[window]:
-                raise ValueError(
-                    f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
-                    "lengths changed, or the counts are of other data. Make a new planner, without counts."
-                )
-            order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
-            members, offsets = regrouped(packs.offsets, order)
-            self._packed = kept = (epoch, window), spans.take(packs.indices[members]), offsets
-        return kept[1:]
+        """Return the packs of a window in the order of an epoch: their spans, and offsets of each pack."""
+        cached = self._packed  # read once, as in ``_windows``
+        if cached is not None and cached[0] == (epoch, window):
+            return cached[1:]
+
+        members = window_members(self.entries, self.window, self.seed, window, window + 1)
+        # Best fit sorts by length and keeps the order of equal ones: this shuffles sequences of equal size.
+        ties = shuffled(len(members), key=derive_key(self.seed, _TIES, epoch, window))
+        spans = self.entries.spans(members[ties])
+        padded = self.slots.padded(spans.lengths)
+        packs = best_fit(padded, self.slots, self.entries.patches(spans))
+        if len(packs) != self.counts[window]:
+            raise ValueError(
+                f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
+                "lengths changed, or the counts are of other data. Make a new planner, without counts."
+            )
+
+        order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
+        pieces, offsets = regrouped(packs.offsets, order)
+        shuffled_spans = spans.take(packs.indices[pieces])
+        self._packed = (epoch, window), shuffled_spans, offsets
+        return shuffled_spans, offsets
 
 
 def make_windows(
@@ -121,39 +136,50 @@ def count_windows(
 ) -> npt.NDArray[np.uint32]:
     """Count the packs of every window, ``[W]``, in this process or in forked workers that use only numpy."""
     total = -(-entries.total // window)
-    step = max(1, _BLOCK // window)
-    blocks = [(first, min(first + step, total)) for first in range(0, total, step)]
+    windows_of_block = max(1, _BLOCK // window)
+    blocks = [(first, min(first + windows_of_block, total)) for first in range(0, total, windows_of_block)]
     count = partial(_count_block, entries, slots, window, seed)
     if not num_workers or len(blocks) == 1:
         return np.concatenate([count(block) for block in blocks])
-    fork, workers = multiprocessing.get_context("fork"), min(num_workers, len(blocks))
-    with fork.Pool(workers, initializer=_kept.append, initargs=(count,)) as pool:
-        return np.concatenate(pool.map(_call_kept, blocks, chunksize=1))
+
+    # Forked, because a fork shares lengths and media with this process, which may not be picklable.
+    fork = multiprocessing.get_context("fork")
+    workers = min(num_workers, len(blocks))
+    with fork.Pool(workers, initializer=_worker_count.append, initargs=(count,)) as pool:
+        return np.concatenate(pool.map(_count_in_worker, blocks, chunksize=1))
 
 
 def _count_block(
     entries: Entries, slots: Slots, window: int, seed: int, block: tuple[int, int]
 ) -> npt.NDArray[np.uint32]:
-    members = window_members(entries, window, seed, *block)
-    parts = (entries.spans(members[begin : begin + window]) for begin in range(0, len(members), window))
-    return np.array([_count(entries, spans, slots) for spans in parts], dtype=np.uint32)
+    """Count the packs of the windows ``block[0]`` to ``block[1] - 1``."""
+    first, last = block
+    members = window_members(entries, window, seed, first, last)
+    counts = []
+    for begin in range(0, len(members), window):
+        spans = entries.spans(members[begin : begin + window])
+        counts.append(_count_packs_of(entries, spans, slots))
+    return np.array(counts, dtype=np.uint32)
 
 
-def _count(entries: Entries, spans: Spans, slots: Slots) -> int:
+def _count_packs_of(entries: Entries, spans: Spans, slots: Slots) -> int:
+    """Count the packs that ``best_fit`` makes, without laying them out unless patches are bounded."""
     padded = slots.padded(spans.lengths)
-    if slots.patches < UNBOUNDED and (patches := entries.patches(spans)) is not None:
+    patches = entries.patches(spans) if slots.patches < UNBOUNDED else None
+    if patches is not None:
         return len(best_fit(padded, slots, patches))
     fits = padded <= slots.usable
-    too_long = len(padded) - int(fits.sum())
+    too_long = len(padded) - int(fits.sum())  # each has its own pack
     return too_long + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
 
 
 _Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
-_kept: list[_Count] = []  # the function that a forked worker calls; a fork copies it without pickling
+_worker_count: list[_Count] = []  # the function that a forked worker calls; a fork copies it without pickling
 
 
-def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
-    return _kept[0](block)
+def _count_in_worker(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    """Call the worker's function: a pool pickles what it maps, and this name is all that is pickled."""
+    return _worker_count[0](block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -199,20 +225,22 @@ def open_schedule(
     indices = indices[~np.isin(indices, entries.left_out)]
     ordered = numbers[indices]
     offsets = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]]))
-    packs = ScheduledPacks(entries=entries, indices=indices, offsets=offsets)
+
+    # With ``own_pack``, a pack of one sequence may be above the bounds.
+    bounded = (np.diff(offsets) > 1) | (entries.oversize != "own_pack")
     spans = entries.spans(indices)
-    several = (np.diff(offsets) > 1) | (entries.oversize != "own_pack")
-    for what, values, most, setting in (
-        ("slots", slots.padded(spans.lengths), slots.usable, "capacity"),
-        ("patches", entries.patches(spans), slots.patches, "max_patches"),
-    ):
-        sums = np.concatenate([[0], np.cumsum(np.zeros(len(spans), np.int64) if values is None else values)])
+    bounds = [("slots", slots.padded(spans.lengths), slots.usable, "capacity")]
+    patches = entries.patches(spans)
+    if patches is not None:
+        bounds.append(("patches", patches, slots.patches, "max_patches"))
+    for unit, values, most, setting in bounds:
+        sums = np.concatenate([[0], np.cumsum(values)])
         totals = np.diff(sums[offsets])
-        over = (totals > most) & several
+        over = (totals > most) & bounded
         if over.any():
             first = int(over.argmax())
             raise ValueError(
-                f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} {what}, but "
+                f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} {unit}, but "
                 f"{most} of a pack are usable. Raise {setting}, or schedule fewer sequences there."
             )
-    return packs
+    return ScheduledPacks(entries=entries, indices=indices, offsets=offsets)
