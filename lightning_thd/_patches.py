@@ -58,6 +58,7 @@ PATCHES: Final[dict[str, Patch]] = {
     "resumed counters": Patch(
         "counters of Lightning's loops; hooks of LightningDataModule, on the object", "data"
     ),
+    "first steps": Patch("step methods of a LightningModule, on the object, for the first pack", "data"),
     "worker info": Patch("torch.utils.data._utils.worker._worker_info, for a while", "data"),
 }
 # What ``patch`` has replaced in this process: (row, "module.Class.name").

@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_thd._checks import flags, instance
 from lightning_thd._static import trial_runs
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.noted import UnreadBoundariesError
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
 from lightning_thd.cuda_graph.capture import (
@@ -232,6 +233,9 @@ class GraphedStep:
             for step in self._graphs.values():
                 for layout in layouts_to_prove(step.inputs.bucket):
                     prove(subject, step, example, layout)
+        except UnreadBoundariesError:  # the eager step is wrong too
+            give_back()
+            raise
         except Exception as error:  # ``_give_up`` warns of it, or raises it with ``require``
             give_back()  # counters, lists and metrics, which have seen dummy batches
             return as_capture_error(error)

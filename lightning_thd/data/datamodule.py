@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import answers, whole_number
+from lightning_thd._checks import answers, flags, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import planning, sets
@@ -106,10 +106,15 @@ class THDDataModule(LogsSources):
         cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files
             (identified by content) and datasets with a ``fingerprint`` are counted once. One process fills a
             cache; if it is killed while tokenising, the next run continues there.
+        needs_boundaries: refuse a module whose first step on several sequences asks the batch for no
+            boundaries, so that documents would see each other. False is for a model in which no token sees
+            another one, such as a model without attention.
 
     Raises:
         CacheError: if the cache cannot be written.
         MisconfigurationException: if the Trainer contradicts ``global_batch``.
+        UnreadBoundariesError: from the first training, validation, test or prediction step of a module that
+            asks for no boundaries; a ``ValueError``.
     """
 
     capacity = planning.Setting[int]()
@@ -164,9 +169,13 @@ class THDDataModule(LogsSources):
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         cache_dir: str | Path | None = None,
+        needs_boundaries: bool = True,
     ) -> None:
         given = dict(locals())
         super().__init__()
+        flags(needs_boundaries=needs_boundaries)
+        self.needs_boundaries = needs_boundaries
+        self._noted_steps: list[link.ModuleStep] = []  # step methods of the module that are still checked
         # The fields of Opener and DataSettings have the names of the arguments.
         opener, settings = (
             {field.name: given[field.name] for field in fields(kind) if field.name in given}
@@ -251,12 +260,29 @@ class THDDataModule(LogsSources):
         stages = _STAGES.get(stage, (stage,))
         if "train" in stages:
             link.check_trainer(self.trainer, self.global_batch)
+        self._end_notes()
+        if self.needs_boundaries:
+            self._noted_steps = link.note_first_steps(self.trainer, stage)
         loop = getattr(self.trainer, f"{stage}_loop", None)
         if loop is not None and not loop._data_source.is_defined():
             self._evaluation(stages[0])  # raises
         for name in self._sources:
             if name.partition("/")[0] in stages:
                 self._open(name)
+
+    def teardown(self, stage: str) -> None:
+        """Give the module its own step methods back, and log the last steps of a mixture."""
+        self._end_notes()
+        super().teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give the module its own step methods back."""
+        self._end_notes()
+
+    def _end_notes(self) -> None:
+        for step in self._noted_steps:
+            step.remove()
+        self._noted_steps = []
 
     def _open(self, name: str) -> None:
         if name not in self._sets:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
 from lightning_thd.alignment import Alignment
+from lightning_thd.batch.noted import FirstStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.sharing import Sharing
@@ -149,6 +150,43 @@ def _flops_model(module: nn.Module | None) -> FlopsModel | None:
 
 class _Hidden(partial[Any]):
     """A partial whose attributes reach a spawned process; multiprocessing drops those of a plain one."""
+
+
+_STEPS = {
+    "fit": ("training_step", "validation_step"),
+    "validate": ("validation_step",),
+    "test": ("test_step",),
+    "predict": ("predict_step",),
+}
+
+
+class ModuleStep(FirstStep):
+    """A step method of a LightningModule, set on the module until it has run a pack of several sequences."""
+
+    def __init__(self, module: L.LightningModule, name: str) -> None:
+        self._module, self._name = module, name
+        self._before = {name: vars(module)[name]} if name in vars(module) else {}  # as torch.compile sets
+        super().__init__(
+            getattr(module, name),
+            what=f"{type(module).__name__}.{name}",
+            option="THDDataModule(needs_boundaries=False)",
+            passed=self.remove,
+        )
+        vars(module)[name] = self
+
+    def remove(self) -> None:
+        """Give the module its own method back, unless other code has replaced it since."""
+        if vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+            vars(self._module).update(self._before)
+
+
+def note_first_steps(trainer: L.Trainer | None, stage: str) -> list[ModuleStep]:
+    """Let the steps of a Trainer's module be refused that ask their first pack for no boundaries."""
+    module = None if trainer is None else trainer.lightning_module
+    if module is None:
+        return []
+    return [ModuleStep(module, name) for name in _STEPS.get(stage, ()) if is_overridden(name, module)]
 
 
 def hide_hooks(module: L.LightningDataModule, base: type, hooks: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from lightning_thd.integrations.packed_loop import (
     LossFn,
     PackedLoop,
     as_loader,
+    asks_boundaries,
     balancing,
     share_packs,
 )
@@ -44,6 +45,7 @@ def prepare_accelerate(
     context_parallel_size: int = 1,
     context_parallel_layout: Layout = "dual_chunk",
     context_parallel_communication: Communication = "auto",
+    needs_boundaries: bool = True,
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for an Accelerate loop.
 
@@ -65,6 +67,8 @@ def prepare_accelerate(
             ``THDDDPStrategy``; sequences stay apart.
         context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
+        needs_boundaries: refuse a ``loss_fn`` whose first pack of several sequences is asked for no
+            boundaries; see ``THDDataModule``, which may say it too.
 
     Returns:
         The loop. For every step of ``loop.loader``, call ``loop.backward(step)``, ``loop.optimizer.step()``
@@ -74,6 +78,7 @@ def prepare_accelerate(
         ValueError: for engines, parallelism and schedulers unfit for packs, or ``data`` of another type.
         TypeError: for a scheduler without ``step()``.
     """
+    needs_boundaries = asks_boundaries(data, needs_boundaries)
     prepare_if_asked(model)
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
@@ -121,6 +126,7 @@ def prepare_accelerate(
         loss_fn=balancing(loss_fn, router_balance),
         peak=peak,
         log_every_n_steps=log_every_n_steps,
+        needs_boundaries=needs_boundaries,
     )
     accelerator.register_for_checkpointing(loader, loop)
     accelerator.register_save_state_pre_hook(lambda *_: loop._meter.pause())  # the next step resumes it

@@ -16,6 +16,7 @@ from lightning_thd.integrations.packed_loop import (
     LossFn,
     PackedLoop,
     as_loader,
+    asks_boundaries,
     balancing,
     share_packs,
 )
@@ -41,6 +42,7 @@ def prepare_fabric(
     context_parallel_size: int = 1,
     context_parallel_layout: Layout = "dual_chunk",
     context_parallel_communication: Communication = "auto",
+    needs_boundaries: bool = True,
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for a Fabric loop.
 
@@ -60,6 +62,8 @@ def prepare_fabric(
         context_parallel_size: number of neighbouring ranks that share a pack's slots; see ``prepare_thd``.
         context_parallel_layout: as for ``prepare_thd``.
         context_parallel_communication: as for ``prepare_thd``.
+        needs_boundaries: refuse a ``loss_fn`` whose first pack of several sequences is asked for no
+            boundaries; see ``THDDataModule``, which may say it too.
 
     Returns:
         The loop. To save, pass a dict with ``loop.model``, ``loop.optimizer``, ``loop.loader`` and ``loop``
@@ -74,6 +78,7 @@ def prepare_fabric(
             f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
             "ModelParallelStrategy or one device."
         )
+    needs_boundaries = asks_boundaries(data, needs_boundaries)
     prepare_if_asked(model)
     ways = context_parallel_layout, context_parallel_communication
     shared = share_packs(model, data_rank(fabric), fabric.device, context_parallel_size, *ways)
@@ -96,6 +101,7 @@ def prepare_fabric(
         loss_fn=balancing(loss_fn, router_balance),
         peak=peak,
         log_every_n_steps=log_every_n_steps,
+        needs_boundaries=needs_boundaries,
     )
 
 

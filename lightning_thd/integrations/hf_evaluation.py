@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.noted import refuse_unread
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.hf_data import (
@@ -25,6 +27,8 @@ from lightning_thd.integrations.hf_heads import head_of
 from lightning_thd.integrations.hf_options import refuse_unused
 from lightning_thd.integrations.packed_loop import mean_loss
 
+LOSS = "compute_loss"  # in messages
+OPTION = "packed_trainer(...)(needs_boundaries=False)"
 _PAD = -100  # the value with which Trainer pads predictions and labels
 
 
@@ -107,7 +111,10 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             self.callback_handler.eval_dataloader = dataloader
             packs, device = self._with_callbacks(dataloader), torch.device(self.args.device)
             loss_fn = lambda model, batch: self.compute_loss(model, {"batch": batch})  # noqa: E731
-            loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
+            options: Any = {"device": device, "seen": seen}
+            if self._needs_boundaries:
+                options["judge"] = partial(refuse_unread, what=f"{type(self).__name__}.{LOSS}", option=OPTION)
+            loss, tokens = mean_loss(loss_fn, self.model, packs, **options)
         predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None:

@@ -38,6 +38,7 @@ _BATCH_IS_PACK = "a batch of per_device_train_batch_size rows is one pack"
 _NOT_FOR_ROWS = {
     "capacity": _BATCH_IS_PACK,
     "data_kwargs": _BATCH_IS_PACK,
+    "needs_boundaries": "rows of TRL always run as a pack whose boundaries are known",
     "router_balance": "TRL averages over pairs or groups, and adds the model's own balancing loss",
 }
 

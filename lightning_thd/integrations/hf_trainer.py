@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd._checks import described
+from lightning_thd._checks import described, flags
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.noted import FirstStep
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter, count_table
@@ -32,7 +33,7 @@ from lightning_thd.integrations.hf_data import (
     packed_dataset,
     streamed_dataset,
 )
-from lightning_thd.integrations.hf_evaluation import EvaluationMixin
+from lightning_thd.integrations.hf_evaluation import LOSS, OPTION, EvaluationMixin
 from lightning_thd.integrations.hf_heads import head_loss, head_of, refuse_head
 from lightning_thd.integrations.hf_options import (
     choose_thd,
@@ -66,9 +67,10 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
     Returns:
         A subclass. Options work as in the base or are refused. Unless the base is one of the three TRL
-        trainers above, the loss of a step is the mean over its loss tokens, and the subclass takes four more
+        trainers above, the loss of a step is the mean over its loss tokens, and the subclass takes five more
         arguments: ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``),
-        ``router_balance`` (see ``causal_lm_loss``) and ``data_kwargs`` (more arguments of ``THDDataModule``).
+        ``router_balance`` (see ``causal_lm_loss``), ``data_kwargs`` (more arguments of ``THDDataModule``) and
+        ``needs_boundaries`` (False for a model without attention, as there).
         With ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture. It
         and ``eval_dataset`` may be paths, which are read as ``THDDataModule`` reads them; the tokenizer is
@@ -100,8 +102,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         peak: Literal["auto", "measure"] | float = "auto",
         router_balance: RouterBalance | None = None,
         data_kwargs: dict[str, Any] | None = None,
+        needs_boundaries: bool = True,
         **kwargs: Any,
     ) -> None:
+        flags(needs_boundaries=needs_boundaries)
         if (collator := kwargs.get("data_collator", args[2] if len(args) > 2 else None)) is not None:
             raise ValueError(f"data_collator={type(collator).__name__} would pad packs. Leave it out.")
         if kwargs.get("compute_loss_func") is not None:
@@ -141,6 +145,15 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._checked_step = -1  # the last step with a check for frozen or unfrozen weights
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
+        self._needs_boundaries = needs_boundaries and self._data_kwargs.get("needs_boundaries", True)
+        if self._needs_boundaries:  # checks the first packs, then gives way to the class's own method
+            own: dict[str, Any] = self.__dict__
+            own[LOSS] = FirstStep(
+                self.compute_loss,
+                what=f"{type(self).__name__}.{LOSS}",
+                option=OPTION,
+                passed=lambda: own.pop(LOSS),
+            )
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

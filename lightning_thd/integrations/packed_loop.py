@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -18,9 +17,10 @@ from lightning.fabric.wrappers import is_wrapped
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd._checks import instance, whole_number
+from lightning_thd._checks import flags, instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.noted import SCALES, FirstStep, NotedBatch, refuse_unread
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -50,6 +50,8 @@ from lightning_thd.strategies.pack_cut import check_ways
 from lightning_thd.warnings import THDWarning, warn
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
+# The names of a loop's loss, and of the argument for models without attention, in messages.
+_LOSS_FN, _OPTION = "loss_fn", "needs_boundaries=False in prepare_fabric or prepare_thd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +158,7 @@ class PackedLoop:
         loss_fn: LossFn = causal_lm_loss,
         peak: Literal["auto", "measure"] | float = "auto",
         log_every_n_steps: int = 50,
+        needs_boundaries: bool = True,
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -166,11 +169,19 @@ class PackedLoop:
         self.latest: dict[str, float] = {}
         shared = engine.shared
         group = None if shared.data_group is ALONE else shared.data_group
-        self._engine, self._loss_fn = engine, in_low_precision(loss_fn, model, group=group)
+        self._engine, self._needs_boundaries = engine, needs_boundaries
+        self._loss_fn = in_low_precision(loss_fn, model, group=group)
+        # In the first packs, this also checks what ``loss_fn`` asks of a batch.
+        self._train_loss: LossFn = FirstStep(
+            self._loss_fn,
+            what=_LOSS_FN,
+            option=_OPTION if needs_boundaries else None,
+            passed=self._end_checks,
+            look=warn_of_scale,
+        )
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
-        self._noticed_scale = False  # whether the first loss was asked for the scale that it used
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
@@ -228,6 +239,8 @@ class PackedLoop:
                 )
         running, shared = self._meter.pause(), self._engine.shared
         options: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
+        if self._needs_boundaries:
+            options["judge"] = functools.partial(refuse_unread, what=_LOSS_FN, option=_OPTION)
         loss, tokens = mean_loss(self._loss_fn, self.model, batches, **options)
         if running:
             self._meter.resume()
@@ -286,7 +299,7 @@ class PackedLoop:
 
         def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
             with precision():
-                return self._loss_fn(module, batch)
+                return self._train_loss(module, batch)
 
         self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
         self._graphed.group = ALONE if self._engine.devices == 1 else None
@@ -306,21 +319,14 @@ class PackedLoop:
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._engine.shared.cut(batch)
-        if self._graphed is None and not self._noticed_scale:
-            batch = NotedBatch.of(batch)
-            self._noticed_scale = True
-        loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
+        loss = self._train_loss(self.model, batch) if self._graphed is None else self._graphed(batch)
         refuse_unused_layout(batch)
-        if isinstance(batch, NotedBatch) and not batch._read:
-            warn(
-                "loss_fn read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
-                "Multiply a sum over tokens by batch.loss_scale, or a mean over sequences by "
-                "len(batch) * batch.sequence_scale.",
-                THDWarning,
-            )
         loss = loss / microbatches
         self._engine.backward(loss)
         return loss.detach()
+
+    def _end_checks(self) -> None:
+        self._train_loss = self._loss_fn
 
     def _end_step(self) -> None:
         spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
@@ -367,6 +373,12 @@ def as_loader(
     return data
 
 
+def asks_boundaries(data: object, needs_boundaries: bool) -> bool:
+    """Return whether to refuse models that ask for no boundaries: unless the loop or its data say not to."""
+    flags(needs_boundaries=needs_boundaries)
+    return needs_boundaries and bool(getattr(data, "needs_boundaries", True))
+
+
 def sum_over_packs(
     step: THDStep,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
@@ -379,6 +391,18 @@ def sum_over_packs(
         with contextlib.nullcontext() if i == len(step) else no_sync(model):
             losses.append(run(batch))
     return torch.stack(losses).sum()
+
+
+def warn_of_scale(batch: NotedBatch) -> None:
+    """Warn if a loss was computed without a scale, by which microbatches of a step weigh what they hold."""
+    if batch.read & SCALES:
+        return
+    warn(
+        "loss_fn read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
+        "Multiply a sum over tokens by batch.loss_scale, or a mean over sequences by "
+        "len(batch) * batch.sequence_scale.",
+        THDWarning,
+    )
 
 
 def balancing(loss_fn: LossFn, router_balance: RouterBalance | None) -> LossFn:
@@ -407,47 +431,6 @@ def evaluating(model: nn.Module) -> Generator[None]:
             child.training = mode
 
 
-class NotedBatch(THDBatch):
-    """A batch that notes which of the two loss scales are read; its copies note in the same set."""
-
-    __slots__ = ("_read",)
-
-    _read: set[str]
-
-    @classmethod
-    def of(cls, batch: THDBatch) -> NotedBatch:
-        """Return a noted copy of a batch, which shares its tensors."""
-        noted = object.__new__(cls)
-        noted.__setstate__({**batch.__getstate__(), "_read": set()})
-        return noted
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies, such as those on a device, read all fields. That is no use of a scale.
-        fields = {name: getattr(THDBatch, name).__get__(self) for name in THDBatch.__slots__}
-        return {**fields, "_read": self._read}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            owner = NotedBatch if name == "_read" else THDBatch
-            getattr(owner, name).__set__(self, value)
-
-    @property
-    def loss_scale(self) -> float:  # type: ignore[override]
-        """Return the batch's ``loss_scale``, and note it."""
-        self._read.add("loss_scale")
-        return cast("float", _LOSS_SCALE.__get__(self))
-
-    @property
-    def sequence_scale(self) -> float | None:  # type: ignore[override]
-        """Return the batch's ``sequence_scale``, and note it."""
-        self._read.add("sequence_scale")
-        return cast("float | None", _SEQUENCE_SCALE.__get__(self))
-
-
-_LOSS_SCALE: Any = inspect.getattr_static(THDBatch, "loss_scale")
-_SEQUENCE_SCALE: Any = inspect.getattr_static(THDBatch, "sequence_scale")
-
-
 def _weight_of_sequences(batch: THDBatch) -> float | None:
     """Return a batch's weight in a mean over sequences, one for each label; None if it is unknown."""
     if "labels" in batch.extras:
@@ -467,6 +450,7 @@ def mean_loss(
     group: Any = None,
     seen: Callable[[THDBatch], None] = lambda batch: None,  # called with a batch before it runs
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
+    judge: Callable[[NotedBatch], None] = lambda batch: None,  # called with a batch after it ran
 ) -> tuple[float, int]:
     """Return the mean loss of a set and the number of its loss tokens; a collective.
 
@@ -490,9 +474,10 @@ def mean_loss(
             )
             part = NotedBatch.of(cut(scaled))
             losses.append(loss_fn(model, part).detach())
+            judge(part)
             # A classifier's own loss reads no scale: it is the mean over the batch's labels.
-            own_mean = "labels" in batch.extras and not part._read
-            by_sequence = own_mean or "sequence_scale" in part._read
+            own_mean = "labels" in batch.extras and not part.read & SCALES
+            by_sequence = own_mean or "sequence_scale" in part.read
             weight = sequences if by_sequence and sequences is not None else tokens
             counts.append((weight, batch.loss_tokens))
     values = torch.stack(losses).tolist() if losses else []  # read once, after all batches

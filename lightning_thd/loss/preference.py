@@ -28,6 +28,7 @@ from torch.nn.functional import logsigmoid
 
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.noted import unnoted
 from lightning_thd.loss.rollouts import segment_sums
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -47,6 +48,7 @@ def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
     ``batch.sequence_ids``: the last token of a sequence predicts nothing. A shard of a batch is refused.
     """
     instance(batch, "batch", THDBatch, advice="Pass the pack.")
+    batch = unnoted(batch)
     if batch.boundaries.ranks > 1:
         raise ValueError(
             "The batch is one rank's shard, whose slots hold parts of sequences. Set context_parallel_size=1."

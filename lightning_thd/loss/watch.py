@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_thd._checks import instance, shaped
 from lightning_thd._static import STATIC, shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.noted import unnoted
 
 
 class SlotLosses(NamedTuple):
@@ -83,6 +84,7 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     targets of -100 are ignored. ``weights`` ``[T]`` are the tokens' weights in the mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
+    batch = unnoted(batch)
     targets = batch.token_targets
     for name, values in (("losses", losses), ("weights", losses if weights is None else weights)):
         shaped(values, name, targets.shape, "one per target, as batch.token_targets.")

@@ -321,7 +321,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     clock, rows = Clock(), [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
     measured = monitor(clock)
-    runner, data = trainer(tmp_path, measured), THDDataModule(rows, capacity=10)
+    runner, data = trainer(tmp_path, measured), THDDataModule(rows, capacity=10, needs_boundaries=False)
     runner.fit(Module(clock), data)
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
@@ -559,7 +559,8 @@ def test_totals_of_a_resumed_job_and_of_a_second_fit_go_on(tmp_path: Path, again
         *callbacks: L.Callback, path: Path | None = None, epochs: tuple[int, ...] = (2,)
     ) -> dict[str, float]:
         throughput = monitor(clock := Clock())
-        data = THDDataModule([{"input_ids": [1] * (1 + n % 7)} for n in range(30)], capacity=9)
+        rows = [{"input_ids": [1] * (1 + n % 7)} for n in range(30)]
+        data = THDDataModule(rows, capacity=9, needs_boundaries=False)
         settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 50}
         fitting = trainer(tmp_path, throughput, *callbacks, **settings)
         for fitting.fit_loop.max_epochs in epochs:

@@ -58,7 +58,8 @@ def run(case: dict[str, Any], folder: Path, **trainer: Any) -> tuple[Ran, float]
     keep = ModelCheckpoint(folder, filename="x", save_last=True, every_n_train_steps=1, save_top_k=0)
     one_by_one = "thd" if isinstance(case["global_batch"], Sequences) else "auto"
     fit = quiet_trainer(callbacks=[keep], strategy=one_by_one, enable_checkpointing=True, **trainer)
-    fit.fit(module, datamodule=THDDataModule(**case), ckpt_path=ckpt if ckpt.exists() else None)
+    data = THDDataModule(**case, needs_boundaries=False)
+    fit.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
     return module.ran, module.weight.item()
 
 

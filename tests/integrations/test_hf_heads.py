@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from lightning_thd import THDBatch, THDDataModule
+from lightning_thd.batch.noted import NotedBatch
 from lightning_thd.integrations import packed_trainer, prepare_fabric
-from lightning_thd.integrations.packed_loop import NotedBatch
 
 VOCAB, CLASSES = 40, 3
 LENGTHS = [5, 9, 2, 7, 4, 12, 3, 6]
@@ -130,9 +130,9 @@ def test_copies_of_a_batch_read_no_scale() -> None:
     """A loss that moves or replaces its batch is noted for the scale that it uses afterwards."""
     noted = NotedBatch.of(THDBatch.collate(rows(False)))
     copy = noted.replace(set_name="x").to("meta")
-    assert noted._read == set()
+    assert noted.read == set()
     assert copy.sequence_scale == pytest.approx(1 / len(LENGTHS))
-    assert noted._read == {"sequence_scale"}
+    assert noted.read == {"sequence_scale"}
 
 
 def test_a_loop_evaluates_a_classifier_by_sequences() -> None:

@@ -1,0 +1,209 @@
+"""A batch -> the same batch, which notes what a step asks of it; a step that asks no boundaries is refused.
+
+Tokens of a pack see other documents unless the model asks where these begin. Only the first pack of a run is
+noted, so later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd.batch.thd_batch import THDBatch
+
+# Attributes that say where sequences begin. Positions count: some kernels find the boundaries by them.
+_PLACES = (
+    *("boundaries", "cu_seqlens", "cu_seqlens_padded", "lengths", "padded_lengths", "position_ids"),
+    "token_offsets",
+)
+_ASKING = frozenset({*_PLACES, "hf_kwargs", "prefixes", "token_sequences", "unpack"})
+_INPUTS = frozenset({"extras", "input_ids"})
+SCALES = frozenset({"loss_scale", "sequence_scale"})  # they decide how a loss is averaged
+_NOTED = frozenset({*_PLACES, *_INPUTS, *SCALES})
+
+
+class UnreadBoundariesError(ValueError):
+    """A model ran on a pack of several sequences and did not ask where they begin."""
+
+
+class NotedBatch(THDBatch):
+    """A batch that notes which inputs, boundaries and loss scales are read; copies note in the same set.
+
+    Reads by methods that copy, print or count, and by ``pool``, which works on outputs, are no use of the
+    boundaries.
+    """
+
+    __slots__ = ("_plain", "_read")
+
+    _plain: THDBatch
+    _read: set[str]
+
+    @classmethod
+    def of(cls, batch: THDBatch, read: set[str] | None = None) -> NotedBatch:
+        """Return a noted copy of a batch, which shares its tensors."""
+        noted = object.__new__(cls)
+        for name in THDBatch.__slots__:
+            if name not in _NOTED:
+                THDBatch.__dict__[name].__set__(noted, getattr(batch, name))
+        noted._set(_plain=batch, _read=set() if read is None else read)
+        return noted
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Return the names that were read."""
+        return frozenset(self._read)
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of a transformers model, and note it."""
+        self._read.update(("hf_kwargs", "input_ids"))
+        return self._plain.hf_kwargs()
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """Split a per-token tensor by sequence, and note it."""
+        self._read.add("unpack")
+        return self._plain.unpack(x)
+
+    def token_sequences(self) -> Tensor:
+        """Return the sequence of each of ``token_targets``, and note it."""
+        self._read.add("token_sequences")
+        return self._plain.token_sequences()
+
+    @property
+    def prefixes(self) -> Any:
+        """Return the ``Prefixes`` that sequences share, and note it if they share any."""
+        if (prefixes := self._plain.prefixes) is not None:
+            self._read.add("prefixes")
+        return prefixes
+
+    def pool(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Reduce a per-token tensor to one row per sequence."""
+        return self._plain.pool(x, *args, **kwargs)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> NotedBatch:
+        """Move the tensors to a device."""
+        return NotedBatch.of(self._plain.to(device, non_blocking=non_blocking), self._read)
+
+    def pin_memory(self) -> NotedBatch:
+        """Return a copy that also has its tensors in one page-locked buffer."""
+        return NotedBatch.of(self._plain.pin_memory(), self._read)
+
+    def replace(self, **changes: Any) -> NotedBatch:
+        """Return a copy with some fields changed."""
+        return NotedBatch.of(self._plain.replace(**changes), self._read)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotedBatch.of, (self._plain, self._read)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._plain)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+def _property(name: str) -> property:
+    def read(self: NotedBatch) -> Any:
+        if name in _NOTED:
+            self._read.add(name)
+        return getattr(self._plain, name)
+
+    return property(read, doc=f"Return the batch's ``{name}``.")
+
+
+# What a batch computes from boundaries for outputs and losses is read from the plain batch, and not noted.
+for _name in (*_NOTED, "max_seqlen", "predictions", "token_slots", "token_targets"):
+    setattr(NotedBatch, _name, _property(_name))
+
+
+def unnoted(batch: THDBatch) -> THDBatch:
+    """Return a batch without notes, for a loss, whose reads of boundaries are not the model's."""
+    plain: THDBatch = getattr(batch, "_plain", batch)
+    return plain
+
+
+def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
+    """Raise UnreadBoundariesError if a step ran on several sequences and asked for none of their boundaries.
+
+    Args:
+        batch: the batch that the step was given.
+        what: what ran, such as ``"MyModule.training_step"``.
+        option: the code that says that a model needs no boundaries.
+    """
+    if len(batch) < 2 or batch.read & _ASKING or not batch.read & _INPUTS:
+        return
+    raise UnreadBoundariesError(
+        f"{what} ran on a pack of {len(batch)} sequences and did not ask where they begin, so their tokens "
+        "see each other. In your own model, call varlen_attention(q, k, v, batch.boundaries) and take "
+        "positions from batch.position_ids. Run a transformers model with attn_implementation='thd' by "
+        "causal_lm_loss(model, batch) or model(**batch.hf_kwargs()). If no token of the model sees another "
+        f"one, as without attention, set {option}. See docs/reference/messages.md#boundaries."
+    )
+
+
+class FirstStep:
+    """Runs a function on noted batches until one pack of several sequences has passed ``refuse_unread``.
+
+    Args:
+        step: the function. Batches are found among its arguments, also in dicts, lists and tuples.
+        what: the function's name in messages.
+        option: the code that says that a model needs no boundaries; None judges nothing.
+        passed: is called once, when there is nothing left to check.
+        look: is called with the first noted batch after the step.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        what: str,
+        option: str | None,
+        passed: Callable[[], None] = lambda: None,
+        look: Callable[[NotedBatch], None] | None = None,
+    ) -> None:
+        self.step, self._what, self._option, self._passed, self._look = step, what, option, passed, look
+        self._done = False
+        functools.update_wrapper(self, step, updated=())  # Lightning reads the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on noted batches, or on the batches as they are once a pack has passed."""
+        if self._done:
+            return self.step(*args, **kwargs)
+        notes: list[THDBatch] = []
+        output = self.step(*_with_notes(args, notes), **_with_notes(kwargs, notes))
+        self._judge(notes)
+        return output
+
+    def _judge(self, notes: list[THDBatch]) -> None:
+        ended = self._option is None or not notes  # without packs, there is nothing to judge in this run
+        for batch in notes:
+            if not isinstance(batch, NotedBatch):
+                continue
+            if self._look is not None:
+                self._look(batch)
+                self._look = None
+            if self._option is not None:
+                refuse_unread(batch, self._what, self._option)
+                ended = ended or (len(batch) > 1 and bool(batch.read & _INPUTS))
+        if ended:
+            self._done = True
+            self._passed()
+
+
+def _with_notes(value: Any, notes: list[THDBatch]) -> Any:
+    """Replace the plain batches in a value by noted ones, and list all batches."""
+    if isinstance(value, THDBatch):
+        noted = NotedBatch.of(value) if type(value) is THDBatch else value
+        notes.append(noted)
+        return noted
+    if type(value) is dict:
+        return {key: _with_notes(each, notes) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_notes(each, notes) for each in value)
+    return value

@@ -1,0 +1,252 @@
+"""A model that was not ported is refused at its first pack, in every integration."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from lightning_thd import CUDAGraphCallback, Sequences, THDBatch, THDDataModule, THDDDPStrategy
+from lightning_thd import THDThroughputMonitor as Monitor
+from lightning_thd.batch.noted import FirstStep, NotedBatch, UnreadBoundariesError, unnoted
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.loss import preference
+from tests.integrations.support import make_loop
+from tests.integrations.unported import Module, Own, loss_of
+from tests.ranks import run_ranks
+from tests.tiny import quiet_trainer, sequences
+
+CAPACITY = 48
+REFUSED = "did not ask where they begin"
+LOOPS = ("accelerate", "fabric")
+
+
+def data(**options: Any) -> THDDataModule:
+    rows = sequences(40)
+    return THDDataModule(
+        rows, **{"capacity": CAPACITY, "val": rows, "test": rows, "predict": rows, **options}
+    )
+
+
+def fit(ported: bool, *callbacks: Any, module: Any = None, **options: Any) -> Any:
+    module = Module(ported) if module is None else module
+    settings = {"max_steps": 3, "limit_val_batches": 0, "callbacks": list(callbacks)}
+    of_data = {key: options.pop(key) for key in ("needs_boundaries", "global_batch") if key in options}
+    quiet_trainer(**{**settings, **options}).fit(module, datamodule=data(**of_data))
+    return module
+
+
+# ---- the batch
+
+
+@pytest.fixture
+def noted() -> NotedBatch:
+    return NotedBatch.of(THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
+
+
+ASKING: list[Callable[[THDBatch], Any]] = [
+    lambda batch: batch.boundaries,
+    lambda batch: batch.cu_seqlens,
+    lambda batch: batch.cu_seqlens_padded,
+    lambda batch: batch.position_ids,
+    lambda batch: batch.lengths,
+    lambda batch: batch.padded_lengths,
+    lambda batch: batch.token_sequences(),
+    lambda batch: batch.hf_kwargs(),
+    lambda batch: batch.unpack(batch.input_ids),
+    lambda batch: batch.to("meta").boundaries,
+    lambda batch: batch.replace(set_name="x").boundaries,
+]
+OTHERS: list[Callable[[THDBatch], Any]] = [
+    len,
+    repr,
+    list,
+    lambda batch: batch.to("meta"),
+    lambda batch: batch.replace(set_name="x"),
+    lambda batch: batch.pool(batch.input_ids),
+    lambda batch: batch.targets,
+    lambda batch: batch.token_targets,
+    lambda batch: batch.predictions,
+    lambda batch: batch.stats,
+    lambda batch: batch.max_seqlen,
+    lambda batch: batch.loss_scale,
+    lambda batch: batch.prefixes,
+    lambda batch: preference.sequence_sums(batch.input_ids.float(), batch),
+    copy.copy,
+]
+
+
+@pytest.mark.parametrize("ask", range(len(ASKING)))
+def test_each_way_to_ask_is_noted(noted: NotedBatch, ask: int) -> None:
+    """A step that does one of these passes."""
+
+    def step(batch: THDBatch) -> None:
+        ASKING[ask](batch)
+        batch.input_ids  # noqa: B018
+
+    FirstStep(step, what="step", option="x")(unnoted(noted))
+
+
+@pytest.mark.parametrize("other", range(len(OTHERS)))
+def test_other_reads_are_not(noted: NotedBatch, other: int) -> None:
+    def step(batch: THDBatch) -> None:
+        OTHERS[other](batch)
+        batch.input_ids  # noqa: B018
+
+    with pytest.raises(UnreadBoundariesError, match=REFUSED):
+        FirstStep(step, what="step", option="x")(unnoted(noted))
+
+
+def test_a_noted_batch_answers_as_the_plain_one(noted: NotedBatch) -> None:
+    plain = unnoted(noted)
+    for name in dir(THDBatch):
+        if name.startswith("_") or callable(getattr(plain, name)):
+            continue
+        mine, theirs = getattr(noted, name), getattr(plain, name)
+        assert mine is theirs or str(mine) == str(theirs), name
+    assert str(pickle.loads(pickle.dumps(noted)).boundaries) == str(plain.boundaries)
+
+
+def test_packs_of_one_sequence_and_packs_that_nobody_ran_are_not_judged() -> None:
+    """They say nothing; the next pack of several sequences does."""
+    one = THDBatch.collate([{"input_ids": [5, 6, 7]}])
+    two = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    step = FirstStep(lambda batch, run: batch.input_ids if run else None, what="step", option="x")
+    step(one, True)
+    step(two, False)
+    with pytest.raises(UnreadBoundariesError):
+        step(two, True)
+    with pytest.raises(UnreadBoundariesError):  # a second call finds the same fault
+        step(two, True)
+    with pytest.raises(UnreadBoundariesError):
+        FirstStep(lambda batches: batches["a"][0].input_ids, what="step", option="x")({"a": [two]})
+
+
+# ---- the integrations
+
+
+def test_lightning_refuses_the_first_training_step() -> None:
+    module = Module(False)
+    with pytest.raises(
+        UnreadBoundariesError, match=r"Module.training_step .*THDDataModule\(needs_boundaries"
+    ):
+        fit(False, module=module)
+    assert "training_step" not in vars(module)
+    assert not fit(True).__dict__.keys() & {"training_step", "validation_step"}
+    fit(False, needs_boundaries=False)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_lightning_refuses_evaluations(stage: str) -> None:
+    run = getattr(quiet_trainer(), stage)
+    with pytest.raises(UnreadBoundariesError, match=REFUSED):
+        run(Module(False), datamodule=data())
+    run(Module(True), datamodule=data())
+    run(Module(False), datamodule=data(needs_boundaries=False))
+
+
+@pytest.mark.parametrize("strategy", ["thd", "thd_ddp"])
+def test_our_strategies_refuse_it_in_a_step_of_several_microbatches(strategy: str) -> None:
+    with pytest.raises(UnreadBoundariesError, match=REFUSED):
+        fit(False, strategy=strategy, global_batch=Sequences(12))
+    fit(True, Monitor(peak=1e9), strategy=strategy, global_batch=Sequences(12))
+
+
+def test_the_monitor_and_a_graph_do_not_ask_for_the_model() -> None:
+    """Their own reads of boundaries are no use of them; graphs are captured from the module's own step."""
+    for ported in (False, True):
+        for callback in (Monitor(peak=1e9), CUDAGraphCallback(max_sequences=9, backend="recording")):
+            if ported:
+                fit(ported, callback, module=Module(ported, looks=False))
+                continue
+            with pytest.raises(UnreadBoundariesError, match=REFUSED):
+                fit(ported, callback, module=Module(ported, looks=False))
+
+
+def test_compiled_models_and_modules() -> None:
+    for ported in (False, True):
+        whole = torch.compile(Module(ported, looks=False), backend="eager")
+        for module in (Module(ported, compiled=True), whole):
+            if ported:
+                fit(ported, module=module)
+                continue
+            with pytest.raises(UnreadBoundariesError, match=REFUSED):
+                fit(ported, module=module)
+
+
+@pytest.mark.parametrize("engine", LOOPS)
+def test_loops_refuse_the_first_step_and_evaluations(engine: str) -> None:
+    options: Any = {"data": data(global_batch=None), "loss_fn": loss_of}
+    _, loop = make_loop(engine, None, model=Own(False).double(), **options)
+    with pytest.raises(
+        UnreadBoundariesError, match="needs_boundaries=False in prepare_fabric or prepare_thd"
+    ):
+        loop.backward(next(iter(loop.loader)))
+    with pytest.raises(UnreadBoundariesError, match=REFUSED):
+        loop.evaluate(data())
+    for off in ({"needs_boundaries": False}, {"data": data(needs_boundaries=False)}):
+        _, loop = make_loop(engine, None, model=Own(False).double(), **{**options, **off})
+        loop.backward(next(iter(loop.loader)))
+        loop.evaluate(data())
+    _, loop = make_loop(engine, None, model=Own(True).double(), **options)
+    loop.backward(next(iter(loop.loader)))
+    assert loop._train_loss is loop._loss_fn
+    loop.evaluate(data())
+
+
+class OwnTrainer(packed_trainer(Trainer)):  # type: ignore[misc]
+    """A Trainer with a model and a loss of one's own."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss_of(model, inputs["batch"].to(self.args.device))
+
+
+def own_trainer(folder: Path, ported: bool, **options: Any) -> Any:
+    arguments = TrainingArguments(str(folder), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    rows = sequences(40)
+    given: Any = {"train_dataset": rows, "eval_dataset": rows, "capacity": CAPACITY, "peak": 1e9, **options}
+    return OwnTrainer(model=Own(ported), args=arguments, **given)
+
+
+def test_packed_trainer_refuses_the_first_step_and_evaluations(tmp_path: Path) -> None:
+    trainer = own_trainer(tmp_path, False)
+    for run in (trainer.train, lambda: trainer.evaluate(trainer.eval_dataset)):
+        with pytest.raises(
+            UnreadBoundariesError, match=r"OwnTrainer.compute_loss .*packed_trainer\(\.\.\.\)"
+        ):
+            run()
+    for off in ({"needs_boundaries": False}, {"data_kwargs": {"needs_boundaries": False}}):
+        own_trainer(tmp_path, False, **off).train()
+    trainer = own_trainer(tmp_path, True)
+    trainer.train()
+    assert "compute_loss" not in vars(trainer)
+
+
+def _on_ranks(ported: bool, cp: int) -> str:
+    strategy: Any = THDDDPStrategy(context_parallel_size=cp) if cp > 1 else "ddp"
+    try:
+        fit(ported, strategy=strategy, devices=2, max_steps=2)
+    except UnreadBoundariesError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_every_rank_raises_and_none_waits(cp: int) -> None:
+    """Under DDP, and where two ranks share every pack."""
+    assert all(REFUSED in said for said in run_ranks(_on_ranks, 2, False, cp, timeout_s=60))
+    assert run_ranks(_on_ranks, 2, True, cp, timeout_s=60) == ["", ""]
+
+
+def test_the_numbers_are_those_of_training_without_the_check() -> None:
+    """A noted first step changes no bit."""
+    with_check, without = fit(True), fit(True, needs_boundaries=False)
+    for one, other in zip(with_check.parameters(), without.parameters(), strict=True):
+        assert torch.equal(one, other)
