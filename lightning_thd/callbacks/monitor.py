@@ -22,7 +22,7 @@ from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
-from lightning_thd.flops.model import FlopsModel, check_conventions
+from lightning_thd.flops.model import FlopsModel, check_conventions, checked_flops
 from lightning_thd.flops.rates import Work, check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
@@ -115,7 +115,7 @@ class THDThroughputMonitor(Callback):
         if clock is not None and not callable(clock):
             raise TypeError(f"clock is {described(clock)}; wanted a function that returns seconds.")
         self.peak = peak
-        self.flops_model = flops_model
+        self.flops_model = checked_flops(flops_model)
         self.causal: Causal = causal
         self.tokens: Tokens = tokens
         self.recompute: Policy = recompute

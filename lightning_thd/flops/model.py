@@ -230,6 +230,13 @@ def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) ->
     return term.forward if term.again is None else term.again
 
 
+def checked_flops(flops_model: FlopsModel | None) -> FlopsModel | None:
+    """Return the argument ``flops_model``, or raise TypeError if it is of another type."""
+    if flops_model is not None:
+        instance(flops_model, "flops_model", FlopsModel, advice="Pass FlopsModel.from_config(config).")
+    return flops_model
+
+
 def check_conventions(**given: str) -> None:
     """Refuse unknown values of ``causal``, ``tokens`` or ``recompute``."""
     for name, value in given.items():

@@ -12,6 +12,7 @@ from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.packed_loop import (
     Engine,
     LossFn,
@@ -41,6 +42,7 @@ def prepare_accelerate(
     loss_fn: LossFn = causal_lm_loss,
     router_balance: RouterBalance | None = None,
     peak: Literal["auto", "measure"] | float = "auto",
+    flops_model: FlopsModel | None = None,
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,
     context_parallel_layout: Layout = "dual_chunk",
@@ -62,6 +64,7 @@ def prepare_accelerate(
         loss_fn: ``(model, batch) -> loss``, which multiplies the loss by ``batch.loss_scale``.
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
+        flops_model: the model's FLOPs, if they cannot be read from its config: see there.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
         context_parallel_size: number of neighbouring ranks that share the slots of a pack, as under
             ``THDDDPStrategy``; sequences stay apart.
@@ -125,6 +128,7 @@ def prepare_accelerate(
         scheduler,
         loss_fn=balancing(loss_fn, router_balance),
         peak=peak,
+        flops_model=flops_model,
         log_every_n_steps=log_every_n_steps,
         needs_boundaries=needs_boundaries,
     )

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.packed_loop import (
     Engine,
     LossFn,
@@ -38,6 +39,7 @@ def prepare_fabric(
     loss_fn: LossFn = causal_lm_loss,
     router_balance: RouterBalance | None = None,
     peak: Literal["auto", "measure"] | float = "auto",
+    flops_model: FlopsModel | None = None,
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,
     context_parallel_layout: Layout = "dual_chunk",
@@ -58,6 +60,7 @@ def prepare_fabric(
         loss_fn: ``(model, batch) -> loss``, which multiplies the loss by ``batch.loss_scale``.
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
+        flops_model: the model's FLOPs, if they cannot be read from its config: see there.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
         context_parallel_size: number of neighbouring ranks that share a pack's slots; see ``prepare_thd``.
         context_parallel_layout: as for ``prepare_thd``.
@@ -100,6 +103,7 @@ def prepare_fabric(
         optimizer,
         loss_fn=balancing(loss_fn, router_balance),
         peak=peak,
+        flops_model=flops_model,
         log_every_n_steps=log_every_n_steps,
         needs_boundaries=needs_boundaries,
     )

@@ -45,6 +45,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
+        self.reference: nn.Module | None = None  # a frozen model whose forward passes count too
         self.counts_calls = True  # whether the hook counts; ``hf_rows`` sets False and calls ``count``
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
@@ -57,7 +58,10 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Find the FLOPs model and a checkpoint's totals; register a hook that counts the model's inputs."""
         model: nn.Module = kwargs["model"]
         self.monitor.load_state_dict(state.stateful_callbacks.get(_KEY, {}))
-        self.monitor.watch(model, precision=precision_of(args))
+        models = model
+        if self.reference is not None:
+            models = nn.ModuleList([model, self.reference])
+        self.monitor.watch(models, precision=precision_of(args))
         if self._handle is not None:  # an error ended the training before
             self._handle.remove()
         self._handle = model.register_forward_pre_hook(

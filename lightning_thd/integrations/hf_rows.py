@@ -21,6 +21,7 @@ from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.thd_batch import collate_checked
+from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import run_as_pack
@@ -80,6 +81,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         self,
         *args: Any,
         peak: Literal["auto", "measure"] | float | None = None,
+        flops_model: FlopsModel | None = None,
         share_prefixes: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -88,6 +90,10 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         for name, why in _NOT_FOR_ROWS.items():
             if name in kwargs:
                 raise TypeError(f"{type(self).__name__} got {name}, but {why}. Leave it out.")
+        if flops_model is not None and peak is None:
+            raise ValueError(
+                "flops_model= counts for the throughput that peak= logs, but peak is None. Pass peak='auto'."
+            )
         for given in (*args, *kwargs.values()):
             for model in given.modules() if isinstance(given, nn.Module) else ():
                 _unpack_rows(model)  # TRL wraps the forward of each model, also of one from another trainer
@@ -98,7 +104,8 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         if peak is not None:
             from lightning_thd.integrations.hf_callback import ThroughputCallback
 
-            measure = ThroughputCallback(peak=peak)
+            measure = ThroughputCallback(peak=peak, flops_model=flops_model)
+            measure.reference = getattr(self, "ref_model", None)
             measure.add_to(self)
             measure.counts_calls = False  # a call has padded rows; _run_pack counts the pack
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure

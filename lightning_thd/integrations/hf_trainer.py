@@ -22,7 +22,7 @@ from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter, count_table
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.callbacks.seen import microbatches
-from lightning_thd.flops.model import from_ints
+from lightning_thd.flops.model import FlopsModel, checked_flops, from_ints
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.hf_data import (
     PositionMixin,
@@ -60,17 +60,17 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     ``SFTTrainer`` works too, with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a
     pack. TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments and pack all rows
     of a batch. They also take ``share_prefixes=True``, to run a prompt through the model once for all its
-    answers in the batch, and ``peak=``, to log throughput and MFU.
+    answers in the batch, ``peak=``, to log throughput and MFU, and ``flops_model=`` for these.
 
     Args:
         trainer_class: ``transformers.Trainer`` (default), TRL's above, or a class with their loss and data.
 
     Returns:
         A subclass. Options work as in the base or are refused. Unless the base is one of the three TRL
-        trainers above, the loss of a step is the mean over its loss tokens, and the subclass takes five more
-        arguments: ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``),
-        ``router_balance`` (see ``causal_lm_loss``), ``data_kwargs`` (more arguments of ``THDDataModule``) and
-        ``needs_boundaries`` (False for a model without attention, as there).
+        trainers above, the loss of a step is the mean over its loss tokens, and the subclass takes six more
+        arguments: ``capacity`` (most tokens of a pack), ``peak`` and ``flops_model`` (see
+        ``THDThroughputMonitor``), ``router_balance`` (see ``causal_lm_loss``), ``data_kwargs`` (more
+        arguments of ``THDDataModule``) and ``needs_boundaries`` (False for a model without attention).
         With ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture. It
         and ``eval_dataset`` may be paths, which are read as ``THDDataModule`` reads them; the tokenizer is
@@ -100,6 +100,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         *args: Any,
         capacity: int,
         peak: Literal["auto", "measure"] | float = "auto",
+        flops_model: FlopsModel | None = None,
         router_balance: RouterBalance | None = None,
         data_kwargs: dict[str, Any] | None = None,
         needs_boundaries: bool = True,
@@ -137,12 +138,13 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             unwrapped(self.model).router_aux_loss_coef = coefficient
         check_peak(peak, named=True)
         checked_balance(router_balance)
-        self._router_balance = router_balance
+        self._router_balance, self._flops_model = router_balance, checked_flops(flops_model)
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
         self._metered = False  # whether the meter was set up for the model
         self._checked_step = -1  # the last step with a check for frozen or unfrozen weights
+        self._warm_after: int | None = None  # the first step of this run, which rates leave out; -1 if done
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
         self._needs_boundaries = needs_boundaries and self._data_kwargs.get("needs_boundaries", True)
@@ -159,6 +161,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; count sequences from 0, and make a new FLOPs model."""
         self._trained_sequences, self._metered = 0, False  # model_init may have made a new model
+        self._warm_after = None
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -221,6 +224,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self._flops.follow()
             meter.use(self._flops)
         self._checked_step = self.state.global_step
+        self._leave_out_first()
         meter.resume()
         run, step = super().training_step, inputs["batch"]
         if isinstance(step, THDStep):
@@ -239,6 +243,15 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self._trained_tokens += batch.stats.real_tokens
         return loss
 
+    def _leave_out_first(self) -> None:
+        """Leave the first step out of the rates once it has ended, because it starts workers and kernels."""
+        if self._warm_after is None:
+            self._warm_after = self.state.global_step
+        elif 0 <= self._warm_after < self.state.global_step:
+            self._meter.end_step()
+            self._meter.leave_out()
+            self._warm_after = -1
+
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
         """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs."""
         if (model := self._ready.model) is None:
@@ -252,7 +265,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._count_packs(logs)
         self._set_epoch()
         if "loss" in logs and self._metered:
-            ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
+            self._leave_out_first()
+            last = self.state.global_step >= self.state.max_steps
+            ours = for_loggers(self._meter.close(last=last))  # reporters put "train/" before every key
             if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume
                 ours["train/total_flops"] = float(self.state.total_flos)
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
@@ -314,7 +329,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             args, precision = self.args, precision_of(self.args)
             device, devices = torch.device(args.device), args.world_size
             self._meter.hardware = Hardware.of(self.model, device, self._peak, precision, devices=devices)
-            self._flops = ModuleFlops(self.model, sharded=False)
+            self._flops = ModuleFlops(self.model, self._flops_model, sharded=False)
             self._meter.use(self._flops)
             self._metered = True
             if self._meter.experts is not None:

@@ -32,6 +32,7 @@ from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
+from lightning_thd.flops.model import FlopsModel, checked_flops
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
@@ -157,6 +158,7 @@ class PackedLoop:
         *,
         loss_fn: LossFn = causal_lm_loss,
         peak: Literal["auto", "measure"] | float = "auto",
+        flops_model: FlopsModel | None = None,
         log_every_n_steps: int = 50,
         needs_boundaries: bool = True,
         warmup_steps: int = 1,
@@ -185,7 +187,7 @@ class PackedLoop:
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
-        self._flops = ModuleFlops(model, sharded=shared.size > 1)
+        self._flops = ModuleFlops(model, checked_flops(flops_model), sharded=shared.size > 1)
         self._meter = Meter("train", "training", clock, hardware)
         self._meter.use(self._flops)
         self._meter.experts = expert_load(model, ALONE if engine.devices == 1 else None)
