@@ -9,6 +9,16 @@ from types import ModuleType
 from typing import Any
 
 
+def know_thd(_: str) -> None:
+    """Register ``attn_implementation="thd"`` with transformers, before a name of a package is used.
+
+    ``lightning_thd.models`` does it when it is imported. Its own files import from the modules that define
+    a name, so none of them comes here before they are complete.
+    """
+    if "lightning_thd.models" not in sys.modules:
+        importlib.import_module("lightning_thd.models")
+
+
 def lazy_face(
     package: str, places: Mapping[str, str], *, before: Callable[[str], None] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

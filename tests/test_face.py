@@ -121,6 +121,31 @@ def test_short_names_in_a_lightning_cli() -> None:
     assert {"THDThroughputMonitor", "PackingCheck", "ExpertBias"} <= set(names[1:])
 
 
+KNOWS_THD = """
+import sys
+exec(sys.argv[1])
+from transformers import AutoModelForCausalLM, LlamaConfig
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, **sizes), attn_implementation="thd")
+print(model.config._attn_implementation)
+"""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from lightning_thd.attention import varlen_attention",
+        "from lightning_thd.batch import THDBatch",
+        "from lightning_thd.packing import PackPlanner",
+        "from lightning_thd.parallel import shard_batch",
+        "import lightning_thd.loss",
+        "import lightning_thd; lightning_thd.batch.THDBatch",
+    ],
+)
+def test_transformers_knows_thd_once_a_name_of_a_package_is_used(statement: str) -> None:
+    assert run(KNOWS_THD, statement) == "thd"
+
+
 def test_a_transformers_that_cannot_be_imported_leaves_the_rest_working() -> None:
     assert run(WITHOUT_TRANSFORMERS) == "5"
 

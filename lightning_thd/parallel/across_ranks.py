@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import AxisSizes
 
 # torch 2.13 renamed the function and warns about the old name; torch 2.11 lacks the new name.

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._find import has_parameters, models_in
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path, local
 
 _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPaths``

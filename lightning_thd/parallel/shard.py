@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
-from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.thd_batch import check_batch
+from lightning_thd.batch.thd_batch import THDBatch, THDStep, check_batch
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout
 from lightning_thd.parallel.exchange import mapped, reduced

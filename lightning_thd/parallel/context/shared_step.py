@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.across_ranks import digests, int63, require_same
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.shard import shard_batch
