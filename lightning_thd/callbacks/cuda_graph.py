@@ -26,6 +26,7 @@ from lightning_thd.cuda_graph import (
 )
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.compiled import cannot_compile
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, sequence_counts
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
@@ -66,11 +67,16 @@ class CUDAGraphCallback(L.Callback):
             replay's gradients are the graph's own buffers, which saves their copy and their memory: 14.5 GB
             for 7B parameters in bf16. A ``.grad`` that your code keeps is overwritten at the next replay.
             Sums over microbatches are kept, and hooks of parameters and DDP get copies in any case.
+        compile_layers: compile the layers by torch's compiler (inductor) while graphs are captured, which
+            leaves about a quarter of the kernel launches. Batches that fit no graph run eagerly and
+            uncompiled. The first capture takes up to a minute longer, and seconds if a run before it kept
+            ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR``.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
         ValueError: if a number of sequences is below 1.
-        MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing.
+        MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing; with
+            ``compile_layers=True``, if the strategy or the layers do not allow it.
         CaptureError: with ``require=True``, if a capture fails.
     """
 
@@ -81,16 +87,17 @@ class CUDAGraphCallback(L.Callback):
         costs: GraphCosts | None = None,
         require: bool = False,
         keep_gradients: bool = False,
+        compile_layers: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
-        flags(require=require, keep_gradients=keep_gradients)
+        flags(require=require, keep_gradients=keep_gradients, compile_layers=compile_layers)
         if costs is not None:
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
         self.costs, self.require = costs, require
-        self.keep_gradients = keep_gradients
+        self.keep_gradients, self.compile_layers = keep_gradients, compile_layers
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
@@ -111,10 +118,21 @@ class CUDAGraphCallback(L.Callback):
         named: dict[str, type[Backend]] = {"cuda": CudaBackend, "recording": RecordingBackend}
         chosen: Any = self._backend_choice
         backend: Backend = named[chosen]() if isinstance(chosen, str) else chosen
-        if (reason := _unsupported(trainer, pl_module, backend)) is not None:
+        if (missing := backend.unavailable(trainer.strategy.root_device)) is not None:
+            self._stay_idle(missing)
+            return
+        if (reason := _unsupported(trainer, pl_module)) is not None:
+            if self.compile_layers:
+                raise MisconfigurationException(
+                    f"CUDAGraphCallback(compile_layers=True) compiles layers inside graphs, but {reason}. "
+                    "Leave it out, and compile layers for eager training: layer.compile(dynamic=True), see "
+                    "docs/guides/speed.md."
+                )
             self._stay_idle(reason)
             return
         prepare_if_asked(pl_module)
+        if self.compile_layers and (reason := cannot_compile(pl_module, backend)) is not None:
+            raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
         original = pl_module.training_step
 
         @functools.wraps(original)
@@ -132,6 +150,7 @@ class CUDAGraphCallback(L.Callback):
                     backend=backend,
                     require=self.require,
                     keep_gradients=self.keep_gradients,
+                    compile_layers=self.compile_layers,
                 )
                 self.step.group = self._group
             if self.step is None:
@@ -191,7 +210,8 @@ class CUDAGraphCallback(L.Callback):
         self._idle = True
         if self.require:
             raise MisconfigurationException(f"CUDAGraphCallback(require=True), but {reason}.")
-        rank_zero_info(f"CUDAGraphCallback is idle: {reason}. See docs/reference/messages.md#graphs.")
+        layers = ", and compile_layers=True compiles only inside graphs" if self.compile_layers else ""
+        rank_zero_info(f"CUDAGraphCallback is idle: {reason}{layers}. See docs/reference/messages.md#graphs.")
 
     def _log(self, trainer: L.Trainer) -> None:
         for logger in trainer.loggers if self.step is not None else ():
@@ -203,14 +223,15 @@ class CUDAGraphCallback(L.Callback):
             self.step.close()
 
 
-def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
-    if (missing := backend.unavailable(trainer.strategy.root_device)) is not None:
-        return missing
+def _unsupported(trainer: L.Trainer, module: L.LightningModule) -> str | None:
+    """Return why the strategy or the module cannot run from graphs on any device, or None."""
     if not module.automatic_optimization:
         return (
             "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
             "part that computes the loss: GraphedStep(function, module, buckets=...)"
         )
+    if (stages := getattr(trainer.strategy, "pipeline_parallel_size", 1)) != 1:
+        return f"pipeline_parallel_size={stages!r} runs stages by a schedule, outside of training_step"
     size = getattr(trainer.strategy, "context_parallel_size", 1)
     if size != 1:
         return f"context_parallel_size={size!r} exchanges keys whose number depends on the lengths"

@@ -17,7 +17,10 @@ R = TypeVar("R")
 
 @runtime_checkable
 class Backend(Protocol):
-    """An engine that captures work and runs it again; ``warm_ups`` is the number of runs before a capture."""
+    """An engine that captures work and runs it again; ``warm_ups`` is the number of runs before a capture.
+
+    A backend that can hold compiled layers also has ``compiled(function)``, which compiles for fixed shapes.
+    """
 
     name: str
     warm_ups: int
@@ -39,13 +42,18 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """Captures CUDA graphs on a side stream; graphs run one at a time, so they share a memory pool."""
+    """Captures CUDA graphs on a side stream; graphs run one at a time, so they share a memory pool.
+
+    Args:
+        compiler: the backend of ``torch.compile`` for ``compile_layers``.
+    """
 
     name = "cuda"
     # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.
     warm_ups = 2
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiler: str | Callable[..., Any] = "inductor") -> None:
+        self.compiler = compiler
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
@@ -90,6 +98,10 @@ class CudaBackend:
         finally:
             del raised  # break the reference cycle of frame and error, which would keep the batch alive
         return graph, result
+
+    def compiled(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Return the function compiled for fixed shapes, in one graph."""
+        return torch.compile(function, dynamic=False, fullgraph=True, backend=self.compiler)
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
         """Return the median seconds of several runs, measured by CUDA events."""

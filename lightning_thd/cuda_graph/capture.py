@@ -24,6 +24,7 @@ from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.backend import Backend
 from lightning_thd.cuda_graph.buckets import Bucket, StaticBatch, StaticInputs
+from lightning_thd.cuda_graph.compiled import is_compiled, uncompiled, with_dynamic_length
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.fingerprint import Uses, watched
 from lightning_thd.cuda_graph.guards import (
@@ -406,7 +407,14 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
         "longest": max([1, *batch.lengths]),
     }
-    make_inputs = functools.partial(StaticInputs, bucket, example.device, **options)
+
+    def make_inputs() -> StaticInputs:
+        inputs = StaticInputs(bucket, example.device, **options)
+        if is_compiled(module):
+            with_dynamic_length(inputs.batch.cu_seqlens)
+            with_dynamic_length(inputs.batch.cu_seqlens_padded)
+        return inputs
+
     hidden = tuple(
         HostValue(f"argument {i} after the batch{'' if i > 1 else ' (such as batch_idx)'}")
         for i in range(1, len(example.rest) + 1)
@@ -442,28 +450,40 @@ def _warm_up(
     make_inputs: Callable[[], StaticInputs],
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times, each with new inputs; return the values that each run logged."""
+    """Run forward and backward a few times, each with new inputs; return the values that each run logged.
+
+    torch compiles nothing while a dispatch mode sees operators. So compiled layers run without modes first,
+    which compiles them and tunes their kernels; then uncompiled, so that the modes see every operator; and at
+    last again as they will be captured.
+    """
+
+    def on_new_inputs() -> Callable[[], object]:
+        inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
+        inputs.fill(inputs.dummy())
+        return lambda: differentiate(differentiable(run(inputs.batch)), leaves)
+
+    def as_captured() -> None:
+        if is_compiled(module):
+            forward_backward = on_new_inputs()
+            with guarded(module), without_saved_states():
+                backend.warm_up(forward_backward, last=False)
+
     runs = []
     before = host_state(module)
+    as_captured()
     for i in range(backend.warm_ups):
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
-        inputs.fill(inputs.dummy())
+        forward_backward = on_new_inputs()
         last = i == backend.warm_ups - 1
-        with guarded(module) as logged, without_saved_states(use), use:
-            backend.warm_up(functools.partial(_forward_backward, run, inputs.batch, leaves), last=last)
+        with uncompiled(module), guarded(module) as logged, without_saved_states(use), use:
+            backend.warm_up(forward_backward, last=last)
         use.refuse()
         runs.append(logged)
+    as_captured()
     refuse_host_changes(module, before)
     return runs
-
-
-def _forward_backward(
-    run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: Sequence[Tensor]
-) -> None:
-    differentiate(differentiable(run(batch)), leaves)
 
 
 def _checked(output: Any) -> Any:

@@ -34,6 +34,7 @@ from lightning_thd.cuda_graph.capture import (
     differentiable,
     differentiate,
 )
+from lightning_thd.cuda_graph.compiled import cannot_compile, compiled_layers, uncompiled
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
@@ -83,6 +84,11 @@ class GraphedStep:
             the graph's buffers: they cost no copy and no memory, the next replay overwrites them, and only
             ``backward()`` finds them, not ``torch.autograd.grad``. Sums over microbatches are kept. Hooks of
             parameters, DDP and other ranks get copies also with False.
+        compile_layers: compile the layers by torch's compiler while buckets are captured, a quarter of the
+            kernel launches. Batches that fit no bucket run eagerly and uncompiled.
+
+    Raises:
+        ValueError: if the module is sharded, or has layers that ``compile_layers`` cannot compile.
     """
 
     def __init__(
@@ -94,8 +100,9 @@ class GraphedStep:
         backend: Backend | None = None,
         require: bool = False,
         keep_gradients: bool = True,
+        compile_layers: bool = False,
     ) -> None:
-        flags(require=require, keep_gradients=keep_gradients)
+        flags(require=require, keep_gradients=keep_gradients, compile_layers=compile_layers)
         instance(module, "module", nn.Module, advice="Pass the module that is trained.")
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         self.buckets = sorted(buckets)
@@ -110,12 +117,14 @@ class GraphedStep:
                 "step: a captured step would keep the addresses of its capture. Use CUDA graphs with one "
                 "device or DDP, or train without them."
             )
+        self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
+        if compile_layers and (reason := cannot_compile(bare, self._subject.backend)) is not None:
+            raise ValueError(reason)
         self.wrapped, self.require = module, require
-        self.keep_gradients = keep_gradients
+        self.keep_gradients, self.compile_layers = keep_gradients, compile_layers
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self.group: Any = None  # the ranks that capture together; None is the world
-        self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
         self._shared = Shared()
         self._graphs: dict[Bucket, CapturedStep] = {}
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
@@ -228,8 +237,11 @@ class GraphedStep:
                 with restored(subject.module), guarded(subject.module) as logged:
                     subject(example.batch, *example.rest)
                 example = example._replace(logged=(logged,))
-            for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
-                self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
+            with ExitStack() as compiling:
+                if self.compile_layers:
+                    compiling.enter_context(compiled_layers(subject.module, subject.backend))
+                for bucket in reversed(self.buckets):  # the largest first: smaller ones reuse its memory
+                    self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
                 for layout in layouts_to_prove(step.inputs.bucket):
                     prove(subject, step, example, layout)
@@ -345,7 +357,7 @@ def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout
     batch = step.inputs.dummy(layout)
     batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # unlike the zeros of the bucket's tail
     use = RandomUse()
-    with restored(subject.module), guarded(subject.module) as eager, use:
+    with restored(subject.module), guarded(subject.module) as eager, uncompiled(subject.module), use:
         wanted = subject(batch, *example.rest)
     with restored(subject.module), guarded(subject.module) as replayed:
         found = step.run(batch)

@@ -7,9 +7,12 @@ reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,8 +84,79 @@ class Recording:
 def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
     """Run a function and record its operators; ``report`` gets every problem and its line."""
     tape = Recording()
-    with _Operators(tape, report) as operators, _Functions(operators, report):
-        return tape, function()
+    watch = _Watch.running = _Watch(tape, report)
+    try:
+        with _uncompiled_frames(), watch:
+            return tape, function()
+    finally:
+        _Watch.running = None
+
+
+def _uncompiled_frames() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch compiles nothing: it would compile what runs inside an operator."""
+    started = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if started else contextlib.nullcontext()
+
+
+class _Watch:
+    """The modes of a recording, which can be taken off while torch's compiler needs none."""
+
+    running: ClassVar[_Watch | None] = None  # that of the recording under way
+
+    def __init__(self, tape: Recording, report: Report) -> None:
+        self._operators = _Operators(tape, report)
+        self._functions = _Functions(self._operators, report)
+        self.on = False
+
+    def __enter__(self) -> _Watch:
+        self._operators.__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        self.on = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operators.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.on = False
+
+    @contextlib.contextmanager
+    def turned(self, *, on: bool) -> Iterator[None]:
+        """Put the modes on, or take them off, inside this context."""
+        if on == self.on:
+            yield
+            return
+        self._switch(on=on)
+        try:
+            yield
+        finally:
+            self._switch(on=not on)
+
+    def _switch(self, *, on: bool) -> None:
+        if on:
+            self.__enter__()
+        else:
+            self.__exit__(None, None, None)
+
+
+@functools.cache
+def _compiler() -> Any:
+    """Return a compiler whose graphs, forward and backward, run operator by operator; one for the process."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=_watched_graph, bw_compiler=_watched_graph)
+
+
+def _watched_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+    def run(*args: Any) -> Any:
+        if (watch := _Watch.running) is None:
+            return graph(*args)
+        with watch.turned(on=True):
+            return graph(*args)
+
+    boxed: Callable[..., Any] = make_boxed_func(run)
+    return boxed
 
 
 class RecordingBackend:
@@ -102,6 +176,20 @@ class RecordingBackend:
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run the function once and record its operators; the first problem raises :class:`CaptureError`."""
         return record(function, self._refuse)
+
+    def compiled(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Return the function compiled for fixed shapes; recordings hold the operators of its graphs."""
+        compiled = torch.compile(function, dynamic=False, fullgraph=True, backend=_compiler())
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            if (watch := _Watch.running) is None:
+                return compiled(*args, **kwargs)
+            # The modes would keep the compiler from its work. They are on again inside of the graphs.
+            with watch.turned(on=False), torch.compiler.set_stance("default"):
+                return compiled(*args, **kwargs)
+
+        return call
 
     @staticmethod
     def _refuse(problem: str, where: str | None) -> None:

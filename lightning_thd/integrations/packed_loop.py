@@ -256,6 +256,7 @@ class PackedLoop:
         max_sequences: MaxSequences = "auto",
         costs: GraphCosts | None = None,
         require: bool = False,
+        compile_layers: bool = False,
         backend: Backend | None = None,
     ) -> GraphedStep | None:
         """Capture CUDA graphs and replay them from now on for every microbatch that fits one.
@@ -267,7 +268,8 @@ class PackedLoop:
             The graphs, with their ``stats``; None if training continues eagerly, with the reason printed.
 
         Raises:
-            ValueError: under context parallelism, for counts below 1, or if required graphs are impossible.
+            ValueError: under context parallelism, for counts below 1, for layers that cannot be compiled, or
+                if required graphs are impossible.
         """
         if (size := self._engine.shared.size) > 1:
             raise ValueError(
@@ -296,14 +298,16 @@ class PackedLoop:
                 f"capture(require=True), but {reason}. Leave require out to train without graphs."
             )
         if reason is not None:
-            rank_zero_info(f"No CUDA graphs: {reason}.")
+            layers = ", and compile_layers=True compiles only inside graphs" if compile_layers else ""
+            rank_zero_info(f"No CUDA graphs: {reason}{layers}.")
             return None
 
         def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
             with precision():
                 return self._train_loss(module, batch)
 
-        self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
+        options: Any = {"require": require, "compile_layers": compile_layers}
+        self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, **options)
         self._graphed.group = ALONE if self._engine.devices == 1 else None
         return self._graphed
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -324,6 +326,40 @@ def test_where_graphs_are_not_possible_the_callback_idles_with_one_message_or_ra
     assert largest_error(parameters(found[0]), parameters(wanted[0])) == 0.0
     with pytest.raises(MisconfigurationException, match=message):
         fit(callback(**graphs), module=module(), **options)
+
+
+class Staged(SingleDeviceStrategy):
+    pipeline_parallel_size = 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_training_with_compiled_layers_is_the_same() -> None:
+    before, graphs = counters["stats"]["unique_graphs"], callback(compile_layers=True)
+    assert_same(fit(graphs, max_steps=3), fit(max_steps=3))
+    assert graphs.stats.replays >= 2
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Manual, {"gradient_clip_val": None}, "automatic_optimization=False.*layer.compile"),
+        (GraphModule, {"strategy": Staged()}, "pipeline_parallel_size=2 runs stages by a schedule"),
+    ],
+)
+def test_layers_that_no_graph_compiles_are_refused_at_the_start(
+    module: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(callback(compile_layers=True, require=False), module=module(), **options)
+
+
+def test_without_a_device_the_message_says_that_layers_are_not_compiled_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        fit(callback(compile_layers=True, require=False, backend=Unavailable()), max_steps=1)
+    assert "no CUDA device, and compile_layers=True compiles only inside graphs" in caplog.text
 
 
 def test_batches_of_another_type_are_left_alone() -> None:

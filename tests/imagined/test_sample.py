@@ -49,3 +49,10 @@ def test_families_equal_stock_eager_attention(part: int, capability: str, tmp_pa
 @pytest.mark.parametrize("capability", ["9.0", "7.5"])
 def test_losses_equal_the_cpu_and_read_nothing(capability: str, tmp_path: Path) -> None:
     assert _run("losses", capability, folder=tmp_path).count(": equal") > 40
+
+
+@needs_imagination
+@pytest.mark.imagined
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_are_compiled_once_and_captured_compiled(dtype: str, tmp_path: Path) -> None:
+    assert _run("compiled", dtype, folder=tmp_path).count(": equal") == 1
