@@ -64,7 +64,8 @@ class Settings:
     @cached_property
     def source_of(self) -> IntArray:
         """Return the number of each shard's source, int64, one for each shard."""
-        return np.repeat(np.arange(len(self.sources)), [s.stop - s.first for s in self.sources])
+        shards_each = [source.stop - source.first for source in self.sources]
+        return np.repeat(np.arange(len(self.sources)), shards_each)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,9 +77,12 @@ class Intake:
     """Reads the sources of a stream on one rank, and exchanges tables of what was read with all ranks."""
 
     def __init__(self, settings: Settings, wire: Wire) -> None:
-        self._settings, self._sources, self._wire = settings, settings.sources, wire
+        self._settings = settings
+        self._sources = settings.sources
+        self._wire = wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, all shards read
+        # Whether each rank has read its shards of each of N sources to the end, bool ``[N, ranks]``.
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
         # int64 ``[ranks, N, 3]``: the last shard read or -1, whether no workers read, and the sequences read
         self.turns = np.full((wire.ranks, len(self._sources), 3), [-1, 0, 0])
         self.marks: Marks = {}
@@ -89,17 +93,21 @@ class Intake:
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; the calling thread starts its workers."""
-        settings, source = self._settings, self._sources[number]
+        settings = self._settings
+        source = self._sources[number]
         shards = np.arange(source.first, source.stop)
-        sizes = [settings.shards[i].size for i in shards.tolist()]
-        mine = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
+        sizes = [settings.shards[shard].size for shard in shards.tolist()]
+        # Counting on from the first shard, small sources of a mixture do not all begin at rank 0.
+        of_ranks = assign(sizes, self._wire.ranks, first=source.first)
+        mine = shards[of_ranks[self._wire.rank]]
         if source.shuffle_buffer:
             order = np.random.default_rng([settings.seed, round_]).permutation(shards)
             mine = order[np.isin(order, mine)]
+
         reading = Reading(
             shards=settings.shards,
             mine=mine.tolist(),
-            starts={i: int(cursors[i]) for i in mine.tolist()},
+            starts={shard: int(cursors[shard]) for shard in mine.tolist()},
             sampler=settings.make_sampler(),
             round=round_,
             turn=self.turns[self._wire.rank, number].tolist(),
@@ -110,8 +118,11 @@ class Intake:
     def end_pass(self, numbers: IntArray) -> None:
         """Forget how far the pass over some sources has come; ``open`` begins the next."""
         self.exhausted[numbers] = False
-        few = self.turns[:, numbers, 2] < (_WORKERS_FROM if len(self._sources) > 1 else 0)
-        self.turns[:, numbers] = np.stack([np.full(few.shape, -1), few, 0 * few], -1)
+        workers_from = _WORKERS_FROM if len(self._sources) > 1 else 0
+        reads_alone = self.turns[:, numbers, 2] < workers_from  # in the next pass, without workers
+        no_shard = np.full(reads_alone.shape, -1)
+        nothing_read = np.zeros(reads_alone.shape, np.int64)
+        self.turns[:, numbers] = np.stack([no_shard, reads_alone, nothing_read], -1)
 
     def gather(self, wanted: IntArray) -> Table:
         """Read ``wanted[source, rank]`` sequences of each source on each rank; a collective."""
@@ -130,66 +141,96 @@ class Intake:
 
     def _exchange(self, read: Callable[[int, Reader], list[Read]], failure: Exception | None = None) -> Table:
         """Call ``read`` for each source, and return a ``POOL`` table of what all ranks read; a collective."""
-        reads, marks = list[Read](), Marks()
+        reads: list[Read] = []
         try:
             for number, reader in self._readers.items():
                 reads += read(number, reader)
         except Exception as err:  # the error is sent to the other ranks, which wait
-            failure, reads = err, []
+            failure = err
+            reads = []
+
+        of_this_rank = self._report(reads, failure)
+        reports: list[_Report] = self._wire.objects(of_this_rank)
+        failures = [f"Rank {rank}: {x.failure}" for rank, x in enumerate(reports) if x.failure is not None]
+        if failures:
+            raise ValueError(" ".join(failures)) from failure
+
+        for report in reports:
+            for place, marks in report.marks.items():
+                self.marks[place] = self.marks.get(place, []) + marks
+        status = np.array([report.status for report in reports])  # int64 ``[ranks, N, 4]``
+        self.exhausted = status[..., 0].T.astype(bool)
+        self.turns = status[..., 1:]
+        self._add_up([report.tallies for report in reports])
+        forms: dict[int, Form] = {}
+        for report in reports:
+            forms |= report.forms
+        return self._alike(_pooled([report.table for report in reports]), forms)
+
+    def _report(self, reads: list[Read], failure: Exception | None) -> _Report:
+        """Return the message to the other ranks about what was read, and keep the sequences."""
+        marks = Marks()
         for reader in self._readers.values():
             marks |= reader.marks
             reader.marks = {}
-        status = [(reader.exhausted, *reader.turn) for reader in self._readers.values()]
-        forms = {x.sample.meta["form"]: x.sample.form for x in reads if x.sample is not None}
-        sent = (failure and f"{failure}", self._table(reads), status, self._tallies, marks, forms)
-        messages, tables, statuses, tallies, marks_of, forms_of = zip(*self._wire.objects(sent), strict=True)
-        if failed := [f"Rank {i}: {x}" for i, x in enumerate(messages) if x is not None]:
-            raise ValueError(" ".join(failed)) from failure
-        for place, some in (item for of_rank in marks_of for item in of_rank.items()):
-            self.marks[place] = self.marks.get(place, []) + some
-        self.exhausted, self.turns = np.array(statuses)[..., 0].T.astype(bool), np.array(statuses)[..., 1:]
-        self._add_up(tallies)
-        return self._alike(_pooled(tables), {code: form for some in forms_of for code, form in some.items()})
+        return _Report(
+            failure=None if failure is None else str(failure),
+            table=self._table(reads),
+            status=[(reader.exhausted, *reader.turn) for reader in self._readers.values()],
+            tallies=self._tallies,
+            marks=marks,
+            forms={read.sample.meta["form"]: read.sample.form for read in reads if read.sample is not None},
+        )
 
     def _alike(self, table: Table, forms: dict[int, Form]) -> Table:
         """Leave out records that cannot be in a batch with most of the first, or raise; all ranks do."""
         sources = self._settings.source_of[table["shard"]].tolist()
         read = list(zip(table["form"].tolist(), sources, strict=True))
-        keyed = {pair: _keyed(forms[pair[0]], pair[1]) for pair in set(read)}
+        keyed = {(code, number): _keyed(forms[code], number) for code, number in set(read)}
+        self._vote(read, keyed)
+
+        # For each form of a source that differs from the usual one, a key in which it does.
+        odd = {pair: key for pair, form in keyed.items() for key in form if form[key] != self.forms[key]}
+        is_odd = np.array([pair in odd for pair in read], bool)
+        for code, *place, holder in table[["form", "round", "shard", "row", "holder"]][is_odd].tolist():
+            self.payloads.pop(tuple(place), None)
+            _, shard, row = place
+            number = self._settings.source_of[shard]
+            source = self._sources[number]
+            # A skipped record is counted by the rank that holds it; an error is raised by all ranks.
+            if holder == self._wire.rank or source.on_error == "raise":
+                key = odd[code, number]
+                fault = _odd_form(key, keyed[code, number][key], self.forms[key])
+                name = self._settings.shards[shard].name
+                self._tallies[number].add(f"shard {name}, row {row}: {fault}", source)
+        alike: Table = table[~is_odd]
+        return alike
+
+    def _vote(self, read: list[tuple[int, int]], keyed: Mapping[tuple[int, int], Form]) -> None:
+        """Let the records vote on the shapes of keys that had none so far; a decided shape stays."""
         votes = Counter[tuple[str, str]]()
         if any(form.keys() - self.forms for form in keyed.values()):
             for pair in read:
                 votes.update(keyed[pair].items())
-        self.forms = dict(pair for pair, _ in reversed(votes.most_common())) | self.forms
-        odd = {pair: key for pair, form in keyed.items() for key in form if form[key] != self.forms[key]}
-        wrong = np.array([pair in odd for pair in read], bool)
-        for code, *place, holder in table[["form", "round", "shard", "row", "holder"]][wrong].tolist():
-            self.payloads.pop(tuple(place), None)
-            number = self._settings.source_of[place[1]]
-            key = odd[code, number]
-            name = key.partition(" ")[0]
-            shapes = [keyed[code, number][key], self.forms[key]]
-            of_shape = "" if name in PER_SOURCE else " of shape {}"
-            has, most = (f"{name!r}{of_shape.format(x)}" if x else f"no {name!r}" for x in shapes)
-            fault = f"it has {has}, but most of the first records have {most}."
-            if holder == self._wire.rank or self._sources[number].on_error == "raise":
-                name = self._settings.shards[place[1]].name
-                self._tallies[number].add(f"shard {name}, row {place[2]}: {fault}", self._sources[number])
-        kept: Table = table[~wrong]
-        return kept
+        # The last entry of a key wins, so those with the most votes come last.
+        winners = dict(key_and_shape for key_and_shape, _ in reversed(votes.most_common()))
+        self.forms = winners | self.forms
 
     def drop_marks(self, pending: IntArray, ledger: Ledger) -> None:
         """Keep the last state of each shard and pass from which all unused records can be read, and later."""
         for (shard, round_), marks in list(self.marks.items()):
             ahead = round_ - int(ledger.rounds[self._settings.source_of[shard]])
             rows = pending[(pending[:, 0] == shard) & (pending[:, 2] == round_), 1].tolist()
-            rows += [] if ahead else [int(ledger.cursors[shard])]
-            before = sum(mark[0] <= min(rows, default=0) for mark in marks)
-            self.marks[shard, round_] = marks[max(0, before - 1) :]
+            if ahead == 0:  # records behind the cursor are read in this pass
+                rows.append(int(ledger.cursors[shard]))
             if ahead < 0 and not rows:
                 del self.marks[shard, round_]
+                continue
+            usable = sum(row <= min(rows, default=0) for row, _ in marks)
+            self.marks[shard, round_] = marks[max(0, usable - 1) :]
 
     def _table(self, reads: list[Read]) -> Table:
+        """Return the table of sequences that were read, and keep their payloads."""
         table = np.zeros(len(reads), META)
         for i, read in enumerate(reads):
             assert read.sample is not None
@@ -218,18 +259,32 @@ def _keyed(form: Form, source: int) -> Form:
     return {f"{key} {source}" if key in PER_SOURCE else key: shape for key, shape in form.items()}
 
 
+def _odd_form(key: str, shape: str, usual: str) -> str:
+    """Return the fault of a record whose ``shape`` under a key of ``_keyed`` is not the usual one."""
+    name = key.partition(" ")[0]
+
+    def described(shape: str) -> str:
+        if not shape:
+            return f"no {name!r}"
+        return f"{name!r}" if name in PER_SOURCE else f"{name!r} of shape {shape}"
+
+    return f"it has {described(shape)}, but most of the first records have {described(usual)}."
+
+
 def _pooled(tables: Sequence[Table]) -> Table:
     """Join the tables of all ranks: the first records of all shards, then the second of all shards, ..."""
     joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
         joined[name] = np.concatenate([table[name] for table in tables])
     joined["holder"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+
+    # Number the records of each shard and pass, which lie together in the table of one rank.
     place = np.stack([joined["holder"], joined["shard"], joined["round"]])
     begins = np.ones(len(joined), bool)
     begins[1:] = (np.diff(place, axis=1) != 0).any(0)
     starts = np.flatnonzero(begins)
-    within = np.arange(len(joined)) - np.repeat(starts, np.diff(starts, append=len(joined)))
-    return joined[np.argsort(within, kind="stable")]
+    number_in_shard = np.arange(len(joined)) - np.repeat(starts, np.diff(starts, append=len(joined)))
+    return joined[np.argsort(number_in_shard, kind="stable")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,14 +302,16 @@ class Read:
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
     """Assign each shard, largest first, to the least loaded rank; ties begin at rank ``first % ranks``."""
+    # Entries are (load, tie, rank). A tie grows by the number of ranks with each shard, so that of ranks with
+    # equal loads the one with the fewest shards comes first.
     heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
     heapq.heapify(heap)
     assigned: list[list[int]] = [[] for _ in range(ranks)]
-    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, count, rank = heapq.heappop(heap)
-        assigned[rank].append(number)
-        heapq.heappush(heap, (load + sizes[number], count + ranks, rank))
-    return [sorted(numbers) for numbers in assigned]
+    for shard in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, tie, rank = heapq.heappop(heap)
+        assigned[rank].append(shard)
+        heapq.heappush(heap, (load + sizes[shard], tie + ranks, rank))
+    return [sorted(shards) for shards in assigned]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -272,36 +329,40 @@ class Reading(IterableDataset[Read]):
     def __iter__(self) -> Iterator[Read]:
         """Read the shards; each of n workers reads every n-th shard."""
         worker = get_worker_info()
-        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if worker is not None:
-            first += self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
-            # A dataset that sees a worker may read only a part of its shard. So hide the worker.
-            worker_module = private("torch.utils.data._utils.worker")
-            if not hasattr(worker_module, "_worker_info"):
-                raise RuntimeError(
-                    "torch.utils.data of this release has no _worker_info, so a stream's records would be "
-                    "divided twice. Set num_workers=0, or install a tested release: see lightning-thd doctor."
-                )
-            worker_module._worker_info = None
-        for number in self.mine[first % every :: every]:
-            yield from self.rows(number, self.starts[number])
+        if worker is None:
+            first, step = 0, 1
+        else:
+            # torch asks workers in turn from worker 0 on, so worker 0 gets the shard whose turn is next.
+            next_turn = self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
+            first = (worker.id + next_turn) % worker.num_workers
+            step = worker.num_workers
+            _hide_worker()
+        for shard in self.mine[first::step]:
+            yield from self.rows(shard, self.starts[shard])
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
         """Yield the records of one shard from a row on, and a bad one where reading fails."""
-        row, mark = start - 1, self.marks.get((number, self.round))
-        mark = mark if mark is not None and mark[0] <= start else None
+        shard = self.shards[number]
+        mark = self.marks.get((number, self.round))
+        if mark is not None and mark[0] > start:
+            mark = None
+        row = start - 1
         try:
-            for row, record, saved in self.shards[number].read(start, mark):
+            for row, record, saved in shard.read(start, mark):
                 yield self._read(number, row, record, saved)
-            if (ended := getattr(getattr(self.shards[number], "beginning", None), "ended", None)) is not None:
-                yield Read(shard=number, row=-1, round=self.round + 1, sample=None, mark=(0, ended))
+            state_at_end = getattr(getattr(shard, "beginning", None), "ended", None)
+            if state_at_end is not None:
+                yield Read(shard=number, row=-1, round=self.round + 1, sample=None, mark=(0, state_at_end))
         except (ModuleNotFoundError, MisconfigurationException):
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
     def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
-        self.sampler.counts, sample, bad = Counter(), None, None
+        """Convert a record to a sample; what fails there makes the record bad."""
+        self.sampler.counts = Counter()
+        sample = None
+        bad = None
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
@@ -310,8 +371,26 @@ class Reading(IterableDataset[Read]):
             raise
         except Exception as err:  # images, templates and extras_cost raise many types of errors
             bad = str(err) if isinstance(err, ValueError | TypeError) else f"{type(err).__name__}: {err}"
-        place: Any = {"shard": number, "row": row, "round": self.round}
-        return Read(**place, sample=sample, bad=bad, counts=self.sampler.counts, mark=mark)
+        return Read(
+            shard=number,
+            row=row,
+            round=self.round,
+            sample=sample,
+            bad=bad,
+            counts=self.sampler.counts,
+            mark=mark,
+        )
+
+
+def _hide_worker() -> None:
+    """Hide that this process is a worker: a dataset that sees it may read only a part of its shard."""
+    worker_module = private("torch.utils.data._utils.worker")
+    if not hasattr(worker_module, "_worker_info"):
+        raise RuntimeError(
+            "torch.utils.data of this release has no _worker_info, so a stream's records would be "
+            "divided twice. Set num_workers=0, or install a tested release: see lightning-thd doctor."
+        )
+    worker_module._worker_info = None
 
 
 @dataclass(slots=True)
@@ -330,22 +409,49 @@ class Tally:
         self.last.append(fault)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """The message of a rank to the others after it has read."""
+
+    failure: str | None  # the error of this rank
+    table: Table  # a ``META`` row for each sequence that was read
+    # For each source, whether all shards of the rank are read, and the three numbers of ``Intake.turns``.
+    status: list[tuple[int, ...]]
+    tallies: list[Tally]  # for each source, from the first record on
+    marks: Marks
+    forms: dict[int, Form]  # by their hashes
+
+
 class Reader:
     """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
     def __init__(self, reading: Reading, tally: Tally, source: Source, num_workers: int) -> None:
-        self._reading, self._tally, self._source, self.turn = reading, tally, source, reading.turn
+        self._reading = reading
+        self._tally = tally
+        self._source = source
         self._most_bad = math.inf if source.max_errors is None else source.max_errors
-        self.exhausted, self._kept = False, list[Read]()  # samples that are read, but not yet asked for
+        self.turn = reading.turn  # see ``Intake.turns``
+        self.exhausted = False  # whether all shards of this rank are read
         self.marks: Marks = {}  # saved states since the last exchange
+        self._read_ahead: list[Read] = []  # samples that are read, but not yet asked for
+
+        reads_alone = bool(self.turn[1])
+        workers = 0 if reads_alone else min(num_workers, len(reading.mine))
         self._rows = iter(reading)
-        if workers := 0 if self.turn[1] else min(num_workers, len(reading.mine)):
-            own: Any = {"worker_init_fn": begin_worker, "generator": own_generator(reading.round)}
-            self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers, **own))
+        if workers:
+            loader = DataLoader(
+                reading,
+                batch_size=None,
+                num_workers=workers,
+                worker_init_fn=begin_worker,
+                generator=own_generator(reading.round),
+            )
+            self._rows = iter(loader)  # the workers start here, in the thread that makes the reader
 
     def take(self, count: int) -> list[Read]:
         """Return up to ``count`` samples; fewer at the end of the shards, or after too many bad records."""
-        taken, self._kept = self._kept[:count], self._kept[count:]
+        taken = self._read_ahead[:count]
+        self._read_ahead = self._read_ahead[count:]
         while len(taken) < count and self._tally.bad <= self._most_bad:
             try:
                 read = next(self._rows, None)
@@ -355,6 +461,7 @@ class Reader:
             if read is None:
                 self.exhausted = True
                 break
+
             self.turn[0] = read.shard
             if read.mark is not None:
                 self.marks.setdefault((read.shard, read.round), []).append(read.mark)
@@ -369,20 +476,21 @@ class Reader:
 
     def read_again(self, pending: Pending, *, ended: bool) -> list[Read]:
         """Read the pending records of this rank's shards again; with ``ended``, look for added ones too."""
-        found = []
-        for (number, round_), rows in pending.items():
-            if number not in self._reading.mine:
+        samples = []
+        for (shard, round_), rows in pending.items():
+            if shard not in self._reading.mine:
                 continue
-            again = replace(self._reading, round=round_).rows(number, min(rows))
-            reads = list(islice((x for x in again if x.row in rows and x.bad is None), len(rows)))
+            again = replace(self._reading, round=round_).rows(shard, min(rows))
+            of_pending = (read for read in again if read.row in rows and read.bad is None)
+            reads = list(islice(of_pending, len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
-                    f"Shard {self._reading.shards[number].name} had {len(rows)} unused records when "
+                    f"Shard {self._reading.shards[shard].name} had {len(rows)} unused records when "
                     f"the checkpoint was written, but gives {len(reads)} of them now. Restore its data."
                 )
             for read in reads:
                 self._tally.counts.update(read.counts)
-            found += [read for read in reads if read.sample]
+            samples += [read for read in reads if read.sample is not None]  # a policy may leave some out now
         if ended:  # all shards had been read; records may have been added since
-            self._kept = self.take(1)
-        return found
+            self._read_ahead = self.take(1)
+        return samples

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,8 @@ class Wire:
     """Collectives among the ranks that read a stream."""
 
     def __init__(self, rank: int, ranks: int, members: list[int], *, timeout_s: float) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank  # data rank
+        self.ranks = ranks
         self._waiting = partial(waiting, f"Rank {rank} of {ranks} that read the stream", timeout_s)
         self._group: Any = None
         if ranks > 1:
@@ -33,20 +35,22 @@ class Wire:
 
     def objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks."""
-        found: list[Any] = [value] * self.ranks
+        values: list[Any] = [value] * self.ranks
         if self._group is not None:
             with self._waiting():
-                dist.all_gather_object(found, value, group=self._group)
-        return found
+                dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def exchange(self, outgoing: list[bytes], sizes: list[int]) -> list[bytes]:
         """Send ``outgoing[rank]`` to each rank, and receive ``sizes[rank]`` bytes from each."""
         if self._group is None:
             return outgoing
+        # Copied, because torch warns of an array that cannot be written to.
         sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
         received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent_sizes = [len(message) for message in outgoing]
         with self._waiting():
-            dist.all_to_all_single(received, sent, sizes, [*map(len, outgoing)], group=self._group)
+            dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._group)
         return [part.tobytes() for part in np.split(received.numpy(), np.cumsum(sizes)[:-1])]
 
 
@@ -65,7 +69,9 @@ class Peers:
     """The ranks that train on the same packs, and so share a data rank; the first reads for the others."""
 
     def __init__(self, readers: list[int], peers: list[int], rank: int, *, timeout_s: float) -> None:
-        self.readers, self._reader, self.reads = readers, peers[0], peers[0] == rank
+        self.readers = readers  # the rank that reads, for each data rank
+        self._reader = peers[0]
+        self.reads = peers[0] == rank
         self._waiting = partial(
             waiting, f"Rank {rank}, one of {peers} that train on the same packs,", timeout_s
         )
@@ -81,10 +87,14 @@ class Peers:
             return cls([0], [0], 0, timeout_s=timeout_s), [value]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (job.rank, value))
-        found = [number for number, _ in gathered]
-        groups = [[rank for rank, number in enumerate(found) if number == i] for i in range(job.ranks)]
-        if set(found) != set(range(job.ranks)):
-            raise ValueError(f"The ranks have the data ranks {found}; wanted 0 to {job.ranks - 1}.")
+        data_ranks = [data_rank for data_rank, _ in gathered]
+        if set(data_ranks) != set(range(job.ranks)):
+            raise ValueError(f"The ranks have the data ranks {data_ranks}; wanted 0 to {job.ranks - 1}.")
+
+        # The ranks of the job that share each data rank; the first of them reads.
+        groups: list[list[int]] = [[] for _ in range(job.ranks)]
+        for rank, data_rank in enumerate(data_ranks):
+            groups[data_rank].append(rank)
         readers = [group[0] for group in groups]
         peers = cls(readers, groups[job.rank], dist.get_rank(), timeout_s=timeout_s)
         return peers, [gathered[reader][1] for reader in readers]
@@ -105,21 +115,33 @@ class Peers:
 
 
 def exchange(planned: PlannedStep, held: Payloads, wire: Wire) -> list[list[dict[str, Any]]]:
-    """Exchange the samples of a step, and drop them from ``held``; return this rank's microbatches."""
-    table, holders, rank = planned.table, planned.table["holder"], wire.rank
+    """Exchange the samples of a step, and drop them from ``held``; return this rank's microbatches.
+
+    Every rank knows from the plan which sequences each other rank sends, so messages are bare payloads.
+    """
+    table = planned.table
+    rank = wire.rank
+    holders = table["holder"]  # the rank that has read each sequence
+    targets = planned.targets()  # the rank that runs each sequence
     keys = list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
-    targets = planned.targets()
     payloads = {i: held.pop(keys[i]) for i in np.flatnonzero(holders == rank).tolist()}
-    outgoing, coming = [], []
+
+    outgoing: list[bytes] = []
+    coming: list[npt.NDArray[np.int64]] = []  # for each other rank, the sequences that it sends
     for other in range(wire.ranks):
-        sent = np.flatnonzero((holders == rank) & (targets == other) & (other != rank))
+        is_moved = other != rank
+        sent = np.flatnonzero((holders == rank) & (targets == other) & is_moved)
         outgoing.append(b"".join(payloads[i] for i in sent.tolist()))
-        coming.append(np.flatnonzero((holders == other) & (targets == rank) & (other != rank)))
+        coming.append(np.flatnonzero((holders == other) & (targets == rank) & is_moved))
     received = wire.exchange(outgoing, [int(table["bytes"][rows].sum()) for rows in coming])
+
     for rows, message in zip(coming, received, strict=True):
-        at = 0
+        start = 0
         for i, size in zip(rows.tolist(), table["bytes"][rows].tolist(), strict=True):
-            payloads[i], at = message[at : at + size], at + size
-    m = planned.microbatches
-    bounds = planned.offsets[rank * m : (rank + 1) * m + 1].tolist()
-    return [[pickle.loads(payloads[i]) for i in range(a, b)] for a, b in pairwise(bounds)]
+            payloads[i] = message[start : start + size]
+            start += size
+
+    first = rank * planned.microbatches
+    bounds = planned.offsets[first : first + planned.microbatches + 1].tolist()
+    # Only ranks of this job wrote these pickles.
+    return [[pickle.loads(payloads[i]) for i in range(start, stop)] for start, stop in pairwise(bounds)]

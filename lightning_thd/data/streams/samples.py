@@ -88,20 +88,22 @@ class Sampler:
 
         ``folder`` is where relative paths of images start.
         """
-        given = self._with_ids(record, folder)
-        if given["input_ids"] is None or not len(given["input_ids"]):
+        encoded = self._with_ids(record, folder)
+        if encoded["input_ids"] is None or not len(encoded["input_ids"]):
             if not self.drop_empty:
                 raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
             self.counts["empty"] += 1
             return None
-        sample = self._checked(given)
+
+        sample = self._checked(encoded)
         patches, squares = self._patches(record, sample)
-        wide = self.max_patches is not None and patches > self.max_patches
-        if wide and self.oversize not in ("drop", "own_pack"):
+        too_many_patches = self.max_patches is not None and patches > self.max_patches
+        if too_many_patches and self.oversize not in ("drop", "own_pack"):
             raise ValueError(f"{patches} image patches but max_patches={self.max_patches}. Raise it.")
-        fitted = self._fitted(sample, row, wide)
+        fitted = self._fitted(sample, row, too_many_patches)
         if fitted is None:
             return None
+
         weight, sequences = whole_weight(fitted, "the record")
         form = _form_of(fitted)
         payload = pickle.dumps(fitted, protocol=pickle.HIGHEST_PROTOCOL)
@@ -117,26 +119,31 @@ class Sampler:
         return Sample(payload=payload, meta=meta, form=form)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
+        """Return ``patches`` and ``squares`` of ``META``."""
         cost = self.extras_cost
         sizes = sizes_of(sample) if cost is None else declared(cost, record, "the record")
-        if self.max_patches is not None and self.patch is None and sizes[2]:
+        pixels = sizes[2]
+        if self.max_patches is not None and self.patch is None and pixels:
             raise ValueError(f"max_patches={self.max_patches}, but images come as pixels. Pass extras_cost=.")
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
         return patches, squares
 
     def _with_ids(self, record: Any, folder: Path | None) -> dict[str, Any]:
-        if (
-            isinstance(record, Mapping)
-            and record.get("input_ids") is not None
-            and self.records in ("auto", "ids")
-        ):
+        """Return a record of ids as it is, and any other rendered or tokenised."""
+        has_ids = isinstance(record, Mapping) and record.get("input_ids") is not None
+        if has_ids and self.records in ("auto", "ids"):
             return dict(record)
         if not isinstance(record, str | Mapping):
             raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or str.")
-        record = dict(record) if isinstance(record, Mapping) else record
+
+        if isinstance(record, Mapping):
+            record = dict(record)
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, folder)
-        kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
+
+        kind = self.records
+        if kind == "auto":
+            kind = kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(
                 kind=kind,
@@ -155,30 +162,31 @@ class Sampler:
             sample[PARTS] = rows.parts
         return sample
 
-    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, encoded: dict[str, Any]) -> dict[str, Any]:
         """Check a sample, and drop keys that are not inputs of the model, such as text and names."""
-        refuse_null_targets(given, "the record")
-        sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
+        refuse_null_targets(encoded, "the record")
+        sample = check_sample({key: x for key, x in encoded.items() if _is_read(key, x)}, "the record")
         sample.pop("attention_mask", None)  # checked to be all ones
         if self.one_each:
             refuse_restart(sample, "the record", "Give one sequence per record, or set packed='off'.")
+
         for key, what in (("input_ids", "token id"), ("labels", "label")):
             if key not in sample:
                 continue
-            if self.vocab_size is not None and int(sample[key].max()) >= self.vocab_size:
-                raise ValueError(
-                    f"the {what} {int(sample[key].max())}, but the model's vocabulary has {self.vocab_size}."
-                )
-            sample[key] = sample[key].astype(np.int32)
+            largest = int(sample[key].max())
+            if self.vocab_size is not None and largest >= self.vocab_size:
+                raise ValueError(f"the {what} {largest}, but the model's vocabulary has {self.vocab_size}.")
+            sample[key] = sample[key].astype(np.int32)  # ranks hold and send half as much as with int64
         if "labels" in sample:
             refuse_shifted([(sample["input_ids"], sample["labels"])], "the record")
         return sample
 
-    def _fitted(self, sample: dict[str, Any], row: int, wide: bool) -> dict[str, Any] | None:
-        """Apply the ``oversize`` policy to a sample that is too long, or has too many patches (``wide``)."""
+    def _fitted(self, sample: dict[str, Any], row: int, too_many_patches: bool) -> dict[str, Any] | None:
+        """Apply the ``oversize`` policy to a sample that is too long, or has too many patches."""
         length = len(sample["input_ids"])
-        if length <= self.capacity and not wide:
+        if length <= self.capacity and not too_many_patches:
             return sample
+
         if self.oversize == "error":
             raise ValueError(f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize=.")
         if self.oversize == "own_pack":
@@ -188,19 +196,20 @@ class Sampler:
             self.counts["dropped"] += 1
             self.counts["tokens_lost"] += length
             return None
+
         refuse_cut(sample, row, length)
+        per_token = {key: values[..., : self.capacity] for key, values in sample.items() if key in PER_TOKEN}
+        if np.ndim(sample.get("weights", 1)):  # one weight per token, and not one for the sequence
+            per_token["weights"] = sample["weights"][: self.capacity]
+        truncated = sample | per_token
+        if _is_learned(sample) and not _is_learned(truncated):
+            # Weight decay would move the weights in a step that has nothing to learn.
+            self.counts["truncated_without_targets"] += 1
+            self.counts["tokens_lost"] += length
+            return None
         self.counts["truncated"] += 1
         self.counts["tokens_lost"] += length - self.capacity
-        cut = {key: sample[key][..., : self.capacity] for key in sample if key in PER_TOKEN}
-        if np.ndim(sample.get("weights", 1)):
-            cut["weights"] = sample["weights"][: self.capacity]
-        fitted = sample | cut
-        if not _is_learned(fitted) and _is_learned(sample):
-            self.counts["truncated"] -= 1
-            self.counts["tokens_lost"] += self.capacity
-            self.counts["truncated_without_targets"] += 1
-            return None
-        return fitted
+        return truncated
 
 
 def _is_learned(sample: Mapping[str, Any]) -> bool:
@@ -209,22 +218,31 @@ def _is_learned(sample: Mapping[str, Any]) -> bool:
 
 
 def _form_of(sample: dict[str, Any]) -> Form:
-    shapes = {key: ("*", *sample[key].shape[1:]) for key in inputs(sample) if sample[key].shape != (0,)}
-    shapes |= {key: (*sample[key].shape[:-1], "*") for key in ("position_ids",) if key in sample}
-    shapes |= {key: sample[key].shape for key in ("label",) if key in sample}
-    presence = {name: "given" if name in sample else "" for name in PER_SOURCE}
-    shapes |= {key: ("*",) for key in (PARTS,) if key in sample}
-    return (
-        dict.fromkeys(_LIKE_OTHERS, "")
-        | presence
-        | {key: f"[{', '.join(map(str, shape))}]" for key, shape in shapes.items()}
-    )
+    """Return the shapes of a sample's inputs, with ``*`` in place of the axis that collating joins."""
+    form = dict.fromkeys(_LIKE_OTHERS, "")
+    form |= {name: "given" if name in sample else "" for name in PER_SOURCE}
+    for key in inputs(sample):
+        if sample[key].shape != (0,):  # no image: it joins with images of any size
+            form[key] = _shape_text("*", *sample[key].shape[1:])
+    if "position_ids" in sample:
+        form["position_ids"] = _shape_text(*sample["position_ids"].shape[:-1], "*")
+    if "label" in sample:
+        form["label"] = _shape_text(*sample["label"].shape)
+    if PARTS in sample:
+        form[PARTS] = _shape_text("*")
+    return form
+
+
+def _shape_text(*axes: int | str) -> str:
+    return f"[{', '.join(map(str, axes))}]"
 
 
 def _is_read(key: str, value: Any) -> bool:
     """Return whether a key is read: a known one, or another with an array of numbers; None is not read."""
-    if value is None or key in KEYS:
-        return value is not None
+    if value is None:
+        return False
+    if key in KEYS:
+        return True
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.dtype.kind in "biufc"
     return isinstance(value, Tensor) and value.ndim > 0

@@ -29,6 +29,7 @@ Pending = dict[Place, set[int]]  # the rows that are still unused
 # 4,096 ranks, this takes 20 ms, while a search for packs of equal work takes 12 s.
 _MANY = 8192
 # Such plans round lengths up until fewer than twice this many differ; best fit iterates over those lengths.
+# For 65,536 sequences that takes 3 ms in place of 16, and makes 0.05 % more packs.
 _CLASSES = 1024
 IntArray = npt.NDArray[np.int64]
 
@@ -71,7 +72,9 @@ def work_of(table: Table, cost: Cost) -> npt.NDArray[np.float64]:
 
 def rows_of(table: Table, rows: IntArray) -> Table:
     """Return rows of a table as ``table[rows]`` does, but 40 times faster for 65,536 rows."""
-    words = np.ascontiguousarray(table).view(np.uint32).reshape(len(table), table.itemsize // 4)
+    # numpy copies a structured row field by field, and a row of numbers as one block.
+    words_each = table.itemsize // 4
+    words = np.ascontiguousarray(table).view(np.uint32).reshape(len(table), words_each)
     return np.take(words, rows, axis=0).view(table.dtype).reshape(len(rows))
 
 
@@ -79,40 +82,47 @@ def plan_steps(pool: Table, scheduling: Scheduling, *, ended: bool) -> tuple[lis
     """Plan one step of ``Sequences(n)``, or all whole steps of ``Packs(n)``; return them and the rest."""
     if not len(pool):
         return [], pool
-    if isinstance(scheduling.step, Sequences):
-        n = scheduling.step.n
-        if len(pool) < n and not (ended and scheduling.tail == "pad"):
-            return [], pool
-        return [_step(pool[:n], scheduling, None)], pool[n:]
-    return _pack_steps(pool, scheduling, scheduling.step.n // scheduling.dp, ended)
+    if isinstance(scheduling.step, Packs):
+        packs_of_rank = scheduling.step.n // scheduling.dp
+        return _pack_steps(pool, scheduling, packs_of_rank, ended)
+
+    n = scheduling.step.n
+    if len(pool) < n and not (ended and scheduling.tail == "pad"):
+        return [], pool
+    return [_step(pool[:n], scheduling, None)], pool[n:]
 
 
 def _pack_steps(
     pool: Table, scheduling: Scheduling, each: int, ended: bool
 ) -> tuple[list[PlannedStep], Table]:
     """Fill the fewest packs with equal work, and make steps of ``each`` packs per rank."""
-    whole = _step(pool, scheduling, None)
-    microsteps = whole.microbatches
-    bins = np.split(np.arange(len(whole.table)), whole.offsets[1:-1])
-    bin_of = np.arange(len(bins)).reshape(scheduling.dp, microsteps)
+    whole = _step(pool, scheduling, None)  # one step of all packs
+    table = whole.table
+    packs = np.split(np.arange(len(table)), whole.offsets[1:-1])
+    # The numbers of the packs, int64 ``[dp, microbatches]``: each column is a pack for every rank.
+    numbers = np.arange(len(packs)).reshape(scheduling.dp, whole.microbatches)
+    no_row = np.empty(0, np.int64)
+
     steps = []
-    for first in range(0, microsteps - each + 1, each):
-        chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
-        rows = np.concatenate([np.empty(0, np.int64), *chosen])
-        steps.append(
-            PlannedStep(rows_of(whole.table, rows), np.cumsum([0, *map(len, chosen)]), scheduling.dp)
-        )
+    for first in range(0, whole.microbatches - each + 1, each):
+        chosen = [packs[number] for number in numbers[:, first : first + each].ravel()]
+        rows = np.concatenate([no_row, *chosen])
+        offsets = np.cumsum([0, *map(len, chosen)])
+        steps.append(PlannedStep(rows_of(table, rows), offsets, scheduling.dp))
+
     # The lightest packs come last. If they do not fill a step, their sequences are packed again later.
-    left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
-    rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
+    left = [packs[number] for number in numbers[:, len(steps) * each :].ravel()]
+    rest = table[np.sort(np.concatenate([no_row, *left]))]
     if ended and scheduling.tail == "pad" and len(rest):
         return [*steps, _step(rest, scheduling, each)], rest[:0]
     return steps, rest
 
 
 def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) -> PlannedStep:
+    """Pack all sequences of a table as one step; None takes as few microbatches as they need."""
     lengths = table["length"].astype(np.int64)
-    padded, patches = scheduling.slots.padded(lengths), table["patches"].astype(np.int64)
+    padded = scheduling.slots.padded(lengths)
+    patches = table["patches"].astype(np.int64)
     if scheduling.scheduler is not None:
         order, offsets = scheduled_bins(
             scheduling.scheduler,
@@ -139,19 +149,24 @@ def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) ->
 def _dealt_bins(
     table: Table, padded: IntArray, patches: IntArray, scheduling: Scheduling, num_microbatches: int | None
 ) -> tuple[IntArray, IntArray]:
-    usable, multiple = scheduling.slots.usable, scheduling.slots.multiple
-    coarse = max(1, usable // (_CLASSES * multiple)) * multiple
-    sizes = np.where(padded <= usable, np.minimum(-(-padded // coarse) * coarse, usable), padded)
-    packs = best_fit(sizes, scheduling.slots, patches)
+    """Fill packs first, and deal them to ranks by their work: much faster than ``balanced_bins``."""
+    slots = scheduling.slots
+    coarse = max(1, slots.usable // (_CLASSES * slots.multiple)) * slots.multiple
+    rounded = np.minimum(-(-padded // coarse) * coarse, slots.usable)
+    sizes = np.where(padded <= slots.usable, rounded, padded)  # longer ones are packs of their own
+    packs = best_fit(sizes, slots, patches)
     if num_microbatches is not None and len(packs) > scheduling.dp * num_microbatches:
-        packs = best_fit(padded, scheduling.slots, patches)
-    count = scheduling.dp * (num_microbatches or -(-len(packs) // scheduling.dp))
-    offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
-    sums = np.concatenate([[0.0], np.cumsum(work_of(table, scheduling.cost)[packs.indices])])
-    return order_by_rank(packs.indices, offsets, np.diff(sums[offsets]), scheduling.dp)
+        packs = best_fit(padded, slots, patches)  # rounding has made too many
+
+    microbatches = num_microbatches or -(-len(packs) // scheduling.dp)
+    empty = scheduling.dp * microbatches - len(packs)
+    offsets = np.concatenate([packs.offsets, np.full(empty, packs.offsets[-1])])
+    work = work_of(table, scheduling.cost)[packs.indices]
+    work_before = np.concatenate([[0.0], np.cumsum(work)])
+    return order_by_rank(packs.indices, offsets, np.diff(work_before[offsets]), scheduling.dp)
 
 
-_VERSION = 3
+_VERSION = 3  # the version of a saved state
 _PLACE = ("shard", "row", "round")  # the fields that identify a sequence
 
 
@@ -189,8 +204,10 @@ class Ledger:
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
     """Build a ledger from a saved state, still without its pending sequences."""
-    if (version := state.get("version")) != _VERSION:
+    version = state.get("version")
+    if version != _VERSION:
         raise ValueError(f"The stream has version {version}, not {_VERSION}. Resume with the older release.")
+
     return Ledger(
         cursors=state["cursors"].numpy().copy(),
         rounds=np.array(state["rounds"], np.int64),
@@ -205,20 +222,29 @@ def ledger_of(state: dict[str, Any]) -> Ledger:
 def pending_rows(state: dict[str, Any]) -> Pending:
     """Return the records that were read but unused when the state was saved."""
     rows: Pending = {}
-    for shard, row, number in state["pending"].tolist():
-        rows.setdefault((shard, number), set()).add(row)
+    for shard, row, round_ in state["pending"].tolist():
+        rows.setdefault((shard, round_), set()).add(row)
     return rows
 
 
 def restored_ledger(
-    state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray
+    state: dict[str, Any], read: Table, *, dp: int, same: bool, source_of: IntArray
 ) -> Ledger:
-    """Build a ledger from a saved state and the pending sequences, which were read again."""
-    keys = zip(*(found[name].tolist() for name in _PLACE), strict=True)
-    places = {key: i for i, key in enumerate(keys)}
-    pending = state["pending"].tolist()
-    order = [places.get(tuple(place), -1) for place in pending]  # -1 if a policy now leaves the record out
-    table = found[np.array([i for i in order if i >= 0], np.int64)]
+    """Build a ledger from a saved state and the pending sequences, which were read again.
+
+    Args:
+        state: a state of ``Ledger.state``.
+        read: the pending sequences, in any order.
+        dp: data-parallel ranks of this job.
+        same: whether the planned steps of the state fit this job.
+        source_of: the source of each shard, int64 ``[K]``.
+    """
+    places = zip(*(read[name].tolist() for name in _PLACE), strict=True)
+    row_of = {place: row for row, place in enumerate(places)}
+    pending = [tuple(place) for place in state["pending"].tolist()]
+    rows = [row_of[place] for place in pending if place in row_of]  # a policy may leave some out now
+    table = read[np.array(rows, np.int64)]
+
     ledger = ledger_of(state)
     if same and len(table) == len(pending):
         for offsets in state["planned"]:

@@ -57,26 +57,34 @@ class FileShard:
         """Yield the records from a row on; a record may be ``Bad``, and blank lines are no rows."""
         with _open(self.name) as file:
             if KINDS[suffix_of(self.name)] == "JSONL":
-                suffix = Path(self.name.lower()).suffix
-                packed = suffix in PACKED
-                lines = _lines(unpacked(file, self.name, suffix=suffix)) if packed else file
-                filled = (line for line in lines if line.strip())
-                for row, line in islice(enumerate(filled), start, None):
-                    yield row, parse_line(line), None
-                return
-            row = 0
-            for batch in _batches(file, self.name):
-                first = max(0, start - row)
-                for i, record in enumerate(batch.slice(min(first, batch.num_rows)).to_pylist(), row + first):
-                    yield i, as_written(record), None
-                row += batch.num_rows
+                yield from self._read_lines(file, start)
+            else:
+                yield from self._read_columns(file, start)
+
+    def _read_lines(self, file: Any, start: int) -> Rows:
+        suffix = Path(self.name.lower()).suffix
+        lines = _lines(unpacked(file, self.name, suffix=suffix)) if suffix in PACKED else file
+        filled = (line for line in lines if line.strip())
+        for row, line in islice(enumerate(filled), start, None):
+            yield row, parse_line(line), None
+
+    def _read_columns(self, file: Any, start: int) -> Rows:
+        first_row = 0  # where the batch begins
+        for batch in _batches(file, self.name):
+            skipped = max(0, start - first_row)
+            records = batch.slice(min(skipped, batch.num_rows)).to_pylist()
+            for row, record in enumerate(records, first_row + skipped):
+                yield row, as_written(record), None
+            first_row += batch.num_rows
 
 
 def file_shard(name: str) -> FileShard:
     """Make the shard of a file; raise if files with this suffix cannot be streamed."""
-    kind, packed = KINDS.get(suffix_of(name)), Path(without_query(name).lower()).suffix in PACKED
-    if kind == "JSONL" or (kind == "column" and not packed):
-        return FileShard(name, Path(name).stat().st_size if "://" not in name else 1)
+    kind = KINDS.get(suffix_of(name))
+    is_packed = Path(without_query(name).lower()).suffix in PACKED
+    if kind == "JSONL" or (kind == "column" and not is_packed):
+        is_remote = "://" in name
+        return FileShard(name, 1 if is_remote else Path(name).stat().st_size)
     raise ValueError(
         f"{name} cannot be streamed. Pass .jsonl files (also compressed), .parquet or .arrow files, or "
         "datasets.load_dataset(..., streaming=True)."
@@ -91,12 +99,12 @@ def _batches(file: Any, name: str) -> Iterator[Any]:
         return
     try:
         reader = arrow.ipc.open_file(file)
-    except arrow.ArrowInvalid:
+    except arrow.ArrowInvalid:  # the file is in the stream format, which datasets writes
         file.seek(0)
         yield from arrow.ipc.open_stream(file)
         return
-    for i in range(reader.num_record_batches):
-        yield reader.get_batch(i)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
 
 
 def _open(name: str) -> Any:
@@ -106,6 +114,7 @@ def _open(name: str) -> Any:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Cut blocks of bytes into lines, without their ends."""
     begun: list[bytes] = []  # the parts of a line that spans blocks
     for block in blocks:
         first, *others = block.split(b"\n")
@@ -123,9 +132,10 @@ class Beginning:
     """
 
     def __init__(self, source: Any) -> None:
-        self._state: Any = None
+        self._state: Any = None  # the first state
         self.ended: Any = None  # the state after the last complete pass, with which the next begins
-        self._kept: tuple[Any, Any] | None = None  # without a first state: first record, state after it
+        # Without a first state, the first record and the state after it: the start cannot be read again.
+        self._first_record: tuple[Any, Any] | None = None
         self._was_read = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
@@ -134,36 +144,46 @@ class Beginning:
     def of(cls, source: Any) -> Beginning:
         """Return the ``Beginning`` of a source, the same for all loaders of this process."""
         try:
-            return _KNOWN.setdefault(source, cls(source))
+            return _BEGINNINGS.setdefault(source, cls(source))
         except TypeError:  # the source is not hashable, or allows no weak reference
             return cls(source)
 
     def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
         """Yield (record, mark) from the start or a saved state on; the first and every 64th have marks."""
-        first, state = (0, self._state if self._was_read else None) if mark is None else mark
-        saved = (0, self._state) if mark is None and self._state is not None else None
-        if mark is None and self._kept is not None:
-            (record, state), first = self._kept, 1
+        first = 0  # the row that comes next from the source
+        state: Any = None  # the state to load
+        saved: Mark | None = None  # the mark of the next record
+        if mark is not None:
+            first, state = mark
+        elif self._first_record is not None:
+            record, state = self._first_record
             yield record, None
+            first = 1
+        elif self._state is not None:
+            state = self._state if self._was_read else None
+            saved = (0, self._state)
+
         self._was_read = True
         if state is not None:
+            # Copied, because a source may go on with the very object, and change it.
             source.load_state_dict(copy.deepcopy(state))
         # From a state saved at the end of a pass, the first iteration may give nothing.
-        for _ in range(1 if state is None or first else 2):
-            row = first
-            for row, record in enumerate(source, first + 1):
-                if state is None and row == 1 and self._state is None:
-                    self._kept = record, copy.deepcopy(source.state_dict())
+        iterations = 2 if state is not None and first == 0 else 1
+        for _ in range(iterations):
+            count = first  # records that were read
+            for count, record in enumerate(source, first + 1):
+                if state is None and count == 1 and self._state is None:
+                    self._first_record = record, copy.deepcopy(source.state_dict())
                 yield record, saved
                 # A state is saved only before another record: the last may belong to the next pass already.
-                saved = (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
-            if row > first:
+                saved = (count, copy.deepcopy(source.state_dict())) if count % _MARK_EVERY == 0 else None
+            if count > first:
                 break
         with contextlib.suppress(Exception):
             self.ended = copy.deepcopy(source.state_dict())
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
+_BEGINNINGS: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
 
 
 def has_state(source: object) -> bool:
@@ -184,21 +204,25 @@ class IterableShard:
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on; the source is read from its start or a saved state."""
-        records, first = self.begin(), 0
+        records = self.begin()
+        first = 0
         # States of Hugging Face datasets are not used: they lose the records in shuffle buffers.
         if has_state(records) and not is_hf(records):
-            pairs = (self.beginning or Beginning.of(records)).read(records, mark)
-            first = 0 if mark is None else mark[0]
+            beginning = self.beginning or Beginning.of(records)
+            marked = beginning.read(records, mark)
+            if mark is not None:
+                first = mark[0]
         else:
             self._refuse_begun(records)
-            pairs = ((record, None) for record in records)
-        for row, (record, saved) in islice(enumerate(pairs, first), start - first, None):
+            marked = ((record, None) for record in records)
+
+        for row, (record, saved) in islice(enumerate(marked, first), start - first, None):
             yield row, as_written(record, getattr(records, "features", None)), saved
 
     def _refuse_begun(self, records: Any) -> None:
         """Refuse a generator that was read before, and an iterator that ``begin`` would return again."""
-        new = inspect.isgenerator(records) and inspect.getgeneratorstate(records) == inspect.GEN_CREATED
-        if not new and hasattr(records, "__next__") and records is self.begin():
+        is_new = inspect.isgenerator(records) and inspect.getgeneratorstate(records) == inspect.GEN_CREATED
+        if not is_new and hasattr(records, "__next__") and records is self.begin():
             raise MisconfigurationException(  # not a fault of a record, which on_error="skip" would leave out
                 f"A {type(records).__name__} can be read only once. Pass a function that makes a new one."
             )
@@ -208,37 +232,68 @@ Shard = FileShard | IterableShard
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
-    """Return the shards of a source that is not a path."""
+    """Return the shards of a source that is not a path.
+
+    Args:
+        source: an iterable, or a function that returns one.
+        parts: the number of shards of a function ``make(part, parts)``.
+        prefix: begins the names of the shards.
+
+    Raises:
+        ValueError: the source is not a stream of samples, or was split by rank already.
+    """
     kind = f"{prefix}{type(source).__name__}"
     if isinstance(source, Mapping):  # iteration over a sample would give its keys as texts
         raise ValueError(f"{kind} is not a stream. Pass a list of samples without Stream(), or a function.")
     if isinstance(source, DataLoader) and source.batch_sampler is not None:
         raise ValueError(f"{kind} gives batches, and packs are made of samples. Pass its dataset instead.")
+
     if is_hf(source):
-        if getattr(source, "_distributed", None) is not None:
-            raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
-        count = int(source.num_shards)
-        if count > 1 and (why := _counts_across_shards(source)) is not None:
-            warn(
-                f"{kind} has {why}, which counts rows over all its {count} shards. One process reads it, "
-                "front to back. To read shards side by side, use filter(), and a mixture of THDDataModule.",
-                SlowWarning,
-            )
-            count = 1
-        begins = [partial(_part, source, i, count) for i in range(count)]
-        return [IterableShard(f"{kind} shard {i}", begin, replays=True) for i, begin in enumerate(begins)]
+        return _hf_shards(source, kind)
+
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
-        beginning = Beginning.of(source) if has_state(source) else None  # a part of the shard, for workers
-        return [IterableShard(kind, partial(_part, source, 0, 1), 1, beginning is not None, True, beginning)]
+        # The beginning is a part of the shard, so that worker processes get it too.
+        beginning = Beginning.of(source) if has_state(source) else None
+        shard = IterableShard(
+            kind,
+            partial(_part, source, 0, 1),
+            replays=beginning is not None,
+            whole=True,
+            beginning=beginning,
+        )
+        return [shard]
+
     if not callable(source):
         raise ValueError(f"{type(source).__name__} is not a stream. Pass paths, a dataset, or a function.")
     name = prefix + getattr(source, "__name__", type(source).__name__)
-    if len(_positional(source)) == 2:
+    takes_part = len(_positional(source)) == 2
+    if takes_part:
         return [IterableShard(f"{name} part {i}", partial(source, i, parts)) for i in range(parts)]
     return [IterableShard(name, source, whole=True)]
 
 
+def _hf_shards(dataset: Any, kind: str) -> list[IterableShard]:
+    """Return the shards of a Hugging Face IterableDataset; one if it must be read front to back."""
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
+
+    count = int(dataset.num_shards)
+    operation = _counts_across_shards(dataset) if count > 1 else None
+    if operation is not None:
+        warn(
+            f"{kind} has {operation}, which counts rows over all its {count} shards. One process reads it, "
+            "front to back. To read shards side by side, use filter(), and a mixture of THDDataModule.",
+            SlowWarning,
+        )
+        count = 1
+    return [
+        IterableShard(f"{kind} shard {i}", partial(_part, dataset, i, count), replays=True)
+        for i in range(count)
+    ]
+
+
 def _counts_across_shards(dataset: Any) -> str | None:
+    """Return the operation of a dataset that counts rows over all shards, as a user wrote it; else None."""
     steps = [getattr(dataset, "_ex_iterable", None)]
     while steps:
         step = steps.pop()
@@ -248,8 +303,8 @@ def _counts_across_shards(dataset: Any) -> str | None:
         for option in ("drop_last_batch", "with_indices"):
             if getattr(step, option, False):
                 return f"{option}=True"
-        inner = [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", [])]
-        steps += [one for one in inner if one is not None]
+        inputs = [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", [])]
+        steps += [step for step in inputs if step is not None]
     return None
 
 
@@ -263,6 +318,7 @@ def _part(dataset: Any, index: int, count: int) -> Any:
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # built-in functions have no signature
@@ -294,20 +350,21 @@ def is_stream(source: object) -> bool:
 def open_shards(source: Any, *, parts: int) -> list[Shard]:
     """Return the shards of a source, or of all sources in a list."""
     sources = source if isinstance(source, list | tuple) else [source]
-    found: list[Shard] = []
-    for number, one in enumerate(sources):
-        if isinstance(one, str | Path):
-            found += [file_shard(name) for name in expand(one)]
+    shards: list[Shard] = []
+    for number, entry in enumerate(sources):
+        if isinstance(entry, str | Path):
+            shards += [file_shard(name) for name in expand(entry)]
         else:
-            found += iterable_shards(one, parts, prefix=f"{number}/" if len(sources) > 1 else "")
-    if not found:
+            prefix = f"{number}/" if len(sources) > 1 else ""
+            shards += iterable_shards(entry, parts, prefix=prefix)
+    if not shards:
         raise ValueError("The stream has no shards: its source is an empty list. Pass at least one path.")
-    return found
+    return shards
 
 
 def first_records(shard: Shard) -> str | None:
     """Return a hash of the first records, to compare ranks by; None if they cannot be read."""
     with contextlib.suppress(Exception):  # the stream will raise the error again, with its row
-        found = [record for _, record, _ in islice(shard.read(0), _COMPARED)]
-        return hashlib.sha256(pickle.dumps(found)).hexdigest()
+        records = [record for _, record, _ in islice(shard.read(0), _COMPARED)]
+        return hashlib.sha256(pickle.dumps(records)).hexdigest()
     return None

@@ -111,21 +111,23 @@ class Streams:
         sources: list[Source] = []
         for name, stream in self.streams.items():
             try:
-                found = open_shards(stream.source, parts=parts)
+                of_source = open_shards(stream.source, parts=parts)
             except ValueError as err:
                 raise ValueError(f"The source {name!r} of the mixture: {err}" if name else f"{err}") from err
+
+            # A stream with either of the two has its own policy, and takes none from the data module.
             has_policy = stream.on_error is not None or stream.max_errors is not None
             source = Source(
                 name=name,
                 first=len(shards),
-                stop=len(shards) + len(found),
+                stop=len(shards) + len(of_source),
                 share=shares[name],
                 shuffle_buffer=stream.shuffle_buffer,
                 on_error=stream.on_error or opener.on_error,
                 max_errors=stream.max_errors if has_policy else opener.max_errors,
             )
             sources.append(source)
-            shards += found
+            shards += of_source
         return shards, sources
 
 
@@ -135,19 +137,27 @@ class StreamedSteps:
     resumes = True
 
     def __init__(self, streams: Streams, settings: DataSettings, job: Job, *, kind: Kind) -> None:
-        self._streams, self._opener, self.kind, self._rank = streams, settings.opener, kind, job.rank
-        self._parts, self._pin = job.ranks, settings.pins(job)
+        self._streams = streams
+        self._opener = settings.opener
+        self.kind = kind
+        self._rank = job.rank
+        self._parts = job.ranks  # the shards of a function ``make(part, parts)``
+        self._pin = settings.pins(job)
         self._settings = _settings(streams, settings, job)
         self.names: Sequence[str] = self._settings.names
-        self.steps_per_epoch = max(x.steps_per_epoch or 0 for x in streams.streams.values()) or None
+        # All streams of a mixture that give a number give the same.
+        self.steps_per_epoch = max(stream.steps_per_epoch or 0 for stream in streams.streams.values()) or None
         self.per_step = self._settings.scheduling.step.n // job.ranks if kind == "pack" else 1
+
         shards = self._settings.shards if job.ranks > 1 else ()
-        known = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
-        self._peers, lists = Peers.of_job(job, known, timeout_s=self._settings.timeout_s)
+        listed = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
+        self._peers, lists = Peers.of_job(job, listed, timeout_s=self._settings.timeout_s)
         _refuse_other_shards(lists)
+
+        self.engine: Engine | None = None  # made with the first step, which may be after a state is loaded
         self._same = False  # whether the planned steps of a loaded state fit this job
-        self.engine: Engine | None = None
-        self._ahead, self._pass_open = Ahead("thd-stream"), True
+        self._ahead = Ahead("thd-stream")
+        self._pass_open = True
         self._error: Exception | None = None  # the error that ended the stream
 
     def length(self, epoch: int) -> int | None:
@@ -161,27 +171,30 @@ class StreamedSteps:
 
     def source_of(self, ids: npt.ArrayLike) -> IntArray:
         """Return the index of the source of each sequence id, int64 ``[S]``."""
-        found: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
-        return found
+        sources: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
+        return sources
 
     def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
         """Yield steps without end, pass after pass over the stream, from its present position on."""
         while True:
-            made = self._next_step(at)
-            if made is None:
+            rank_step = self._next_step(at)
+            if rank_step is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
                     f"{self._settings.scheduling.step}, or none. Lower global_batch, or give more data."
                 )
-            (step,) = made.batches
+
+            (step,) = rank_step.batches
             assert isinstance(step, THDStep)
             step = step.pin_memory() if self._pin else step
-            yield replace(made, batches=[step] if self.kind == "step" else step.microbatches)
+            yield replace(rank_step, batches=[step] if self.kind == "step" else step.microbatches)
 
     def _next_step(self, at: Position) -> RankStep | None:
+        """Make the next step and send it to ranks that share it, or receive it from the rank that reads."""
         if not self._peers.reads:
             step: RankStep | None = self._peers.receive()
             return step
+
         try:
             step = self._make_step(at)
         except Exception as err:
@@ -196,6 +209,7 @@ class StreamedSteps:
         settings = self._settings
         if self._error is not None:
             raise self._error
+
         if self.engine is None:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self.engine = Engine(settings, wire, at.stream, same=self._same)
@@ -203,17 +217,20 @@ class StreamedSteps:
             while self._ahead.pending:  # calls that returned None, because the pass had ended
                 self._ahead.next_result()
             self.engine.open_pass()
+
         self._work_ahead()
         try:
             step: RankStep | None = self._ahead.next_result()
         except Exception as err:
             self._error = err
             raise
+
         self._pass_open = step is not None and not step.last
         self._work_ahead()
         return step
 
     def _work_ahead(self) -> None:
+        """Queue steps for the thread; the same number on all ranks, because making one is a collective."""
         assert self.engine is not None
         while len(self._ahead.pending) < _AHEAD:
             self._ahead.submit(self.engine.make_next)
@@ -235,6 +252,8 @@ class StreamedSteps:
         """Return the position in a state, for any number of ranks; raise if another stream saved it."""
         if "stream" not in state or "names" not in state:
             raise ValueError(f"The state holds {', '.join(sorted(state))}, so no stream has saved it.")
+
+        # A function ``make(part, parts)`` gives the parts of the job that saved the state.
         if int(state["parts"]) != self._parts:
             self._parts = int(state["parts"])
             shards, sources = self._streams.open(self._opener, self._parts)
@@ -244,18 +263,12 @@ class StreamedSteps:
                 f"The checkpoint was written with {state['shards']} shards, but the stream has "
                 f"{len(self._settings.shards)}, or other names or shares. Pass the same source."
             )
-        read, at = set[int](), state["stream"]
-        if at is not None:
-            read = {*np.flatnonzero(ledger_of(at).cursors).tolist(), *at["pending"][:, 0].tolist()}
-            read -= {shard for shard, _ in at["marks"]}
-        if not all(self._settings.shards[i].replays for i in read):
-            warn(
-                "The stream cannot save its position, because it is a generator or similar. It begins again "
-                "and skips the used records. That is exact only if it gives the same records again.",
-                DataWarning,
-            )
+        self._warn_of_skipping(state["stream"])
+
         self._ahead.stop()
-        self.engine, self._error, self._pass_open = None, None, True
+        self.engine = None
+        self._error = None
+        self._pass_open = True
         self._same = state["plan"] == self._plan_key()
         return Position(
             epoch=int(state["epoch"]),
@@ -264,68 +277,90 @@ class StreamedSteps:
             stream=state["stream"],
         )
 
+    def _warn_of_skipping(self, state: dict[str, Any] | None) -> None:
+        """Warn if a shard was read that did not save its position, and may give other records again."""
+        if state is None:
+            return
+        was_read = {*np.flatnonzero(ledger_of(state).cursors).tolist(), *state["pending"][:, 0].tolist()}
+        has_mark = {shard for shard, _ in state["marks"]}
+        if not all(self._settings.shards[shard].replays for shard in was_read - has_mark):
+            warn(
+                "The stream cannot save its position, because it is a generator or similar. It begins again "
+                "and skips the used records. That is exact only if it gives the same records again.",
+                DataWarning,
+            )
+
     def _plan_key(self) -> str:
-        x = self._settings.scheduling
-        return repr((x.step, x.slots, x.cost, x.dp, getattr(x.scheduler, "__qualname__", None)))
+        """Return a text of the settings that planned steps depend on."""
+        scheduling = self._settings.scheduling
+        scheduler = getattr(scheduling.scheduler, "__qualname__", None)
+        return repr((scheduling.step, scheduling.slots, scheduling.cost, scheduling.dp, scheduler))
 
     def _names(self) -> str:
+        """Return a hash of the names of shards and sources, by which a state knows its stream."""
         settings = self._settings
-        known: dict[str, Any] = {"shards": [shard.name for shard in settings.shards]}
+        names: dict[str, Any] = {"shards": [shard.name for shard in settings.shards]}
         if settings.names:
-            mixed = [(source.name, source.stop, source.share) for source in settings.sources]
-            known |= {"sources": mixed, "dry": settings.dry}
-        return fingerprint(known)
+            names["sources"] = [(source.name, source.stop, source.share) for source in settings.sources]
+            names["dry"] = settings.dry
+        return fingerprint(names)
 
 
 def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
+    """Return how to read and pack a stream in a job; refuse settings that a stream cannot follow."""
     if job.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
         raise ValueError("oversize='split' needs every length before the first step. Set another policy.")
-    step, opener = settings.step(job), settings.opener
+
+    step = settings.step(job)
+    opener = settings.opener
     if isinstance(step, Packs) and step.n % job.ranks:
         raise ValueError(f"{step} cannot be shared by {job.ranks} data-parallel ranks. Pass a multiple.")
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     if opener.packed in ("sequences", "packs"):
         raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot. Pass a dataset.")
+
     slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
-    chat = (
-        None
-        if opener.processor is None
-        else VisionChat(opener.processor, opener.records, opener.metadata_keys)
-    )
+    chat = None
+    records = opener.records
+    if opener.processor is not None:
+        chat = VisionChat(opener.processor, opener.records, opener.metadata_keys)
+        if "" in streams.streams:  # outside a mixture; ids cannot be rendered, so only messages are read
+            records = "messages"
     shards, sources = streams.open(opener, job.ranks)
+    make_sampler = partial(
+        Sampler,
+        tokenizer=load_tokenizer(opener.tokenizer),
+        chat=chat,
+        capacity=slots.longest,
+        oversize=settings.oversize,
+        drop_empty=settings.empty == "drop",
+        text_key=opener.text_key,
+        append_eos=opener.append_eos,
+        records=records,
+        metadata_keys=opener.metadata_keys,
+        one_each=opener.packed != "off",
+        vocab_size=settings.vocab_size or vocab_size(job.model),
+        extras_cost=settings.extras_cost,
+        patch=model_patch(job.model),
+        max_patches=settings.max_patches,
+    )
+    scheduling = Scheduling(
+        step=step,
+        slots=slots,
+        cost=settings.cost or model_cost(job.model, settings.capacity) or Cost(),
+        dp=job.ranks,
+        tail=settings.tail,
+        scheduler=settings.scheduler,
+    )
     return Settings(
         shards=shards,
         sources=sources,
         dry=streams.mixing.dry or "restart",
-        make_sampler=partial(
-            Sampler,
-            tokenizer=load_tokenizer(opener.tokenizer),
-            chat=chat,
-            capacity=slots.longest,
-            oversize=settings.oversize,
-            drop_empty=settings.empty == "drop",
-            text_key=opener.text_key,
-            append_eos=opener.append_eos,
-            # With a processor, a stream outside a mixture reads only messages: ids cannot be rendered.
-            records="messages" if chat is not None and "" in streams.streams else opener.records,
-            metadata_keys=opener.metadata_keys,
-            one_each=opener.packed != "off",
-            vocab_size=settings.vocab_size or vocab_size(job.model),
-            extras_cost=settings.extras_cost,
-            patch=model_patch(job.model),
-            max_patches=settings.max_patches,
-        ),
-        scheduling=Scheduling(
-            step=step,
-            slots=slots,
-            cost=settings.cost or model_cost(job.model, settings.capacity) or Cost(),
-            dp=job.ranks,
-            tail=settings.tail,
-            scheduler=settings.scheduler,
-        ),
+        make_sampler=make_sampler,
+        scheduling=scheduling,
         collate=settings.collator(job),
         window=max(max(stream.window, stream.shuffle_buffer) for stream in streams.streams.values()),
         seed=int(settings.seed) % 2**256,  # numpy refuses a negative seed
@@ -335,14 +370,16 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
 
 
 def _refuse_other_shards(lists: list[list[tuple[str, str | None]]]) -> None:
-    for rank, found in enumerate(lists):
-        if [name for name, _ in found] != [name for name, _ in lists[0]]:
+    """Raise if a rank lists other shards than rank 0, or reads other first records from one."""
+    names = [name for name, _ in lists[0]]
+    for rank, listed in enumerate(lists):
+        if [name for name, _ in listed] != names:
             raise ValueError(
-                f"The ranks list other shards: rank 0 has {len(lists[0])}, rank {rank} has {len(found)}, or "
+                f"The ranks list other shards: rank 0 has {len(lists[0])}, rank {rank} has {len(listed)}, or "
                 "other names. Give every rank all shards, in the same order."
             )
-        for (name, first), (_, other) in zip(lists[0], found, strict=True):
-            if first != other:
+        for (name, first_of_rank_0), (_, first) in zip(lists[0], listed, strict=True):
+            if first != first_of_rank_0:
                 raise ValueError(
                     f"{name} has other first records on rank {rank} than on rank 0, so it splits itself by "
                     "rank, or draws without a seed. Pass a function make(part, parts) that begins one part."
