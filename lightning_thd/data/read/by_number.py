@@ -14,31 +14,36 @@ from lightning_thd.data.store.columns import arrow_table, is_hugging_face
 from lightning_thd.data.store.index import MapDataset
 
 Place = str | Line
-Found = tuple[Place, Mapping[str, Any], Path | None]
+# The place of a record for messages, the record, and the folder at which its relative paths start.
+PlacedRecord = tuple[Place, Mapping[str, Any], Path | None]
 
 
 class RecordsByNumber:
     """The records of files: ``[i]`` gives the place of a record, the record, and the folder of its file."""
 
     def __init__(self, files: list[SourceFile]) -> None:
-        self._parts = [_open_by_number(file) for file in files]
+        self._of_files = [_open_by_number(file) for file in files]
         self._folders = _folders_of(files)
-        self._ends = np.cumsum([len(part) for part in self._parts])
+        # The number behind the last record of each file, int64 ``[files]``.
+        self._ends = np.cumsum([len(records) for records in self._of_files])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, i: int) -> Found:
-        part = int(np.searchsorted(self._ends, i, side="right"))
-        place, record = self._parts[part][i - int(self._ends[part])]
-        return place, _checked(record, place), self._folders[part]
+    def __getitem__(self, i: int) -> PlacedRecord:
+        file = int(np.searchsorted(self._ends, i, side="right"))
+        from_end = i - int(self._ends[file])  # negative, as an index into the records of the file
+        place, record = self._of_files[file][from_end]
+        return place, _checked(record, place), self._folders[file]
 
 
 def _folders_of(files: Sequence[SourceFile]) -> list[Path | None]:
+    """Return for each file the folder at which relative paths start; None for a file at an address."""
     return [None if "://" in file.name else Path(file.name).parent for file in files]
 
 
 def _checked(record: Any, place: Place) -> Mapping[str, Any]:
+    """Return a record that is a dict, or raise with its place."""
     if isinstance(record, Bad):
         raise ValueError(f"{place}: {record.reason}")
     if not isinstance(record, Mapping):
@@ -47,10 +52,11 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
 
 
 def _open_by_number(file: SourceFile) -> Any:
+    """Return the records of a file, with their places, by number; only those of lines are left on disk."""
     kind = KINDS.get(file.suffix, "text")
     if kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
         return _Lines(file)
-    return [found for chunk in file_chunks([file]) for found in chunk()]
+    return [placed for chunk in file_chunks([file]) for placed in chunk()]
 
 
 class _Lines:
@@ -58,22 +64,24 @@ class _Lines:
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
-        starts, at = [], 0
+        starts = []
+        offset = 0
         with file.path.open("rb") as opened:
             for line in opened:
                 if line.strip():
-                    starts.append(at)
-                at += len(line)
+                    starts.append(offset)
+                offset += len(line)
         self._starts = np.array(starts, np.int64)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, i: int) -> tuple[Place, Any]:
-        at = int(self._starts[i])
+        start = int(self._starts[i])
+        # Opened for each line, so that worker processes do not share the position in one open file.
         with self._file.path.open("rb") as opened:
-            opened.seek(at)
-            return Line(self._file.name, self._file.path, at), parse_line(opened.readline())
+            opened.seek(start)
+            return Line(self._file.name, self._file.path, start), parse_line(opened.readline())
 
 
 class RowsByNumber:
@@ -85,17 +93,25 @@ class RowsByNumber:
     def __init__(
         self, dataset: MapDataset, files: Sequence[SourceFile] = (), rows: Sequence[int] = ()
     ) -> None:
-        self._folders, self._ends = _folders_of(files), np.cumsum(rows)
-        self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
-        self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
+        self._folders = _folders_of(files)
+        self._ends = np.cumsum(rows)
+        source: Any = dataset
+        # As Arrow tables, rows hold images as they are stored; datasets would decode them.
+        self._as_arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
+        self._dataset = source.with_format("arrow") if self._as_arrow else source
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, i: int) -> Found:
-        row = self._dataset[i].to_pylist()[0] if self._arrow else self._dataset[i]
-        place = f"row {i}"
-        folder = self._folders[int(np.searchsorted(self._ends, i, side="right"))] if self._folders else None
+    def __getitem__(self, i: int) -> PlacedRecord:
+        row = self._dataset[i]
+        if self._as_arrow:
+            [row] = row.to_pylist()
         if isinstance(row, dict) and not isinstance(self._dataset, list | tuple):
             row = without_nulls(row)  # columns add nulls; in a list, as in JSONL, a null is a value
+
+        folder = None
+        if self._folders:
+            folder = self._folders[int(np.searchsorted(self._ends, i, side="right"))]
+        place = f"row {i}"
         return place, _checked(row, place), folder

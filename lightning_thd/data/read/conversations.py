@@ -13,6 +13,7 @@ from lightning_thd.data.read.records import parse_json
 Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca", "pairs"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca", "pairs"]
 
+# A record is of a kind if it has all keys of one of these sets; the first kind counts.
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ids": (("input_ids",),),
     "messages": (("messages",),),
@@ -20,6 +21,8 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt": (("prompt", "completion"),),
     "alpaca": (("instruction", "output"),),
 }
+ALPACA_KEYS = ("instruction", "input", "output", "system")
+# The speaker of a turn under "from" -> the role that chat templates know.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
@@ -57,32 +60,38 @@ class Conversation(NamedTuple):
 def messages_of(record: dict[str, Any], kind: Kind, dropped: Collection[str] = ()) -> Conversation:
     """Read a record as a conversation, without its ``dropped`` keys; refuse keys that would be lost."""
     record = {name: x for name, x in record.items() if x is not None and name not in dropped}
-    tools, options = _listed(record.get("tools")) or None, _listed(record.get("chat_template_kwargs")) or {}
+    tools = _parsed(record.get("tools")) or None
+    options = _parsed(record.get("chat_template_kwargs")) or {}
     if not isinstance(tools, list | None) or not isinstance(options, dict):
         raise ValueError("tools must be a list, and chat_template_kwargs a dict, or JSON of them. Fix them.")
-    own, messages, skip = _messages(record, kind)
-    check_record(record, own)
-    kept = [without_keys(message, dropped) for message in messages]
-    return Conversation([_with_content(message) for message in kept], tools, skip, options)
+
+    keys, messages, skip = _messages(record, kind)
+    check_record(record, keys)
+    messages = [_with_content(without_keys(message, dropped)) for message in messages]
+    return Conversation(messages, tools, skip, options)
 
 
 def _messages(record: dict[str, Any], kind: Kind) -> tuple[tuple[str, ...], list[Message], int]:
     """Return the keys of a record that hold its conversation, the messages, and the length of the prompt."""
     if kind == "alpaca":
-        prompt, answer = alpaca_prompt(record), record["output"]
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        own = tuple(name for name in ALPACA_KEYS if name in record)
-        return own, _system(record) + turns, 0
+        keys = tuple(name for name in ALPACA_KEYS if name in record)
+        question = {"role": "user", "content": alpaca_prompt(record)}
+        answer = {"role": "assistant", "content": record["output"]}
+        return keys, [*_system(record), question, answer], 0
+
     if kind == "sharegpt":
         key = "conversations" if "conversations" in record else "conversation"
-        talk = _listed(record.get(key))
-        if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
+        turns = _parsed(record.get(key))
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError(f"{key} must be a list of {{'from': ..., 'value': ...}}. Fix it.")
-        own = (key, "system") if "system" in record else (key,)
-        return own, _system(record) + [_turn(turn) for turn in talk], 0
+        keys = (key, "system") if "system" in record else (key,)
+        return keys, _system(record) + [_turn(turn) for turn in turns], 0
+
     if kind == "prompt":
-        before, after = _turns(record["prompt"]), _turns(record["completion"])
-        return ("prompt", "completion"), before + after, len(before)
+        prompt = _turns(record["prompt"])
+        completion = _turns(record["completion"])
+        return ("prompt", "completion"), prompt + completion, len(prompt)
+
     return ("messages",), _turns(record["messages"]), 0
 
 
@@ -91,9 +100,10 @@ def _with_content(message: Message) -> Message:
     return message if "content" in message else {**message, "content": None}
 
 
-def _listed(value: Any) -> Any:
+def _parsed(value: Any) -> Any:
     """Parse JSON text, also as entries of a list: the package datasets stores mixed values like this."""
-    value = parse_json(value) if isinstance(value, str) and value.strip() else value
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value)
     if not isinstance(value, list | tuple):
         return value
     return [parse_json(entry) if isinstance(entry, str) else entry for entry in value]
@@ -101,43 +111,48 @@ def _listed(value: Any) -> Any:
 
 def _turns(messages: Any) -> list[Message]:
     """Return messages with ``from`` and ``value`` replaced by ``role`` and ``content``."""
-    turns = _listed(messages)
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, dict) and ("from" in turn or isinstance(turn.get("role"), str)) for turn in turns
-    ):
+    turns = _parsed(messages)
+    if not isinstance(turns, list) or not all(_has_speaker(turn) for turn in turns):
         wanted = "a list of {'role': ..., 'content': ...}, each role a string"
         raise ValueError(f"the messages are {messages!r:.40}; wanted {wanted}. Fix or remove them.")
     return [_turn(turn) if "from" in turn else turn for turn in turns]
 
 
-ALPACA_KEYS = ("instruction", "input", "output", "system")
+def _has_speaker(turn: Any) -> bool:
+    return isinstance(turn, dict) and ("from" in turn or isinstance(turn.get("role"), str))
 
 
 def calls_read(message: Message, text: str) -> Message:
     """Parse calls' arguments in JSON if ``text`` quotes them, or is empty because the template failed."""
-    for place, call in _calls(message):
-        given = call.get("arguments")
-        found = parse_json(given) if isinstance(given, str) else None
-        if isinstance(found, dict) and (not text or json.dumps(given, ensure_ascii=False) in text):
-            message = _with_call(message, place, {**call, "arguments": found})
+    for number, call in _calls(message):
+        arguments = call.get("arguments")
+        parsed = parse_json(arguments) if isinstance(arguments, str) else None
+        if isinstance(parsed, dict) and (not text or json.dumps(arguments, ensure_ascii=False) in text):
+            message = _with_call(message, number, {**call, "arguments": parsed})
     return message
 
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
-    for place, call in enumerate(message.get("tool_calls") or ()):
+    """Yield the number of each call of a message, and the dict that holds its name and arguments."""
+    for number, call in enumerate(message.get("tool_calls") or ()):
         inner = call.get("function")
-        yield place, inner if isinstance(inner, dict) else call
+        yield number, inner if isinstance(inner, dict) else call
 
 
-def _with_call(message: Message, place: int, call: dict[str, Any]) -> Message:
+def _with_call(message: Message, number: int, call: dict[str, Any]) -> Message:
+    """Return a copy of a message in which ``call`` holds the name and arguments of one call."""
     calls = list(message["tool_calls"])
-    calls[place] = {**calls[place], "function": call} if "function" in calls[place] else call
+    if "function" in calls[number]:
+        calls[number] = {**calls[number], "function": call}
+    else:
+        calls[number] = call
     return {**message, "tool_calls": calls}
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:
     """Return the instruction of an Alpaca record, followed by its input if it has one."""
-    task, data = record.get("instruction"), record.get("input") or ""
+    task = record.get("instruction")
+    data = record.get("input") or ""
     if not isinstance(task, str) or not isinstance(data, str) or not isinstance(record.get("output"), str):
         raise ValueError("instruction, input and output must be strings. Fix or remove the record.")
     if record.get("history"):
@@ -146,6 +161,7 @@ def alpaca_prompt(record: dict[str, Any]) -> str:
 
 
 def _system(record: dict[str, Any]) -> list[Message]:
+    """Return the message of a record's system prompt, in a list that is empty without one."""
     text = record.get("system") or ""
     if not isinstance(text, str):
         raise ValueError(f"system is a {type(text).__name__}; wanted a string. Fix or remove the record.")
@@ -153,13 +169,18 @@ def _system(record: dict[str, Any]) -> list[Message]:
 
 
 def _turn(turn: dict[str, Any]) -> Message:
+    """Return a turn of ShareGPT as a message; one that has a role already stays as it is."""
     if isinstance(turn.get("role"), str):
         return turn
-    who, value = turn.get("from"), turn.get("value")
-    if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
-        given = f"a turn is from {who!r} with a value of type {type(value).__name__}"
-        raise ValueError(f"{given}; the value must be a string, 'from' one of {', '.join(_ROLES)}.")
+
+    speaker = turn.get("from")
+    value = turn.get("value")
+    if not isinstance(speaker, str) or speaker not in _ROLES or not isinstance(value, str):
+        raise ValueError(
+            f"a turn is from {speaker!r} with a value of type {type(value).__name__}; "
+            f"the value must be a string, 'from' one of {', '.join(_ROLES)}."
+        )
     others = {key: x for key, x in turn.items() if key not in ("from", "value") and x is not None}
     if twice := sorted(others.keys() & {"role", "content"}):
         raise ValueError(f"a turn has {twice[0]!r} beside 'from' and 'value', which would be lost. Keep one.")
-    return {**others, "role": _ROLES[who], "content": value}
+    return {**others, "role": _ROLES[speaker], "content": value}

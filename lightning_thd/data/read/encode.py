@@ -82,32 +82,40 @@ def _label_of(record: Record) -> Number | None:
     fields = record if isinstance(record, dict) else {}
     for name in _MEDIA:
         media: Any = fields.get(name)
-        if len(media) if hasattr(media, "__len__") else media:
+        # An array has no truth value, but a length.
+        has_media = len(media) > 0 if hasattr(media, "__len__") else bool(media)
+        if has_media:
             raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
     return label_of(fields)
 
 
 def label_of(fields: Mapping[str, Any]) -> Number | None:
     """Return the label of a whole record, or None; refuse weights and masks of its tokens."""
-    for name in _WEIGHTS if "input_ids" in fields else _PER_TOKEN_KEYS:
-        found = fields.get(name)
-        if _is_row(found) or (name in _ALSO_NUMBERS and is_scalar(found)):
+    refused = _WEIGHTS if "input_ids" in fields else _PER_TOKEN_KEYS
+    for name in refused:
+        value: Any = fields.get(name)
+        if _are_numbers(value) or (name in _ALSO_NUMBERS and is_scalar(value)):
             raise ValueError(f"{name!r} beside text would be left out. Give input_ids, labels and weights.")
-    value: Any = fields.get("label")
-    if value is None and is_scalar(fields.get("labels")):
-        value = fields["labels"]
-    if _is_row(value):
+
+    label: Any = fields.get("label")
+    if label is None and is_scalar(fields.get("labels")):
+        label = fields["labels"]
+    if _are_numbers(label):
         raise ValueError(
             "several numbers under 'label', but one is kept of each record. Rename the key, or pass a "
             "list of samples with input_ids and label."
         )
-    if is_scalar(value) and not np.isfinite(value):
-        raise ValueError(f"'label' is {value}; wanted a finite number. Fix it, or remove the record.")
-    return cast("Number", value) if is_scalar(value) else None
+    if not is_scalar(label):
+        return None
+    if not np.isfinite(label):
+        raise ValueError(f"'label' is {label}; wanted a finite number. Fix it, or remove the record.")
+    return cast("Number", label)
 
 
-def _is_row(value: Any) -> bool:
-    value = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value
+def _are_numbers(value: Any) -> bool:
+    """Return whether a value is a list, array or tensor of numbers."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        value = value.tolist()
     return isinstance(value, list) and bool(value) and all(map(is_scalar, value))
 
 
@@ -126,25 +134,35 @@ class Encoder:
         """Encode records and lay their ids end to end."""
         records = list(placed)
         skipped: list[Skipped] = []
-        rows = self._encode_texts(records) or self._encode_one_by_one(records, skipped)
-        ids = [row.ids for row in rows]
-        lengths = np.array([len(row) for row in ids], np.int64)
+        rows = self._encode_texts(records)
+        if not rows:
+            rows = self._encode_one_by_one(records, skipped)
+
+        lengths = np.array([len(row.ids) for row in rows], np.int64)
         labels = None
         if any(row.labels is not None for row in rows):
             labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
         numbers = [row.label for row in rows if row.label is not None]
-        label = np.array(numbers) if numbers else None
         parts = [row.parts for row in rows if row.parts is not None]
-        counts = np.array([len(part) for part in parts], np.int64) if parts else None
-        joined = np.concatenate(parts) if parts else None
-        return Rows(_joined(ids), lengths, labels, tuple(skipped), label, joined, counts)
+        return Rows(
+            tokens=_joined([row.ids for row in rows]),
+            lengths=lengths,
+            labels=labels,
+            skipped=tuple(skipped),
+            label=np.array(numbers) if numbers else None,
+            parts=np.concatenate(parts) if parts else None,
+            part_counts=np.array([len(of_row) for of_row in parts], np.int64) if parts else None,
+        )
 
     def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
-        known = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
-        reason = f"the tokenizer raised {type(err).__name__} ({err}). Fix or remove the record."
+        """List a record as skipped, or raise its error with its place."""
+        reason = str(err)
+        is_ours = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
+        if not is_ours:
+            reason = f"the tokenizer raised {type(err).__name__} ({err}). Fix or remove the record."
         if self.on_error == "raise":
-            raise ValueError(f"{place}: {err if known else reason}") from err
-        skipped.append(Skipped(str(place), str(err) if known else reason))
+            raise ValueError(f"{place}: {reason}") from err
+        skipped.append(Skipped(str(place), reason))
 
     def _encode_texts(self, records: list[Placed]) -> list[_Row] | None:
         """Encode records of text at once; None for another kind, or if a record cannot be encoded."""
@@ -160,10 +178,12 @@ class Encoder:
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
     def _tokenize_batch(self, texts: list[str]) -> list[Ids]:
+        """Tokenise documents; each ends with EOS if ``append_eos`` is set."""
         if not is_hugging_face(self.tokenizer):
             return [self._with_eos(as_ids(self.tokenizer(text))) for text in texts]
         if not texts:
             return []
+
         tokenizer: Any = self.tokenizer
         lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
         eos = self._eos if self.append_eos else None
@@ -177,7 +197,8 @@ class Encoder:
     def _drop_second_ends(self, text: str, row: list[int]) -> None:
         """Remove from a text's ids the BOS or EOS that the tokenizer added beside the one in the text."""
         tokenizer: Any = self.tokenizer
-        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        bos = tokenizer.bos_token
+        eos = tokenizer.eos_token
         if bos and text.startswith(bos) and row[:2] == [tokenizer.bos_token_id] * 2:
             del row[0]
         if eos and text.endswith(eos) and row[-2:] == [tokenizer.eos_token_id] * 2:
@@ -194,29 +215,37 @@ class Encoder:
                 rows.append((place, row))
             except Exception as err:  # templates and tokenizers raise many types of errors
                 self._leave_out(place, err, skipped)
-        few = 2 * sum(row.label is not None for _, row in rows) < len(rows)  # most records have no label
-        for place in (place for place, row in rows if (row.label is not None) == few):
-            odd = f"it has {'a' if few else 'no'} number under 'label', unlike most. Give it to all."
-            self._leave_out(place, ValueError(odd), skipped)
-        return [row for _, row in rows if (row.label is not None) != few]
+
+        # A label is kept for all records or none, so the fewer ones are left out.
+        few_have_it = 2 * sum(row.label is not None for _, row in rows) < len(rows)
+        for place, row in rows:
+            if (row.label is not None) == few_have_it:
+                article = "a" if few_have_it else "no"
+                fault = f"it has {article} number under 'label', unlike most. Give it to all."
+                self._leave_out(place, ValueError(fault), skipped)
+        return [row for _, row in rows if (row.label is not None) != few_have_it]
 
     def _encode_record(self, record: Record) -> _Row:
+        """Encode one record, or raise with what is wrong with it."""
         if isinstance(record, Bad):
             raise ValueError(record.reason)
         if self.kind == "text":
-            return _Row(self._tokenize_batch([text_of(record, self.text_key)])[0], None, _label_of(record))
+            [ids] = self._tokenize_batch([text_of(record, self.text_key)])
+            return _Row(ids, None, _label_of(record))
         if self.kind == "pairs" and isinstance(record, dict):
             return self._encode_example(record)
-        found = kind_of(record, self.text_key)
-        if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
-            raise ValueError(f"a record of kind {found!r} among records of kind {self.kind!r}. Split them.")
+
+        kind = kind_of(record, self.text_key)
+        if isinstance(record, str) or (kind != self.kind and not is_kind(record, self.kind)):
+            raise ValueError(f"a record of kind {kind!r} among records of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
+
         record = {name: x for name, x in record.items() if name not in self.metadata_keys}
         label = _label_of(record)
-        ids, mask = self._encode_conversation(record)
-        row = np.asarray(ids, np.int64)
-        return _Row(row, np.where(mask, row, IGNORE_INDEX), label)
+        encoded, mask = self._encode_conversation(record)
+        ids = np.asarray(encoded, np.int64)
+        return _Row(ids, np.where(mask, ids, IGNORE_INDEX), label)
 
     def _encode_example(self, record: dict[str, Any]) -> _Row:
         """Encode a query and its documents, each as a text of its own, or take their ids as they are."""
@@ -233,49 +262,78 @@ class Encoder:
         return _Row(sample["input_ids"], sample["labels"], None, sample[PARTS])
 
     def _encode_conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
-        texts = None
-        if self.kind == "prompt":
-            texts = record["prompt"], record["completion"]
-        elif self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
-            texts = f"{alpaca_prompt(record)}\n\n", record["output"]
-        if texts is not None and not all(isinstance(text, list) for text in texts):
-            if lost := [name for name in ("system", "tools") if record.get(name)]:
-                raise ValueError(f"{lost[0]!r} beside a prompt would be left out. Write it into the prompt.")
-            own = ("prompt", "completion") if self.kind == "prompt" else ALPACA_KEYS
-            check_record(record, [name for name in own if record.get(name) is not None])
+        """Return the ids of a prompt and completion or a conversation, and which of them are learned."""
+        texts = self._prompt_texts(record)
+        if texts is not None:
             return self._prompt_and_completion(*texts)
-        talk = messages_of(record, self.kind, self.metadata_keys)
+
+        conversation = messages_of(record, self.kind, self.metadata_keys)
         return encode_chat(
-            self.tokenizer, talk.messages, tools=talk.tools, skip=talk.skip, options=talk.options
+            self.tokenizer,
+            conversation.messages,
+            tools=conversation.tools,
+            skip=conversation.skip,
+            options=conversation.options,
         )
 
+    def _prompt_texts(self, record: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Return prompt and completion of a record that needs no chat template, else None."""
+        if self.kind == "prompt":
+            keys: Sequence[str] = ("prompt", "completion")
+            prompt, completion = record["prompt"], record["completion"]
+            if isinstance(prompt, list) and isinstance(completion, list):
+                return None  # two lists of messages
+        elif self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
+            keys = ALPACA_KEYS
+            prompt, completion = f"{alpaca_prompt(record)}\n\n", record["output"]
+        else:
+            return None
+
+        lost = [name for name in ("system", "tools") if record.get(name)]
+        if lost:
+            raise ValueError(f"{lost[0]!r} beside a prompt would be left out. Write it into the prompt.")
+        check_record(record, [name for name in keys if record.get(name) is not None])
+        return prompt, completion
+
     def _prompt_and_completion(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
+        """Return the ids of a prompt and its completion, and a mask that is True for the completion."""
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion must be two strings, or two lists of messages.")
         if "\0" in prompt + completion:
             raise ValueError("the record has a null character (\\u0000), so it is not text. Remove it.")
+
         # At inference the prompt is encoded without a completion, so no token may reach over its end.
-        before, after = self._encode_prompt(prompt), self._with_eos(self._encode_after(prompt, completion))
+        before = self._encode_prompt(prompt)
+        after = self._with_eos(self._encode_after(prompt, completion))
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _encode_prompt(self, text: str) -> Ids:
         """Encode a prompt, with the BOS but without the EOS that the tokenizer adds."""
-        ids, eos = as_ids(self.tokenizer(text)), self._eos
+        ids = as_ids(self.tokenizer(text))
         bos = getattr(self.tokenizer, "bos_token", None)
+        eos = self._eos
         if bos and text.startswith(bos) and len(ids) > 1 and ids[0] == ids[1] == self._bos:
             ids = ids[1:]  # the prompt begins with the BOS that the tokenizer adds
+
         if eos is None and not is_hugging_face(self.tokenizer):
-            return ids[: len(ids) - self._added(ids)[1]]
+            _, behind = self._added(ids)
+            return ids[: len(ids) - behind]
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
+
         # The prompt itself may end with EOS, so look for the prompt's own tokens before that EOS.
         bare = self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
-        return ids[:-1] if np.array_equal(ids[len(ids) - 1 - len(bare) : -1], bare) else ids
+        before_eos = ids[len(ids) - 1 - len(bare) : -1]
+        return ids[:-1] if np.array_equal(before_eos, bare) else ids
 
     def _encode_after(self, prompt: str, completion: str) -> Ids:
         """Encode a completion as it continues a prompt; some tokenizers put a blank before any text."""
-        for text in (prompt, "\n", "a") if is_hugging_face(self.tokenizer) else ():
+        if not is_hugging_face(self.tokenizer):
+            return self._without_special_tokens(completion)
+
+        # A token may reach over the end of the prompt. Then encode behind a text where none does.
+        for text in (prompt, "\n", "a"):
             start = self._without_special_tokens(text)
             both = self._without_special_tokens(text + completion)
             if np.array_equal(both[: len(start)], start):
@@ -283,26 +341,30 @@ class Encoder:
         return self._without_special_tokens(completion)
 
     def _without_special_tokens(self, text: str) -> Ids:
+        """Encode a text without what a tokenizer adds; of a function, only what it adds before the text."""
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
             return as_ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
         ids = as_ids(self.tokenizer(text))
-        return ids[self._added(ids)[0] :]
+        before, _ = self._added(ids)
+        return ids[before:]
 
     def _added(self, ids: Ids) -> tuple[int, int]:
         """Count the ids that a function put before and after a text; it returns only these for no text."""
         special = as_ids(self.tokenizer(""))
-        for bos in range(len(special), -1, -1):
-            eos = len(special) - bos
-            if np.array_equal([*ids[:bos], *ids[len(ids) - eos :]], special):
-                return bos, eos
+        for before in range(len(special), -1, -1):
+            behind = len(special) - before
+            if np.array_equal([*ids[:before], *ids[len(ids) - behind :]], special):
+                return before, behind
         return 0, 0
 
     def _with_eos(self, row: Ids) -> Ids:
+        """Append EOS unless the row ends with it, there is none, or ``append_eos`` is off."""
         eos = self._eos
         if eos is None or not self.append_eos or (len(row) and row[-1] == eos):
             return row
-        fits = row.dtype.kind in "iu" and eos <= np.iinfo(row.dtype).max
-        return np.append(row if fits else row.astype(np.int64), np.array([eos], row.dtype if fits else None))
+        if row.dtype.kind in "iu" and eos <= np.iinfo(row.dtype).max:
+            return np.append(row, np.array([eos], row.dtype))
+        return np.append(row.astype(np.int64), np.array([eos]))
 
     @property
     def _bos(self) -> int | None:
@@ -324,12 +386,13 @@ def _text_of_part(role: int, key: str, text: str) -> str:
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Return the ids of a tokenised record, and its labels or None."""
     refuse_keys(record)
-    if found := [name for name in _NOT_KEPT if record.get(name) is not None]:
+    lost = [name for name in _NOT_KEPT if record.get(name) is not None]
+    if lost:
         raise ValueError(
-            f"{', '.join(found)} beside input_ids would be lost: only ids and labels are kept. Write Parquet."
+            f"{', '.join(lost)} beside input_ids would be lost: only ids and labels are kept. Write Parquet."
         )
-    read = ("input_ids", "labels", "attention_mask")
-    sample = check_sample({name: record[name] for name in read if name in record}, "the record", empty=True)
+    read = {name: record[name] for name in ("input_ids", "labels", "attention_mask") if name in record}
+    sample = check_sample(read, "the record", empty=True)
     return sample["input_ids"], sample.get("labels")
 
 
@@ -340,7 +403,8 @@ def is_hugging_face(tokenizer: object) -> bool:
 
 def as_ids(encoded: Any) -> Ids:
     """Check that a tokenizer's output is one row of integers, and return it."""
-    encoded = encoded["input_ids"] if hasattr(encoded, "keys") and "input_ids" in encoded else encoded
+    if hasattr(encoded, "keys") and "input_ids" in encoded:
+        encoded = encoded["input_ids"]
     return token_row({"input_ids": encoded}, "input_ids", "The tokenizer's answer", empty=True)
 
 
@@ -351,13 +415,18 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
     """Return ``records``; for "auto", the first kind that keys of the examined records show, else "text"."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
-    first = [record for _, record in islice(placed, _KIND_RECORDS if on_error == "skip" else 1)]
+    examined = _KIND_RECORDS if on_error == "skip" else 1
+    first = [record for _, record in islice(placed, examined)]
     if not first:
         raise ValueError("The source has no record. Give at least one line, file or row.")
     if records != "auto":
         return records
-    found = (kind_of(record, text_key) for record in first if not isinstance(record, Bad))
-    return next((kind for kind in found if kind is not None), "text")
+
+    for record in first:
+        kind = None if isinstance(record, Bad) else kind_of(record, text_key)
+        if kind is not None:
+            return kind
+    return "text"
 
 
 def _encode(encoder: Encoder, chunk: Chunk) -> Rows:

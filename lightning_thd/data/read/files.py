@@ -67,7 +67,8 @@ class SourceFile:
 def suffix_of(name: str) -> str:
     """Return the suffix of a file's content: ``.jsonl`` for ``a.jsonl.gz``."""
     path = Path(without_query(name).lower())
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    is_packed = path.suffix in PACKED
+    return Path(path.stem).suffix if is_packed else path.suffix
 
 
 def without_query(name: str) -> str:
@@ -84,13 +85,14 @@ def is_paths(source: object) -> bool:
     head = source[:_CHECKED_ENTRIES]  # to look for a million files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
-    named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
-    if any(named) and not all(named):
+    name_files = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
+    if any(name_files) and not all(name_files):
+        document = str(source[name_files.index(False)])
         raise ValueError(
-            f"The list has {len(head)} strings, of which {sum(named)} name files, but "
-            f"{str(source[named.index(False)])[:60]!r} does not. Give documents as {{'text': ...}}."
+            f"The list has {len(head)} strings, of which {sum(name_files)} name files, but "
+            f"{document[:60]!r} does not. Give documents as {{'text': ...}}."
         )
-    return all(named)
+    return all(name_files)
 
 
 def _looks_like_a_path(text: str) -> bool:
@@ -100,8 +102,10 @@ def _looks_like_a_path(text: str) -> bool:
         return True  # find_files raises if the file does not exist
     if any(sign in text for sign in "*?[") and next(_matches(text), None):
         return True
-    known = KINDS.get(suffix_of(text), "refused") != "refused"
-    return (known and " " not in text) or ((known or "/" in text) and Path(text).exists())
+    has_suffix = KINDS.get(suffix_of(text), "refused") != "refused"
+    if has_suffix and " " not in text:
+        return True
+    return (has_suffix or "/" in text) and Path(text).exists()
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
@@ -109,7 +113,8 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
     entries = [source] if isinstance(source, str | Path) else source
     files = [_fetched(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
-    if twice := [path for path, count in times.items() if count > 1]:
+    twice = [path for path, count in times.items() if count > 1]
+    if twice:
         warn(f"{twice[0]} was given twice, perhaps by a link, so its records are used twice.", DataWarning)
     return files
 
@@ -136,10 +141,11 @@ def _is_blank(path: Path) -> bool:
 
 def _matches(pattern: str | Path) -> Iterator[str]:
     """Yield the paths that match a glob; leading folders that exist as written are not read as patterns."""
-    parts, here = Path(pattern).parts, Path()
-    while parts and (here / parts[0]).exists():
-        here, parts = here / parts[0], parts[1:]
-    yield from glob.iglob(str(Path(glob.escape(str(here)), *parts)), recursive=True)
+    folder = Path()
+    parts = list(Path(pattern).parts)
+    while parts and (folder / parts[0]).exists():
+        folder /= parts.pop(0)
+    yield from glob.iglob(str(Path(glob.escape(str(folder)), *parts)), recursive=True)
 
 
 def expand(source: str | Path) -> list[str]:
@@ -152,121 +158,170 @@ def expand(source: str | Path) -> list[str]:
         return _in_folder(path)
     if path.is_file():
         return [str(path)]
-    found = sorted(name for name in _matches(path) if Path(name).is_file())
-    if not found:
+
+    files = sorted(name for name in _matches(path) if Path(name).is_file())
+    if not files:
         raise ValueError(f"{text} does not exist, and no file matches it. Pass a file, folder or glob.")
-    return found
+    return files
 
 
 def _in_folder(folder: Path) -> list[str]:
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
         raise ValueError(f"{folder} was saved by datasets. Pass datasets.load_from_disk of it.")
-    found = sorted(folder.rglob("*"))
-    if links := [file for file in found if file.is_symlink() and file.is_dir()]:
+
+    paths = sorted(folder.rglob("*"))
+    links = [path for path in paths if path.is_symlink() and path.is_dir()]
+    if links:
         raise ValueError(f"{links[0]} is a link to a folder. Links are not followed; give it in a list.")
-    return _data_files(folder.as_posix(), [file.as_posix() for file in found if not file.is_dir()])
+    return _data_files(folder.as_posix(), [path.as_posix() for path in paths if not path.is_dir()])
 
 
 def _data_files(folder: str, files: list[str]) -> list[str]:
     """Return the data files among all files of a folder; raise unless they are of one kind and one split."""
-    kinds: dict[Kind, list[str]] = {}
+    of_kinds: dict[Kind, list[str]] = {}
     left_out: list[str] = []
-    names = {file: file.removeprefix(f"{folder.rstrip('/')}/") for file in files}
-    for file, name in names.items():
-        parts = name.split("/")
-        hidden = any(part.startswith((".", "_")) for part in parts)
-        kind = KINDS.get(suffix_of(file), "refused")
-        if kind == "refused" or hidden or _ABOUT.fullmatch(parts[-1]):
+    for file in files:
+        kind = _kind_in_folder(_name_below(folder, file))
+        if kind is None:
             left_out.append(file)
         else:
-            kinds.setdefault(kind, []).append(file)
+            of_kinds.setdefault(kind, []).append(file)
+
     if left_out:
+        more = " ..." if len(left_out) > 4 else ""
         rank_zero_info(
-            f"{folder}: these files are left out, judged by their names: "
-            f"{', '.join(left_out[:4])}{' ...' * (len(left_out) > 4)}"
+            f"{folder}: these files are left out, judged by their names: {', '.join(left_out[:4])}{more}"
         )
-    if not kinds:
+    if not of_kinds:
         wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
         raise ValueError(f"{folder} has no data files. Wanted suffixes: {wanted}.")
-    if len(kinds) > 1:
-        (first, some), (second, others), *_ = kinds.items()
+    if len(of_kinds) > 1:
+        (first, of_first), (second, of_second), *_ = of_kinds.items()
         raise ValueError(
-            f"{folder} holds {len(some)} {first} and {len(others)} {second} files. Give a glob of one kind."
+            f"{folder} holds {len(of_first)} {first} and {len(of_second)} {second} files. "
+            "Give a glob of one kind."
         )
-    [(kind, kept)] = kinds.items()
-    splits = {match[1].lower() for x in kept if (match := _SPLIT.search(names[x].split(".")[0]))}
-    if kind != "text" and len(splits) > 1:
+
+    [(kind, data_files)] = of_kinds.items()
+    if kind != "text":  # a document may have any name
+        _refuse_several_splits(folder, data_files)
+    return data_files
+
+
+def _name_below(folder: str, file: str) -> str:
+    return file.removeprefix(f"{folder.rstrip('/')}/")
+
+
+def _kind_in_folder(name: str) -> Kind | None:
+    """Return the kind of a file by its path below a folder; None if it is hidden, or holds no data."""
+    parts = name.split("/")
+    is_hidden = any(part.startswith((".", "_")) for part in parts)
+    kind = KINDS.get(suffix_of(name), "refused")
+    return None if kind == "refused" or is_hidden or _ABOUT.fullmatch(parts[-1]) else kind
+
+
+def _refuse_several_splits(folder: str, files: list[str]) -> None:
+    """Raise if files or their folders have the names of several splits, such as train and test."""
+    splits = set()
+    for file in files:
+        match = _SPLIT.search(_name_below(folder, file).split(".")[0])
+        if match:
+            splits.add(match[1].lower())
+    if len(splits) > 1:
         raise ValueError(f"{folder} holds several splits: {', '.join(sorted(splits))}. Give a glob of one.")
-    return kept
 
 
 def _expand_remote(address: str) -> list[str]:
+    """List the files at an address, which may be a file, a folder or a glob, through fsspec."""
     fsspec = require("fsspec", feature=f"reading {address}")
     filesystem, path = fsspec.core.url_to_fs(address)
     if any(sign in path for sign in "*?[") and not filesystem.exists(path):
         matches = filesystem.glob(path, detail=True)
-        found = sorted(name for name, info in matches.items() if info["type"] != "directory")
+        files = sorted(name for name, info in matches.items() if info["type"] != "directory")
     elif filesystem.isdir(path):
-        found = _data_files(path, sorted(filesystem.find(path)))
+        files = _data_files(path, sorted(filesystem.find(path)))
     else:
-        found = [path] if filesystem.exists(path) else []
-    if not found:
+        files = [path] if filesystem.exists(path) else []
+    if not files:
         raise ValueError(f"{address} does not exist, or holds no data. Check the address.")
-    return [str(filesystem.unstrip_protocol(name)) for name in found]
+    return [str(filesystem.unstrip_protocol(name)) for name in files]
 
 
 def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
+    """Return a file, downloaded and unpacked into the cache if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(
             f"{name}: {suffix} files are not read. Give .jsonl, .csv, .parquet, .arrow or text, "
             "or open the file and pass a dataset."
         )
-    path = Path(name)
-    if "://" in name:
-        fsspec = require("fsspec", feature=f"reading {name}")
-        filesystem, inside = fsspec.core.url_to_fs(name)
 
-        def fetch(out: BinaryIO) -> None:
-            with fsspec.open(name, "rb") as file:
-                shutil.copyfileobj(file, out, 1 << 22)
-
-        key = {"address": name, "info": filesystem.info(inside)}
-        path = _cached_file(key, without_query(name), cache_dir, fetch)
+    path = _downloaded(name, cache_dir) if "://" in name else Path(name)
     content = content_of(path)
     if path.suffix.lower() in PACKED:
-        packed = path
-
-        def unpack(out: BinaryIO) -> None:
-            with packed.open("rb") as file:
-                out.writelines(unpacked(file, name, suffix=packed.suffix.lower()))
-
-        path = _cached_file({"packed": content, "suffix": suffix}, f"x{suffix}", cache_dir, unpack)
+        path = _unpacked_copy(path, name, suffix, content, cache_dir)
     return SourceFile(path, name, suffix, content)
+
+
+def _downloaded(address: str, cache_dir: str | Path | None) -> Path:
+    fsspec = require("fsspec", feature=f"reading {address}")
+    filesystem, path = fsspec.core.url_to_fs(address)
+
+    def fetch(out: BinaryIO) -> None:
+        with fsspec.open(address, "rb") as file:
+            shutil.copyfileobj(file, out, 1 << 22)  # 4 MiB at once
+
+    # The information about a file holds its size, and mostly a time or hash, which change with its content.
+    key = {"address": address, "info": filesystem.info(path)}
+    return _cached_file(key, without_query(address), cache_dir, fetch)
+
+
+def _unpacked_copy(path: Path, name: str, suffix: str, content: str, cache_dir: str | Path | None) -> Path:
+    def unpack(out: BinaryIO) -> None:
+        with path.open("rb") as file:
+            out.writelines(unpacked(file, name, suffix=path.suffix.lower()))
+
+    return _cached_file({"packed": content, "suffix": suffix}, f"x{suffix}", cache_dir, unpack)
 
 
 def _cached_file(
     key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
 ) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    suffixes = "".join(part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part))
-    place = cache_folder(cache_dir) / f"files-{digest}" / f"data{suffixes}"
+    """Return the file that ``write`` makes, from the cache; it has the suffixes of ``name``."""
+    text = json.dumps(key, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+    suffixes = [part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part)]
+    path = cache_folder(cache_dir) / f"files-{digest}" / f"data{''.join(suffixes)}"
 
     def build(folder: Path) -> None:
-        with (folder / place.name).open("wb") as out:
+        with (folder / path.name).open("wb") as out:
             write(out)
 
-    if not place.is_file():
-        build_once(place.parent, build)
-    return place
+    if not path.is_file():
+        build_once(path.parent, build)
+    return path
 
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
-    """Unpack a compressed file with all its members, and yield blocks of bytes."""
-    member, begun = PACKED[suffix](), False  # begun: the member has had bytes, but has not ended
+    """Unpack a compressed file with all its members, and yield blocks of bytes.
+
+    Args:
+        file: the compressed file.
+        name: names the file in errors.
+        suffix: a key of ``PACKED``.
+
+    Raises:
+        ValueError: the file is damaged or ends too early.
+    """
     damaged = f"{name} is damaged and cannot be unpacked"
+    member = PACKED[suffix]()
+    begun = False  # whether the member has had bytes, but has not ended
     while left := file.read(_BLOCK_BYTES):
-        while left := left if begun else left.lstrip(b"\0"):  # zeros may pad the space between members
+        while True:
+            if not begun:
+                left = left.lstrip(b"\0")  # zeros may pad the space between members
+            if not left:
+                break
             begun = True
             try:
                 block = member.decompress(left)
@@ -275,6 +330,8 @@ def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
             yield block
             if not member.eof:
                 break
-            left, member, begun = member.unused_data, PACKED[suffix](), False
+            left = member.unused_data
+            member = PACKED[suffix]()
+            begun = False
     if begun:
         raise ValueError(f"{damaged} (the file ends before its last member does). Fetch or make it again.")

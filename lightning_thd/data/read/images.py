@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from lightning_thd.data.read.message_keys import Message, check_part
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
 _ONLY_IMAGES = "{}, but only text and images are rendered; audio cannot be packed. Give video as images."
+# A placeholder in a text, with the blank before and the line end behind it that datasets write around it.
 _PLACE = re.compile(r"\s?<image>\n?")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+_ORIENTATION = 0x0112  # the EXIF tag with a number from 1 to 8; 5 to 8 swap the sides of an image
 
 
 def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
@@ -33,48 +36,63 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
     for name in names("raw", "audio"):
         if name not in _COLUMNS and record.get(name) is not None and record[name] != []:
             raise ValueError(_ONLY_IMAGES.format(f"the record holds {name!r}"))
-    left = list(_of_record(record))
-    given, sources, changed = len(left), list[Any](), list[Message]()
+    of_record = list(_images_of(record))
+    unplaced = deque(of_record)
+    sources: list[Any] = []
+    changed: list[Message] = []
     for message in messages:
         content = message.get("content")
         if not isinstance(content, str | list):
             changed.append(message)
             continue
         parts = []
-        for part in _parts(content, split=bool(given)):
-            kind = part.get("type")
-            if kind == "text":
+        for part in _parts(content, split=bool(of_record)):
+            if part.get("type") == "text":
                 parts.append(part)
                 continue
-            if kind not in ("image", "image_url"):
-                raise ValueError(_ONLY_IMAGES.format(f"a message holds a part of type {kind!r}"))
-            check_part(part)
-            source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
-            if isinstance(source, Mapping) and "url" in source:
-                source = source["url"]
-            if source is None and not left:
-                raise ValueError(f"the messages have more places than the {given} images given. Add one.")
-            sources.append(left.pop(0) if source is None else source)
+            source = _source_of(part)
+            if source is None:
+                if not unplaced:
+                    raise ValueError(
+                        f"the messages have more places than the {len(of_record)} images given. Add one."
+                    )
+                source = unplaced.popleft()
+            sources.append(source)
             parts.append({"type": "image"})
         changed.append({**message, "content": parts})
-    if left:
+
+    if unplaced:
         raise ValueError(
-            f"the record has {given} images, but its messages have places for {given - len(left)}. "
-            "Add <image> for each."
+            f"the record has {len(of_record)} images, but its messages have places for "
+            f"{len(of_record) - len(unplaced)}. Add <image> for each."
         )
     return changed, sources
 
 
-def _of_record(record: Mapping[str, Any]) -> Iterator[Any]:
+def _images_of(record: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the images that a record holds beside its messages."""
     for name in _COLUMNS:
         value = record.get(name)
         if value is not None:
             yield from value if isinstance(value, list | tuple) else [value]
 
 
+def _source_of(part: Mapping[str, Any]) -> Any:
+    """Return the source of the image in a content part; None if it is the next image of the record."""
+    kind = part.get("type")
+    if kind not in ("image", "image_url"):
+        raise ValueError(_ONLY_IMAGES.format(f"a message holds a part of type {kind!r}"))
+    check_part(part)
+    source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    if isinstance(source, Mapping) and "url" in source:
+        source = source["url"]
+    return source
+
+
 def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]:
     """Yield the parts of a message's content; with ``split``, texts are cut at ``<image>``."""
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
             raise ValueError(f"a message holds the part {part!r:.60}, not a dict with 'type' and 'text'.")
@@ -82,7 +100,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
             yield part
             continue
         for number, words in enumerate(_PLACE.split(text)):
-            if number:
+            if number > 0:  # there is a placeholder before each piece but the first
                 yield {"type": "image"}
             if words:
                 yield {"type": "text", "text": words}
@@ -91,9 +109,10 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
 def open_image(source: Any, folder: Path | None) -> Any:
     """Open an image with Pillow, without decoding its pixels; relative paths start at ``folder``."""
     pillow = require("PIL.Image", feature="images in conversations")
-    if isinstance(source, Mapping):
-        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
-    if hasattr(source, "convert") and hasattr(source, "size"):
+    if isinstance(source, Mapping):  # as datasets stores images
+        has_bytes = source.get("bytes") is not None
+        source = source["bytes"] if has_bytes else source.get("path")
+    if hasattr(source, "convert") and hasattr(source, "size"):  # an opened image
         return source
     if isinstance(source, str | Path):
         source = _bytes_or_path(str(source), folder)
@@ -109,8 +128,10 @@ def open_image(source: Any, folder: Path | None) -> Any:
 
 
 def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
-    if match := _DATA.match(text):
-        return base64.b64decode(text[match.end() :], validate=True)
+    """Return the bytes of an image in a ``data:`` URL, or the path that a text names."""
+    data_url = _DATA.match(text)
+    if data_url:
+        return base64.b64decode(text[data_url.end() :], validate=True)
     if "://" in text:
         raise ValueError(f"the image {text!r:.60} is an address. Download images and give their paths.")
     path = Path(text)
@@ -120,8 +141,9 @@ def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
 def size_of(image: Any) -> tuple[int, int]:
     """Return the height and width of an opened image from its header, rotated as its EXIF data asks."""
     width, height = image.size
-    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # orientations 5 to 8 swap the sides
-    return (width, height) if turned else (height, width)
+    orientation = image.getexif().get(_ORIENTATION, 1) if _has_exif(image) else 1
+    swaps_sides = orientation >= 5
+    return (width, height) if swaps_sides else (height, width)
 
 
 def _has_exif(image: Any) -> bool:
@@ -149,4 +171,4 @@ def _in_eight_bits(image: Any) -> Any:
     if image.mode == "I" and (values.min() < 0 or values.max() > 2**16 - 1):
         raise ValueError("an image has grey values of more than 16 bits. Save it in 8 or 16 bits.")
     pillow = require("PIL.Image", feature="images in conversations")
-    return pillow.fromarray((values // 257).astype(np.uint8))
+    return pillow.fromarray((values // 257).astype(np.uint8))  # 65,535 = 255 x 257

@@ -42,7 +42,8 @@ class Line:
     offset: int
 
     def __str__(self) -> str:
-        number, left = 1, self.offset
+        number = 1
+        left = self.offset  # bytes before the line
         with self.path.open("rb") as file:
             while left and (block := file.read(min(left, 1 << 20))):
                 number += block.count(b"\n")
@@ -58,9 +59,9 @@ Chunk = Callable[[], Iterator[Placed]]
 def parse_json(text: str | bytes) -> Any | Bad:
     """Parse JSON; return ``Bad`` for anything Python refuses, such as deep nesting or large numbers."""
     try:
-        return json.loads(
-            text.decode() if isinstance(text, bytes) else text, object_pairs_hook=_without_second_keys
-        )
+        # json.loads would guess among UTF-8, 16 and 32 from bytes.
+        decoded = text.decode() if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=_without_second_keys)
     except UnicodeDecodeError as err:
         return Bad(_not_text(err))
     except json.JSONDecodeError as err:
@@ -70,12 +71,13 @@ def parse_json(text: str | bytes) -> Any | Bad:
 
 
 def _without_second_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # Python would keep the last value
+    """Return the keys and values of a JSON object as a dict; raise if a key is there twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):  # Python would keep the last value
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    return fields
 
 
 def decode(data: bytes) -> str | Bad:
@@ -105,24 +107,26 @@ def parse_line(line: bytes) -> dict[str, Any] | Bad:
 def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     """Read the lines of a JSONL file that begin at bytes ``start`` to ``stop``, except blank lines."""
     with file.path.open("rb") as opened:
-        at = start
-        if at:  # a line that begins before this chunk belongs to an earlier chunk
-            opened.seek(at - 1)
-            at += len(opened.readline()) - 1
-        while at < stop and (line := opened.readline()):
+        offset = start
+        if start > 0:  # a line that begins before this chunk belongs to an earlier chunk
+            opened.seek(start - 1)  # if this byte ends a line, the next one begins in this chunk
+            offset += len(opened.readline()) - 1
+        while offset < stop and (line := opened.readline()):
             if line.strip():
-                yield Line(file.name, file.path, at), parse_line(line)
-            at += len(line)
+                yield Line(file.name, file.path, offset), parse_line(line)
+            offset += len(line)
 
 
 def _json(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     """Read entries ``start`` to ``stop`` of a JSON file: objects or strings of its array, or one object."""
     for i, entry in enumerate(_json_entries(file)[start:stop], start):
-        known = isinstance(entry, str | dict)
-        yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
+        is_record = isinstance(entry, str | dict)
+        record = entry if is_record else Bad(f"a {type(entry).__name__}, not an object.")
+        yield f"{file.name}, entry {i}", record
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Placed]:
+    """Read each file of text as one record."""
     for file in files:
         yield file.name, decode(file.path.read_bytes())
 
@@ -138,15 +142,16 @@ def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed
 
 
 def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed]:
+    """Read rows ``start`` to ``stop`` of a dataset."""
+    # In a list, as in JSONL, a null is a value. Columns add nulls, also to rows taken from them.
+    is_in_memory = isinstance(dataset, list | tuple)
     for i in range(start, stop):
         try:
             row: Any = dataset[i]
         except Exception as err:  # any error of the user's dataset
             yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
             continue
-        # In a list, as in JSONL, a null is a value. Columns add nulls, also to rows taken from them.
-        in_memory = isinstance(dataset, list | tuple)
-        yield f"row {i}", row if in_memory else as_written(row, getattr(dataset, "features", None))
+        yield f"row {i}", row if is_in_memory else as_written(row, getattr(dataset, "features", None))
 
 
 def as_written(record: Any, features: Any = None) -> Any:
@@ -157,14 +162,21 @@ def as_written(record: Any, features: Any = None) -> Any:
 
 
 def without_nulls(value: Any, feature: Any = None) -> Any:
-    """Drop keys whose value is None, which columns of structs add; the type ``Json`` of datasets does not."""
+    """Drop keys whose value is None, which columns of structs add; the type ``Json`` of datasets does not.
+
+    Args:
+        value: a value of a row.
+        feature: the type of the value in ``Dataset.features``, if it is known.
+    """
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
-        of = feature if isinstance(feature, dict) else {}
-        return {name: without_nulls(x, of.get(name)) for name, x in value.items() if x is not None}
-    inner = getattr(feature, "feature", None)
-    return [without_nulls(entry, inner) for entry in value] if isinstance(value, list) else value
+        features = feature if isinstance(feature, dict) else {}
+        return {name: without_nulls(x, features.get(name)) for name, x in value.items() if x is not None}
+    if isinstance(value, list):
+        of_entries = getattr(feature, "feature", None)
+        return [without_nulls(entry, of_entries) for entry in value]
+    return value
 
 
 def read_part(file: SourceFile, part: int) -> Iterator[Any]:
@@ -210,52 +222,60 @@ def open_parquet(file: SourceFile) -> Any:
 @lru_cache(maxsize=1)  # each chunk of a file calls this, but the file is parsed once
 def _json_entries(file: SourceFile) -> list[Any]:
     """Return the entries of a file that is a JSON array; any other file is one entry."""
-    found = parse_json(file.path.read_bytes().removeprefix(_BOM))
-    if isinstance(found, Bad):
-        raise ValueError(f"{file.name}: {found.reason}")
-    return found if isinstance(found, list) else [found]
+    content = parse_json(file.path.read_bytes().removeprefix(_BOM))
+    if isinstance(content, Bad):
+        raise ValueError(f"{file.name}: {content.reason}")
+    return content if isinstance(content, list) else [content]
 
 
 def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Cut files into chunks of whole records; chunks of lines or texts have about ``chunk_bytes``."""
+    """Cut files into chunks of whole records; chunks of lines or texts have about ``chunk_bytes``.
+
+    Raises:
+        ValueError: a file is a table, or damaged, or of another kind than its name says, or documents of
+            text are beside files of records.
+    """
     chunks: list[Chunk] = []
-    texts: list[SourceFile] = []
+    documents: list[SourceFile] = []
     for file in files:
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
             if file.suffix not in KINDS and holds_lines(file):  # as text, all lines would be one document
                 raise ValueError(f"{file.name} holds a JSON object per line. Name it .jsonl, or .txt.")
-            texts.append(file)
+            documents.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
-            spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
-            chunks += [partial(_jsonl, file, *span) for span in spans]
+            starts = range(0, size, chunk_bytes)
+            chunks += [partial(_jsonl, file, start, min(start + chunk_bytes, size)) for start in starts]
         elif kind == "JSON":
             starts = range(0, len(_json_entries(file)), CHUNK_ROWS)
-            chunks += [partial(_json, file, at, at + CHUNK_ROWS) for at in starts]
+            chunks += [partial(_json, file, start, start + CHUNK_ROWS) for start in starts]
         elif kind == "table":
             raise ValueError(
                 f"{file.name} is a table. Tables are not read beside other files, with processor= or by "
                 "read_documents(). Give .jsonl."
             )
         else:
-            first = 0
-            for part, size in enumerate(part_sizes(file)):
-                chunks.append(partial(_column_rows, file, part, first))
-                first += size
-    if texts and chunks:
-        raise ValueError(f"{texts[0].name} is one document of text, but other files hold records.")
-    return chunks or list(_grouped(texts, chunk_bytes))
+            first_row = 0
+            for part, rows in enumerate(part_sizes(file)):
+                chunks.append(partial(_column_rows, file, part, first_row))
+                first_row += rows
+
+    if documents and chunks:
+        raise ValueError(f"{documents[0].name} is one document of text, but other files hold records.")
+    return chunks or list(_grouped(documents, chunk_bytes))
 
 
 def holds_lines(file: SourceFile) -> bool:
     """Return whether the first non-blank line of a file is a JSON object (of up to 1 MiB)."""
     with file.path.open("rb") as opened:
         lines = iter(partial(opened.readline, 1 << 20), b"")
-        return isinstance(parse_line(next((line for line in lines if line.strip()), b"")), dict)
+        first = next((line for line in lines if line.strip()), b"")
+    return isinstance(parse_line(first), dict)
 
 
 def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
+    """Group documents into chunks of about ``chunk_bytes``."""
     group: list[SourceFile] = []
     size = 0
     for file in files:
@@ -263,11 +283,14 @@ def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
         size += file.path.stat().st_size
         if size >= chunk_bytes or file is files[-1]:
             yield partial(_documents, group)
-            group, size = [], 0
+            group = []
+            size = 0
 
 
 def row_chunks(dataset: MapDataset, *, chunk_rows: int = CHUNK_ROWS) -> list[Chunk]:
     """Cut a dataset into chunks of rows."""
     total = len(dataset)
-    starts = range(0, total, chunk_rows)
-    return [partial(_dataset_rows, dataset, at, min(at + chunk_rows, total)) for at in starts]
+    return [
+        partial(_dataset_rows, dataset, start, min(start + chunk_rows, total))
+        for start in range(0, total, chunk_rows)
+    ]

@@ -79,9 +79,12 @@ class Opener:
             opened = self._open_paths(cast("Paths", source))
         else:
             opened = self._open_dataset(as_dataset(source))
-        rendered = isinstance(opened.dataset, ChatRows)
-        if rendered or self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
+        is_rendered = isinstance(opened.dataset, ChatRows)
+        if is_rendered or self.packed == "off":
             return opened
+        if not holds_packs(opened.dataset, sure=self.packed != "auto"):
+            return opened
+
         rows = open_packed(opened.dataset, key=opened.key, cache_dir=self.cache_dir)
         key = None if opened.key is None else {**opened.key, "packed": "sequences"}
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
@@ -93,62 +96,87 @@ class Opener:
             return dataset[0] if len(dataset) else None
         if _store_folder(source) is not None:
             return None
+
         files = find_files(cast("Paths", source), cache_dir=self.cache_dir)
-        return next((record for chunk in self._chunks(files) for _, record in chunk()), None)
+        records = (record for chunk in self._chunks(files) for _, record in chunk())
+        return next(records, None)
 
     def _open_paths(self, source: Paths) -> Opened:
-        if (folder := _store_folder(source)) is not None:
+        """Open a saved store, or files of any kind."""
+        folder = _store_folder(source)
+        if folder is not None:
             store = TokenStore.open(folder)
             return Opened(dataset=store, key={"store": store.fingerprint})
+
         files = find_files(source, cache_dir=self.cache_dir)
         refuse_blank(files)
         if self.processor is not None:
-            key = {"files": [file.content for file in files], "names": [file.name for file in files]}
-            if not all(KINDS.get(file.suffix) == "column" for file in files):
-                return self._rendered(RecordsByNumber(files), key)
-            rows = [sum(part_sizes(file)) for file in files]
-            return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), files, rows), key)
+            return self._open_rendered(files)
+
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
-        if (
-            self.records in ("auto", "ids")
-            and all(KINDS.get(file.suffix) == "column" for file in files)
-            and hold_ids(files, self.text_key)
-        ):
+        may_hold_ids = self.records in ("auto", "ids") and _are_all(files, "column")
+        if may_hold_ids and hold_ids(files, self.text_key):
             return Opened(dataset=as_rows(load_columns(files, self.cache_dir)), key=key)
         return self._tokenised(self._chunks(files), key)
 
+    def _open_rendered(self, files: list[SourceFile]) -> Opened:
+        """Open files of conversations that the processor renders."""
+        # The names count, because relative paths of images start at the folders of the files.
+        key = {"files": [file.content for file in files], "names": [file.name for file in files]}
+        if not _are_all(files, "column"):
+            return self._rendered(RecordsByNumber(files), key)
+        rows = [sum(part_sizes(file)) for file in files]
+        return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), files, rows), key)
+
     def _chunks(self, files: list[SourceFile]) -> list[Chunk]:
-        if self.processor is not None or not all(KINDS.get(file.suffix) == "table" for file in files):
-            return file_chunks(files)
-        return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
+        """Cut files into chunks of records that any process can read."""
+        if self.processor is None and _are_all(files, "table"):
+            return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
+        return file_chunks(files)
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:
+        """Open a dataset of ids as it is, and tokenise or render one of text or conversations."""
         key = dataset_key(dataset)
         if len(dataset) == 0:
             return Opened(dataset=dataset, key=key)
-        sample: Any = dataset[0]
-        raw = isinstance(sample, str) or (
-            isinstance(sample, dict)
-            and (self.records not in ("auto", "ids") or kind_of(sample, self.text_key) != "ids")
-        )
-        if not raw or self.records == "ids":
+
+        first: Any = dataset[0]
+        if self.records == "ids" or not self._is_raw(first):
             return Opened(dataset=as_rows(dataset), key=key)
         if self.processor is not None:
             return self._rendered(RowsByNumber(dataset), key)
         return self._tokenised(row_chunks(dataset), key)
 
+    def _is_raw(self, record: Any) -> bool:
+        """Return whether a record is text or a conversation, and no ids."""
+        if isinstance(record, str):
+            return True
+        if not isinstance(record, dict):
+            return False
+        return self.records not in ("auto", "ids") or kind_of(record, self.text_key) != "ids"
+
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
+        """Let the processor render records when they are read; ``records`` gives them by number."""
         chat = VisionChat(self.processor, self.records, self.metadata_keys)
-        name = chat.fingerprint()
+        processor = chat.fingerprint()
         rows = cast("MapDataset", ChatRows(records, chat))
-        return Opened(dataset=rows, key=None if key is None or name is None else {**key, "processor": name})
+        if key is None or processor is None:
+            return Opened(dataset=rows, key=None)
+        return Opened(dataset=rows, key={**key, "processor": processor})
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None) -> Opened:
+        """Tokenise chunks of records into a store in the cache, or open it there."""
         tokenizer = load_tokenizer(self.tokenizer)
-        name = tokenizer_fingerprint(tokenizer)
-        settings = {"tokenizer": name, "text_key": self.text_key, "append_eos": self.append_eos}
-        settings |= {"metadata_keys": ",".join(sorted(self.metadata_keys))}
-        settings |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        settings = {
+            "tokenizer": fingerprint,
+            "text_key": self.text_key,
+            "append_eos": self.append_eos,
+            "metadata_keys": ",".join(sorted(self.metadata_keys)),
+            "records": self.records,
+            "on_error": self.on_error,
+            "reader": str(_READER),
+        }
 
         def parts(first: int) -> Iterator[Rows]:
             kind = find_kind(chunks, records=self.records, text_key=self.text_key, on_error=self.on_error)
@@ -168,25 +196,34 @@ class Opener:
                 progress=self.progress and len(chunks) >= _SHOW_FROM,
             )
 
-        store_key = None if key is None or name is None else {**key, **settings}
+        store_key = None if key is None or fingerprint is None else {**key, **settings}
         store = cached_store(store_key, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
         return Opened(dataset=store, key=store_key)
 
 
+def _are_all(files: Sequence[SourceFile], kind: str) -> bool:
+    return all(KINDS.get(file.suffix) == kind for file in files)
+
+
 def _store_folder(source: Any) -> Path | None:
+    """Return the folder of a saved ``TokenStore`` if a source is its path, else None."""
     if not isinstance(source, str | Path):
         return None
     folder = Path(source).expanduser()
-    return folder if all((folder / name).is_file() for name in ("meta.json", "tokens.npy")) else None
+    is_store = all((folder / name).is_file() for name in ("meta.json", "tokens.npy"))
+    return folder if is_store else None
 
 
 def as_dataset(source: Any) -> MapDataset:
     """Return a source that is a map-style dataset of samples; raise for anything else."""
     if isinstance(source, Mapping) or hasattr(source, "iloc"):  # a dict of splits or columns, a DataFrame
-        found = f"A {type(source).__name__} with the keys {list(source)[:8]} is not a dataset"
-        raise TypeError(f"{found}. Pass one of its splits, or its rows as a list of dicts.")
+        raise TypeError(
+            f"A {type(source).__name__} with the keys {list(source)[:8]} is not a dataset. "
+            "Pass one of its splits, or its rows as a list of dicts."
+        )
     dataset = cast("MapDataset", source)
-    check_row(dataset[0] if len(dataset) else {}, 0)
+    if len(dataset):
+        check_row(dataset[0], 0)
     return dataset
 
 
@@ -200,7 +237,10 @@ def dataset_key(dataset: object) -> dict[str, Any] | None:
     # An attribute of a wrapped dataset, which __getattr__ passes on, does not count.
     has_one = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
     value = getattr(dataset, "fingerprint", None) if has_one else None
-    value = value() if callable(value) else value
+    if callable(value):
+        value = value()
     if value is None and is_hugging_face(dataset):
         value = getattr(dataset, "_fingerprint", None)
-    return None if value is None else {"fingerprint": str(value), "type": type(dataset).__qualname__}
+    if value is None:
+        return None
+    return {"fingerprint": str(value), "type": type(dataset).__qualname__}
