@@ -34,6 +34,7 @@ MASKS = (
 
 
 def _set(row: str) -> frozenset[str]:
+    """Return the names in a text, separated by blanks."""
     return frozenset(row.split())
 
 
@@ -99,6 +100,7 @@ _PER_MESSAGE = "Give a message one number of 0 or 1 under 'weight'."
 
 
 def _advice(*rows: tuple[str, str]) -> dict[str, str]:
+    """Return the advice for each key, from rows of (keys separated by blanks, advice)."""
     return {name: advice for keys, advice in rows for name in keys.split()}
 
 
@@ -139,7 +141,8 @@ def check_metadata_keys(keys: Any) -> None:
     """Refuse ``metadata_keys`` that are no list of names, or name what holds a conversation."""
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"metadata_keys={keys!r}; wanted names of keys, such as ('topic', 'score').")
-    if needed := [key for key in keys if key in ("messages", "role", "content", "from", "value")]:
+    needed = [key for key in keys if key in ("messages", "role", "content", "from", "value")]
+    if needed:
         raise ValueError(f"metadata_keys has {needed[0]!r}, which holds the conversation. Leave it out.")
 
 
@@ -150,18 +153,18 @@ def is_empty(value: Any) -> bool:
 
 def unread(fields: Mapping[str, Any], level: Level) -> list[str]:
     """Return the keys that have a value, but are neither read nor metadata at a level."""
-    known = READ[level] | METADATA[level]
-    return [name for name, value in fields.items() if name not in known and not is_empty(value)]
+    listed = READ[level] | METADATA[level]
+    return [name for name, value in fields.items() if name not in listed and not is_empty(value)]
 
 
 def unread_error(unread: Iterable[str], level: Level, owner: str) -> ValueError:
     """Build the error that names keys which would be lost, and says what to do."""
-    listed = list(unread)
-    first = REFUSED[level].get(listed[0], "Rename it to a key that is read, or write it into the content.")
-    listing = ", ".join(map(repr, listed))
+    names = list(unread)
+    general = "Rename it to a key that is read, or write it into the content."
+    advice = REFUSED[level].get(names[0], general)
     return ValueError(
-        f"{owner} has {listing}, which would be lost. {first} If it may be dropped, list it in "
-        "metadata_keys=. See docs/reference/messages.md#keys-of-conversations."
+        f"{owner} has {', '.join(map(repr, names))}, which would be lost. {advice} If it may be dropped, "
+        "list it in metadata_keys=. See docs/reference/messages.md#keys-of-conversations."
     )
 
 
@@ -178,11 +181,15 @@ def check_record(record: Mapping[str, Any], own: Collection[str]) -> None:
             f"'label' is the text {label!r:.40} beside a conversation, and would be lost. Give a number to "
             "train a classifier, or list 'label' in metadata_keys=."
         )
-    other = READ["record"] - {"tools", "chat_template_kwargs", "images", "image", "label", "labels"}
-    lost = [name for name in other - set(own) if name in record and not is_empty(record[name])]
-    lost += [name for name in unread(record, "record") if name not in _ELSEWHERE]
+
+    # Keys of other kinds of records, such as a prompt beside messages, and keys of no table.
+    of_all_kinds = {"tools", "chat_template_kwargs", "images", "image", "label", "labels"}
+    of_other_kinds = READ["record"] - of_all_kinds - set(own)
+    not_read = {name for name in of_other_kinds if name in record and not is_empty(record[name])}
+    not_read |= {name for name in unread(record, "record") if name not in _ELSEWHERE}
     said = [text.strip() for name in own for text in texts(record[name]) if text.strip()]
-    lost = [name for name in record if name in lost and not _repeats(name, record[name], said)]
+    lost = [name for name in record if name in not_read and not _repeats(name, record[name], said)]
+
     if "system" in lost:
         raise ValueError("'system' is beside messages. Make it the first message.")
     if "history" in lost:
@@ -198,7 +205,9 @@ _ELSEWHERE = frozenset(names("raw", "audio", "media", "weight", "other_weight", 
 def _repeats(name: str, value: Any, said: list[str]) -> bool:
     """Return whether a text under a key of ``REPEATS`` is in the conversation, or holds all of it."""
     text = value.strip() if name in REPEATS and isinstance(value, str) else ""
-    return bool(text) and (any(text in words for words in said) or all(words in text for words in said))
+    if not text:
+        return False
+    return any(text in words for words in said) or all(words in text for words in said)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -219,32 +228,36 @@ def without_keys(message: Message, dropped: Collection[str]) -> Message:
 
     Inside the arguments of a call, nulls are values and stay.
     """
-    kept = {name: x for name, x in message.items() if x is not None and name not in dropped}
-    content, calls = kept.get("content"), kept.get("tool_calls")
+    shorter: Message = _without(message, dropped)
+    content = shorter.get("content")
     if isinstance(content, list):
-        kept["content"] = [_kept(part, dropped) for part in content]
+        shorter["content"] = [_without(part, dropped) for part in content]
+    calls = shorter.get("tool_calls")
     if isinstance(calls, list | tuple):
-        kept["tool_calls"] = [_kept_call(call, dropped) for call in calls]
-    return kept
+        shorter["tool_calls"] = [_call_without(call, dropped) for call in calls]
+    return shorter
 
 
-def _kept(fields: Any, dropped: Collection[str]) -> Any:
+def _without(fields: Any, dropped: Collection[str]) -> Any:
+    """Return a copy of a dict without dropped and null keys, and any other value as it is."""
     if not isinstance(fields, dict):
         return fields
     return {name: x for name, x in fields.items() if x is not None and name not in dropped}
 
 
-def _kept_call(call: Any, dropped: Collection[str]) -> Any:
-    kept = _kept(call, dropped)
-    if isinstance(kept, dict) and "function" in kept:
-        kept["function"] = _kept(kept["function"], dropped)
-    return kept
+def _call_without(call: Any, dropped: Collection[str]) -> Any:
+    shorter = _without(call, dropped)
+    if isinstance(shorter, dict) and "function" in shorter:
+        shorter["function"] = _without(shorter["function"], dropped)
+    return shorter
 
 
 def check_role(role: str) -> None:
     """Refuse a role that is another format's name of one that templates know."""
     plain = role.strip().lower()
-    meant = _OTHER_NAMES.get(plain, plain if plain in _ROLES and plain != role else None)
+    meant = _OTHER_NAMES.get(plain)
+    if meant is None and plain in _ROLES:
+        meant = plain  # the role may be written in capitals or with blanks
     if meant == "call":
         raise ValueError(
             f"a message has the role {role!r}, so the call would not be learned. Give the call under "
@@ -256,7 +269,8 @@ def check_role(role: str) -> None:
 
 def check_part(part: Mapping[str, Any]) -> None:
     """Refuse keys of a content part whose value would be lost."""
-    if lost := unread(part, "part"):
+    lost = unread(part, "part")
+    if lost:
         raise unread_error(lost, "part", f"a part of type {part.get('type')!r}")
 
 

@@ -29,7 +29,10 @@ class ByteTokenizer:
 
     fingerprint = "bytes"
     vocab_size = 260
-    bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
+    bos_token_id = 256
+    eos_token_id = 257
+    pad_token_id = 258
+    unk_token_id = 259
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
@@ -66,8 +69,8 @@ def text_of(record: Record, text_key: str) -> str:
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
         raise ValueError(f"the value of the key {text_key!r} is a {type(text).__name__}, not a string.")
     if not isinstance(text, str):
-        found = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"no string under the key {text_key!r}, found {found}. Pass text_key=.")
+        keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"no string under the key {text_key!r}, found {keys}. Pass text_key=.")
     if "\0" in text:
         raise ValueError(f"the text has a null character at {text.index(chr(0))}. Remove the record.")
     return text
@@ -80,30 +83,37 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """
     if max_bytes is not None:
         whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")
-    texts = _functions_and_classes()
-    return [text.encode()[:max_bytes].decode(errors="ignore") for text in texts] if max_bytes else [*texts]
+    documents = _functions_and_classes()
+    if max_bytes is None:
+        return [*documents]
+    # A character that is cut in the middle is left out.
+    return [document.encode()[:max_bytes].decode(errors="ignore") for document in documents]
 
 
 @cache
 def _functions_and_classes() -> list[str]:
     documents: list[str] = []
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()  # halves the time to parse
     try:
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            source = file.read_text(encoding="utf-8", errors="replace")
-            lines = source.splitlines(keepends=True)
-            nodes: deque[ast.AST] = deque([ast.parse(source)])
-            while nodes:
-                node = nodes.popleft()
-                for block in ("body", "handlers", "orelse", "finalbody", "cases"):  # fields with statements
-                    nodes.extend(getattr(node, block, ()))
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    documents.append("".join(lines[node.lineno - 1 : node.end_lineno]))
+            documents += _blocks_of(file.read_text(encoding="utf-8", errors="replace"))
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
     return documents
+
+
+def _blocks_of(source: str) -> Iterator[str]:
+    """Yield the functions and classes in Python code, outer ones first."""
+    lines = source.splitlines(keepends=True)
+    nodes: deque[ast.AST] = deque([ast.parse(source)])
+    while nodes:
+        node = nodes.popleft()
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):  # fields with statements
+            nodes.extend(getattr(node, field, ()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
 def tokenizer_fingerprint(tokenizer: object) -> str | None:
@@ -114,8 +124,11 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    parts = [  # without the padding and truncation of the last call
-        json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}),
+
+    settings = json.loads(backend.to_str())
+    settings |= {"padding": None, "truncation": None}  # they are those of the last call
+    parts = [
+        json.dumps(settings),
         json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True, default=str),
         repr(getattr(tokenizer, "special_tokens_map", None)),
         repr(getattr(tokenizer, "split_special_tokens", None)),

@@ -24,7 +24,14 @@ from lightning_thd._checks import as_tensor, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.data.read.chat import ImagePlaceholders, encode_chat
-from lightning_thd.data.read.conversations import Kind, Records, is_kind, kind_of, messages_of
+from lightning_thd.data.read.conversations import (
+    Conversation,
+    Kind,
+    Records,
+    is_kind,
+    kind_of,
+    messages_of,
+)
 from lightning_thd.data.read.encode import label_of
 from lightning_thd.data.read.images import decode, open_image, size_of, with_images
 from lightning_thd.data.read.text import tokenizer_fingerprint
@@ -40,39 +47,40 @@ class VisionChat:
     """Renders conversations with images, using a transformers processor, its name, or its saved folder."""
 
     def __init__(self, processor: Any, records: Records = "auto", metadata_keys: Sequence[str] = ()) -> None:
-        self.records, self.metadata_keys = records, tuple(metadata_keys)
-        if isinstance(processor, str | Path):
-            refuse_missing(
-                str(processor), "Pass a folder that save_pretrained() wrote, or a processor's name."
-            )
-            transformers = require("transformers", feature=f"processor={str(processor)!r}")
-            processor = transformers.AutoProcessor.from_pretrained(processor)
-        names = [kind.__name__ for kind in type(processor).__mro__]
-        self.has_grids = any(name in names for name in _GRIDS)
-        if not self.has_grids and not any(name in names for name in _ONE_SIZE):
+        self.records = records
+        self.metadata_keys = tuple(metadata_keys)
+        self.processor = _opened(processor)
+        self.images = self.processor.image_processor
+        class_names = [kind.__name__ for kind in type(self.processor).__mro__]
+        self.has_grids = any(name in class_names for name in _GRIDS)
+        if not self.has_grids and not any(name in class_names for name in _ONE_SIZE):
             raise ValueError(
-                f"processor={names[0]} cannot render conversations for packs. Use one of "
+                f"processor={class_names[0]} cannot render conversations for packs. Use one of "
                 f"{', '.join((*_GRIDS, *_ONE_SIZE))}."
             )
-        self.processor, self.images = processor, processor.image_processor
-        self.tokenizer = copy.copy(processor.tokenizer)
-        if template := getattr(processor, "chat_template", None):
+
+        # A copy, because the processor's template may differ from that of the user's tokenizer.
+        self.tokenizer = copy.copy(self.processor.tokenizer)
+        template = getattr(self.processor, "chat_template", None)
+        if template:
             self.tokenizer.chat_template = template
 
     @property
     def _image_ids(self) -> list[int]:
         """Return the ids that stand for an image or mark its edges; no answer writes them."""
-        known = self.tokenizer.get_vocab()
-        return [known[token] for token in (self.processor.image_token, *_EDGES) if token in known]
+        vocabulary = self.tokenizer.get_vocab()
+        tokens = (self.processor.image_token, *_EDGES)
+        return [vocabulary[token] for token in tokens if token in vocabulary]
 
     def fingerprint(self) -> str | None:
         """Return a text that identifies tokenizer and image settings; None if that is impossible."""
         tokenizer = tokenizer_fingerprint(self.tokenizer)
-        own = {name: value for name, value in vars(self.processor).items() if isinstance(value, str | int)}
-        settings = json.dumps(
-            [self.records, self.metadata_keys, self.images.to_dict(), own], sort_keys=True, default=str
-        )
-        return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
+        if tokenizer is None:
+            return None
+        plain = {name: value for name, value in vars(self.processor).items() if isinstance(value, str | int)}
+        settings = [self.records, self.metadata_keys, self.images.to_dict(), plain]
+        text = json.dumps(settings, sort_keys=True, default=str)
+        return f"{type(self.processor).__name__} {tokenizer} {text}"
 
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
@@ -87,69 +95,85 @@ class VisionChat:
         conversation = messages_of(record, cast("Kind", kind), self.metadata_keys)
         label = label_of(record)
         messages, sources = with_images(conversation.messages, record)
-        opened = [open_image(source, folder) for source in sources]
+        images = [open_image(source, folder) for source in sources]
         try:
-            sizes = [size_of(image) for image in opened]
-            grids = [self._grid(size) for size in sizes]
-            ids, mask = encode_chat(
-                self.tokenizer,
-                messages,
-                tools=conversation.tools,
-                skip=conversation.skip,
-                options=conversation.options,
-                placeholders=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
-            )
-            row = np.asarray(ids, np.int64)
-            learned = mask & ~np.isin(row, self._image_ids)
-            sample: dict[str, Any] = {"input_ids": row, "labels": np.where(learned, row, IGNORE_INDEX)}
-            if label is not None:
-                sample["label"] = label
-            if not opened:
-                return sample
-            return sample | self._inputs(row, grids, [decode(image) for image in opened] if pixels else None)
+            sample = self._rendered(conversation._replace(messages=messages), images, pixels=pixels)
         finally:
-            for image, source in zip(opened, sources, strict=True):
-                if image is not source:
+            for image, source in zip(images, sources, strict=True):
+                if image is not source:  # one that the user opened stays open
                     image.close()
+        if label is not None:
+            sample["label"] = label
+        return sample
+
+    def _rendered(self, conversation: Conversation, images: list[Any], *, pixels: bool) -> dict[str, Any]:
+        """Return ids, labels and image inputs of a conversation; its messages have a part for each image."""
+        sizes = [size_of(image) for image in images]
+        grids = [self._grid(size) for size in sizes]
+        encoded, mask = encode_chat(
+            self.tokenizer,
+            conversation.messages,
+            tools=conversation.tools,
+            skip=conversation.skip,
+            options=conversation.options,
+            placeholders=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
+        )
+        ids = np.asarray(encoded, np.int64)
+        is_learned = mask & ~np.isin(ids, self._image_ids)
+        sample: dict[str, Any] = {"input_ids": ids, "labels": np.where(is_learned, ids, IGNORE_INDEX)}
+        if not images:
+            return sample
+        decoded = [decode(image) for image in images] if pixels else None
+        return sample | self._inputs(ids, grids, decoded)
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
         """Return the frames, rows and columns of patches of an image from its height and width."""
         if not self.has_grids:
-            crop = self.images.crop_size if self.images.do_center_crop else self.images.size
+            height, width = self._one_size
             patch = self.processor.patch_size
-            return 1, crop["height"] // patch, crop["width"] // patch
+            return 1, height // patch, width // patch
+
         images: Any = self.images
-        resize = sys.modules[type(images).__module__].smart_resize
+        resize = sys.modules[type(images).__module__].smart_resize  # the function that the processor calls
         factor = images.patch_size * images.merge_size
         height, width = resize(
             *size, factor, min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"]
         )
         return 1, height // images.patch_size, width // images.patch_size
 
+    @property
+    def _one_size(self) -> tuple[int, int]:
+        """Return the height and width to which a processor without grids scales all images."""
+        size = self.images.crop_size if self.images.do_center_crop else self.images.size
+        return size["height"], size["width"]
+
     def _tokens(self, sizes: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Return the number of tokens of each image."""
         if self.has_grids:
-            return [h * w // self.images.merge_size**2 for _, h, w in grids]
+            return [rows * columns // self.images.merge_size**2 for _, rows, columns in grids]
         return list(self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
 
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
     ) -> dict[str, Any]:
         """Return the model's inputs beside the ids; without ``images``, they hold no real pixels."""
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if self.has_grids:
             token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
-            found["position_ids"] = image_positions(ids, token, grids, merge=self.images.merge_size)
-            found["image_grid_thw"] = torch.tensor(grids)
+            inputs["position_ids"] = image_positions(ids, token, grids, merge=self.images.merge_size)
+            inputs["image_grid_thw"] = torch.tensor(grids)
         if images is None:
             if not self.has_grids:  # a tensor of the right shape that takes no memory
-                crop = self.images.crop_size if self.images.do_center_crop else self.images.size
-                shape = (len(grids), 3, crop["height"], crop["width"])
-                found["pixel_values"] = torch.zeros(()).expand(shape)
-            return found
-        made = self.images(images=images, return_tensors="pt")
-        if self.has_grids and not torch.equal(made["image_grid_thw"], found["image_grid_thw"]):
-            raise ValueError(f"the processor made grids {made['image_grid_thw']}, but {grids} were counted.")
-        return found | {"pixel_values": as_tensor(np.asarray(made["pixel_values"]))}
+                inputs["pixel_values"] = torch.zeros(()).expand(len(grids), 3, *self._one_size)
+            return inputs
+
+        processed = self.images(images=images, return_tensors="pt")
+        if self.has_grids and not torch.equal(processed["image_grid_thw"], inputs["image_grid_thw"]):
+            raise ValueError(
+                f"the processor made grids {processed['image_grid_thw']}, but {grids} were counted."
+            )
+        inputs["pixel_values"] = as_tensor(np.asarray(processed["pixel_values"]))
+        return inputs
 
 
 def image_positions(
@@ -160,23 +184,35 @@ def image_positions(
     The three positions of a text token are equal, and count up. The tokens of an image, ``merge`` x ``merge``
     patches each, share one frame. Text after it begins at the image's first position plus its longer side.
     """
-    found = np.empty((3, len(ids)), np.int64)
-    at = following = 0
-    placeholders, left = np.flatnonzero(ids == image_token), iter(grids)
-    while at < len(ids):
-        later = placeholders[placeholders >= at]
-        start = int(later[0]) if len(later) else len(ids)
-        found[:, at:start] = following + np.arange(start - at)
-        following += start - at
-        if start == len(ids):
+    positions = np.empty((3, len(ids)), np.int64)
+    placeholders = np.flatnonzero(ids == image_token)
+    next_grid = iter(grids)
+    token = 0  # the first without positions
+    position = 0  # the first that is free
+    while token < len(ids):
+        later = placeholders[placeholders >= token]
+        image_start = int(later[0]) if len(later) else len(ids)
+        positions[:, token:image_start] = position + np.arange(image_start - token)
+        position += image_start - token
+        if image_start == len(ids):
             break
-        _, height, width = next(left)
-        rows, columns = height // merge, width // merge
-        at = start + rows * columns
-        grid = np.indices((1, rows, columns)).reshape(3, -1)
-        found[:, start:at] = following + grid
-        following += max(rows, columns)
-    return found
+
+        _, height, width = next(next_grid)
+        rows = height // merge
+        columns = width // merge
+        token = image_start + rows * columns
+        positions[:, image_start:token] = position + np.indices((1, rows, columns)).reshape(3, -1)
+        position += max(rows, columns)
+    return positions
+
+
+def _opened(processor: Any) -> Any:
+    """Open a processor by its name or path; return any other value as it is."""
+    if not isinstance(processor, str | Path):
+        return processor
+    refuse_missing(str(processor), "Pass a folder that save_pretrained() wrote, or a processor's name.")
+    transformers = require("transformers", feature=f"processor={str(processor)!r}")
+    return transformers.AutoProcessor.from_pretrained(processor)
 
 
 @dataclass(frozen=True, slots=True)
