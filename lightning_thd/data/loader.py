@@ -103,28 +103,34 @@ class THDLoader:
     def __init__(
         self, source: _Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
     ) -> None:
-        self.source, self._progress, self.capacity = source, progress, capacity
+        self.source = source
+        self.capacity = capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
         self.per_step = source.per_step
         # Whether one rank reads packs for all ranks that share them, as in streams.
         self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
+        self._progress = progress  # how far a Trainer has come; None for a hand-written loop
         # Steps of a stream that are not trained yet: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
-        # Whether a hand-written loop reports each batch that it ran; how many batches it has not run yet.
-        self._reports, self._not_run = False, 0
+        self._reports = False  # whether a hand-written loop reports each batch that it ran
+        self._not_run = 0  # batches that were handed out to such a loop, but are not reported
         self._predicts = predicts
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
         self._set_position(Position())
 
     def _set_position(self, at: Position) -> None:
         """Set the position at which the next iteration begins, and which checkpoints hold until then."""
-        self._position = self._saved = at
+        self._position = at
+        self._saved = at
         # For each step of this iteration: the batches up to its end, and the position there.
         self._step_ends: deque[tuple[int, Position]] = deque()
-        self._handed_out, self._not_run, self._iterating = 0, 0, False
+        self._handed_out = 0  # batches of this iteration
+        self._not_run = 0
+        self._iterating = False
+        # Batches that the Trainer was done with when this iteration began.
         self._total_at_start = 0 if self._progress is None else self._progress.total()
 
     @property
@@ -177,57 +183,79 @@ class THDLoader:
     def __iter__(self) -> Iterator[Batch]:
         # This is a generator, so it starts at the first next(), which Lightning calls after set_epoch.
         self._requeue_dropped()
-        at = self._saved = replace(self._position, ended=False)
+        at = replace(self._position, ended=False)
+        self._saved = at
         self._step_ends.clear()
-        ends = self._step_ends
-        self._handed_out, self._not_run, handed, self._iterating = 0, 0, 0.0, True
+        self._handed_out = 0
+        self._not_run = 0
+        self._iterating = True
         self._total_at_start = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
-        limit = None if self._progress is None else self._progress.limit(self.source.length(at.epoch))
-        if limit is not None and limit % self.per_step and self.source.resumes:
-            raise MisconfigurationException(
-                f"limit_train_batches (or fast_dev_run) takes {limit} batches of a stream, which would cut "
-                f"the last step. Take a multiple of {self.per_step}."
-            )
-        left = math.inf if limit is None else limit - at.step * self.per_step
-        source = self._timed(self.source.steps(at, limit))
+
+        limit = self._limit(at.epoch)
+        left = math.inf if limit is None else limit - at.step * self.per_step  # batches of this iteration
+        steps = self._timed(self.source.steps(at, limit))
+        handed = 0.0  # batches up to the end of the present step
         while not at.ended and handed < left:
-            step = self._to_repeat.popleft() if self._to_repeat else next(source, None)
+            step = self._to_repeat.popleft() if self._to_repeat else next(steps, None)
             if step is None:  # an epoch without steps
                 break
             handed = min(handed + self.per_step, left)
-            before, at = at, self._position_after(at, step, ended=handed == left)
+            before = at
+            at = self._position_behind(at, step, ended=handed == left)
             self._record_step(int(handed), before, step)
             self._step_ends.append((int(handed), at))
             if self.source.resumes:
                 self._position = at
-            for batch in self._timed(step.batches):
-                if self._progress is not None:
-                    self._progress.check_counts()
-                self._handed_out += 1
-                if self._predicts and isinstance(batch, THDBatch):
-                    self._indices.append(list(batch.sequence_ids))
-                self._not_run = int(self._reports)
-                yield batch
-                if self._step_ends is not ends:
-                    raise ValueError(
-                        "The loader was set to another position inside a loop over it, and the loop cannot "
-                        "follow. Leave the loop after load_state(), and begin it again."
-                    )
-                self._not_run = 0
+            yield from self._hand_out(step)
+
         if self._progress is not None:  # a stream's last batch is fetched ahead, and has not run yet
             self._progress.check_counts()
         self._iterating = False
         if not self.source.resumes:
             self._position = Position(epoch=self._position.epoch + 1, ended=True)
 
-    def _position_after(self, at: Position, step: RankStep, *, ended: bool) -> Position:
-        following, whole = at.step + 1, self.source.steps_per_epoch
-        if ended or (step.last if whole is None else following == whole):
+    def _limit(self, epoch: int) -> int | None:
+        """Return the most batches that the Trainer takes of an epoch; None without a bound."""
+        if self._progress is None:
+            return None
+        limit = self._progress.limit(self.source.length(epoch))
+        if limit is not None and limit % self.per_step and self.source.resumes:
+            raise MisconfigurationException(
+                f"limit_train_batches (or fast_dev_run) takes {limit} batches of a stream, which would cut "
+                f"the last step. Take a multiple of {self.per_step}."
+            )
+        return limit
+
+    def _hand_out(self, step: RankStep) -> Iterator[Batch]:
+        """Yield the batches of a step, and count them; raise if the position was set meanwhile."""
+        ends = self._step_ends  # another object after ``_set_position``
+        for batch in self._timed(step.batches):
+            if self._progress is not None:
+                self._progress.check_counts()
+            self._handed_out += 1
+            if self._predicts and isinstance(batch, THDBatch):
+                self._indices.append(list(batch.sequence_ids))
+            self._not_run = int(self._reports)
+            yield batch
+            if self._step_ends is not ends:
+                raise ValueError(
+                    "The loader was set to another position inside a loop over it, and the loop cannot "
+                    "follow. Leave the loop after load_state(), and begin it again."
+                )
+            self._not_run = 0
+
+    def _position_behind(self, at: Position, step: RankStep, *, ended: bool) -> Position:
+        """Return the position behind a step that begins at a position."""
+        number = at.step + 1
+        steps_per_epoch = self.source.steps_per_epoch
+        is_last = step.last if steps_per_epoch is None else number == steps_per_epoch
+        if ended or is_last:
             return Position(epoch=at.epoch + 1, ended=True, stream=step.stream)
-        return Position(epoch=at.epoch, step=following, stream=step.stream)
+        return Position(epoch=at.epoch, step=number, stream=step.stream)
 
     def _timed(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items, and add the time until each comes to ``waited_s``."""
         iterator = iter(items)
         while True:
             began = time.perf_counter()
@@ -245,7 +273,8 @@ class THDLoader:
 
     def report_run(self) -> None:
         """Count the last batch as trained; from now on, one also counts when the next batch is asked for."""
-        self._reports, self._not_run = True, 0
+        self._reports = True
+        self._not_run = 0
 
     def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
         """Keep a step of a stream until it is trained, and forget positions that are past."""
@@ -261,18 +290,20 @@ class THDLoader:
 
     def _requeue_dropped(self) -> None:
         """Queue a stream's steps that were handed out but not trained; warn if planned steps are repeated."""
-        repeats = self.source.resumes or getattr(self.source, "fixed_order", False)
-        if self._iterating and self._progress is None and self._handed_out > 1 and not repeats:
+        # A stream continues, and an evaluation is meant to be repeated.
+        is_expected = self.source.resumes or getattr(self.source, "fixed_order", False)
+        if self._iterating and self._progress is None and self._handed_out > 1 and not is_expected:
             warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} in epoch "
                 f"{self.epoch}, and repeats them. To continue with the rest, keep one iterator.",
                 DataWarning,
             )
+
         done = self._num_done()
         dropped = [(before, step) for handed, before, step in self._unfinished if handed > done]
         self._unfinished.clear()
         if dropped:
-            self._position = dropped[0][0]
+            self._position, _ = dropped[0]
             self._to_repeat.extendleft(reversed([step for _, step in dropped]))
             for _ in dropped[: len(self.tokens)]:  # their tokens are added when they are handed out again
                 self.tokens.pop()
@@ -285,17 +316,18 @@ class THDLoader:
 
     def position_after(self, done: int) -> Position:
         """Return the position after the last whole step of the first ``done`` batches of this iteration."""
-        at = self._saved
-        for handed, after in self._step_ends:
+        position = self._saved
+        for handed, position_at_end in self._step_ends:
             if handed <= done:
-                at = after
-        return at
+                position = position_at_end
+        return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last whole step of ``state``, on any number of ranks and workers."""
         at = self.source.load(state)
-        for kept in (self._unfinished, self._to_repeat, self.tokens):
-            kept.clear()
+        self._unfinished.clear()
+        self._to_repeat.clear()
+        self.tokens.clear()
         self._set_position(at)
         if self._progress is not None and not at.ended:
             self._progress.match(at.step * self.per_step)
@@ -326,8 +358,9 @@ class Ahead:
     """Calls functions one after another in a thread, before their results are needed."""
 
     def __init__(self, name: str) -> None:
-        self._name, self.process = name, os.getpid()
-        self.pending: deque[Future[Any]] = deque()
+        self._name = name
+        self.process = os.getpid()  # a fork of this process has no such thread
+        self.pending: deque[Future[Any]] = deque()  # results of queued calls, the oldest first
         self._queue: _Calls | None = None
         self._thread: Thread | None = None
 
@@ -337,10 +370,11 @@ class Ahead:
             self._queue = SimpleQueue()
             self._thread = Thread(target=_run_calls, args=(self._queue,), name=self._name, daemon=True)
             _THREADS[self._thread] = self._queue
-            weakref.finalize(self, self._queue.put, None)
+            weakref.finalize(self, self._queue.put, None)  # None ends the thread
             self._thread.start()
-        self.pending.append(Future())
-        self._queue.put((self.pending[-1], call, args))
+        future: Future[Any] = Future()
+        self.pending.append(future)
+        self._queue.put((future, call, args))
 
     def next_result(self) -> Any:
         """Wait for the oldest call and return its result, or raise its error."""
@@ -361,10 +395,12 @@ class Ahead:
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
             self._thread.join(_STOP_S)
-        self._queue = self._thread = None
+        self._queue = None
+        self._thread = None
 
 
 def _run_calls(calls: _Calls) -> None:
+    """Run queued calls until None comes; the thread of an ``Ahead`` does nothing else."""
     while (queued := calls.get()) is not None:
         future, call, args = queued
         try:
@@ -376,6 +412,7 @@ def _run_calls(calls: _Calls) -> None:
 
 @atexit.register
 def _join_threads() -> None:
+    """End all threads: an interpreter that ends while one is inside a collective aborts."""
     until = time.monotonic() + _STOP_S
     threads = [*_THREADS.items()]
     for _, calls in threads:
@@ -388,31 +425,39 @@ class PlansAhead:
     """Plans steps; in the main process, a request for one step lets a thread plan the next."""
 
     def __init__(self, planner: Planner, dp: int) -> None:
-        self._planner, self._dp = planner, dp
-        self._last: tuple[tuple[int, int], StepPlan] | None = None
-        self._next: tuple[int, int] | None = None
+        self._planner = planner
+        self._dp = dp
+        self._last: tuple[tuple[int, int], StepPlan] | None = None  # (epoch, step) and its plan
+        self._next: tuple[int, int] | None = None  # (epoch, step) that the thread plans
         self._ahead = Ahead("plans_ahead")
 
     def step(self, epoch: int, k: int) -> StepPlan:
         """Return the plan of a step, or raise the planner's error."""
-        if self._last is None or self._last[0] != (epoch, k):
-            self._last = (epoch, k), self._take_plan(epoch, k)
-            if get_worker_info() is None and k + 1 < self._planner.num_steps(epoch):
-                self._next = epoch, k + 1
-                self._ahead.submit(self._planner.step, epoch, k + 1, self._dp)
-        return self._last[1]
+        if self._last is not None and self._last[0] == (epoch, k):
+            return self._last[1]
+
+        plan = self._take_plan(epoch, k)
+        self._last = (epoch, k), plan
+        is_main_process = get_worker_info() is None
+        if is_main_process and k + 1 < self._planner.num_steps(epoch):
+            self._next = epoch, k + 1
+            self._ahead.submit(self._planner.step, epoch, k + 1, self._dp)
+        return plan
 
     def _take_plan(self, epoch: int, k: int) -> StepPlan:
-        wanted, self._next = self._next == (epoch, k), None
+        """Return the plan that the thread has made, or make another one here."""
+        is_planned = self._next == (epoch, k)
+        self._next = None
         if self._ahead.process != os.getpid():  # this is a copy in a forked process, which has no thread
             self._ahead = Ahead("plans_ahead")
         if not self._ahead.pending:
             return self._planner.step(epoch, k, self._dp)
+
         try:  # wait for the plan of another step too, so that only one plan is made at a time
             plan: StepPlan = self._ahead.next_result()
         except Exception:  # this thread plans the step again and raises the error
-            wanted = False
-        return plan if wanted else self._planner.step(epoch, k, self._dp)
+            is_planned = False
+        return plan if is_planned else self._planner.step(epoch, k, self._dp)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the thread and its plan out of a pickle: a worker process has no such thread."""
@@ -431,35 +476,49 @@ class BatchMaker:
 
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales, its loss is the mean over this batch."""
-        columns = (spans.index, spans.start, spans.stop, spans.continued)
-        samples, keeps = [], keeps_rows(self.dataset)
-        try:
-            for i, start, stop, continued in zip(*(column.tolist() for column in columns), strict=True):
-                samples.append(self.index.sample(self.dataset, i, start, stop, continued, keeps))
-                if self.one_each and "position_ids" in samples[-1]:
-                    refuse_second_sequence(samples[-1], i)
-        except StopIteration as err:  # it would silently end the epoch
-            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its data[i].") from err
+        samples = self._read(spans)
+        loss_scale, sequence_scale, token_scale = scales
         batch = self.collate(
             samples,
             sequence_ids=spans.index.tolist(),
-            loss_scale=scales[0],
-            sequence_scale=scales[1],
-            token_scale=scales[2],
+            loss_scale=loss_scale,
+            sequence_scale=sequence_scale,
+            token_scale=token_scale,
             microbatch=microbatch,
         )
         if not samples:
-            first = self.dataset[int((self.index.lengths > 0).argmax())]  # row 0 may be bad
-            if sequence_label(first, "The first sequence"):
-                batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
-            if PARTS in first:
-                batch = batch.replace(roles=())
+            batch = self._like_others(batch)
+
         largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
                 f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
                 f"the model's vocabulary has {self.vocab_size} entries. Use the model's tokenizer."
             )
+        return batch
+
+    def _read(self, spans: Spans) -> list[dict[str, Any]]:
+        """Read the samples of a pack."""
+        columns = (spans.index, spans.start, spans.stop, spans.continued)
+        keeps = keeps_rows(self.dataset)
+        samples = []
+        try:
+            for i, start, stop, continued in zip(*(column.tolist() for column in columns), strict=True):
+                sample = self.index.sample(self.dataset, i, start, stop, continued, keeps)
+                if self.one_each and "position_ids" in sample:
+                    refuse_second_sequence(sample, i)
+                samples.append(sample)
+        except StopIteration as err:  # it would silently end the epoch
+            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its data[i].") from err
+        return samples
+
+    def _like_others(self, batch: THDBatch) -> THDBatch:
+        """Give an empty batch the fields that batches with sequences have, such as labels of classifiers."""
+        first = self.dataset[int((self.index.lengths > 0).argmax())]  # row 0 may be bad
+        if sequence_label(first, "The first sequence"):
+            batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
+        if PARTS in first:
+            batch = batch.replace(roles=())
         return batch
 
 
@@ -483,9 +542,14 @@ class PlannedSteps:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self.planner, self.kind, self.per_step, self.fixed_order = planner, kind, per_step, fixed_order
-        self._keys, self._maker, self._dp = _Keys(), maker, dp
+        self.planner = planner
+        self.kind = kind
+        self.per_step = per_step
+        self.fixed_order = fixed_order
         self.names: Sequence[str] = planner.mixture.names if isinstance(planner, MixturePlanner) else ()
+        self._keys = _Keys()
+        self._maker = maker
+        self._dp = dp
         self.loader: DataLoader[Batch] = DataLoader(
             Batches(planner, maker, rank, dp, kind),
             batch_size=None,
@@ -510,13 +574,16 @@ class PlannedSteps:
 
     def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
         """Yield an epoch's steps from ``at`` on; a batch is read when ``RankStep.batches`` reaches it."""
-        whole, count = self.length(at.epoch), self._num_steps(at.epoch)
-        stop = whole if limit is None else min(whole, limit)
+        batches_in_epoch = self.length(at.epoch)
+        stop = batches_in_epoch if limit is None else min(batches_in_epoch, limit)
+        planned_epoch = 0 if self.fixed_order else at.epoch
+        # With its own generator, the loader draws nothing from torch's, on which first weights may depend.
         self.loader.generator = own_generator(at.epoch)
-        self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
+        self._keys.left = _keys(planned_epoch, at.step, stop, self.per_step)
         batches = iter(self.loader)
+        last_step = self._num_steps(at.epoch) - 1
         for step in range(at.step, -(-stop // self.per_step)):
-            yield RankStep(batches=islice(batches, self.per_step), last=step == count - 1)
+            yield RankStep(batches=islice(batches, self.per_step), last=step == last_step)
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the index of each sequence's source."""
@@ -526,6 +593,7 @@ class PlannedSteps:
     def tokens_of(self, epoch: int, step: int, limit: int | None = None) -> npt.NDArray[np.int64]:
         """Return the real tokens of each source in a step of all ranks, if an epoch has ``limit`` batches."""
         plan = self.planner.step(0 if self.fixed_order else epoch, step, self._dp)
+        # Microbatches of each rank that run; None for all.
         run = None if limit is None or self.kind == "step" else limit - step * self.per_step
         spans = join_spans([part for rank in range(self._dp) for part in plan.microbatches(rank)[:run]])
         tokens = np.zeros(len(self.names), np.int64)
@@ -539,7 +607,8 @@ class PlannedSteps:
     def load(self, state: Mapping[str, Any]) -> Position:
         """Return the position in a state; raise if other data or settings saved it."""
         epoch, step = self.planner.resume(state)
-        if None not in (before := state.get("content"), self._content) and before != self._content:
+        content = state.get("content")
+        if content is not None and self._content is not None and content != self._content:
             raise ValueError(
                 "The checkpoint was written with other data: the lengths agree, but tokens or labels do not. "
                 "Restore the data, or start without the loader's state."
@@ -550,13 +619,16 @@ class PlannedSteps:
 
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
+    """Yield the keys of an epoch's batches from step ``first`` up to batch ``stop``."""
     # This is a function, not a method, so that the iterator keeps neither loader nor workers alive.
     for batch in range(first * per_step, stop):
-        step, micro = divmod(batch, per_step)
-        yield epoch, step, micro, min(per_step, stop - step * per_step)
+        step, microbatch = divmod(batch, per_step)
+        yield epoch, step, microbatch, min(per_step, stop - step * per_step)
 
 
 class _Keys(Sampler[Key]):
+    """A sampler that gives the keys which are set before each iteration; workers stay between them."""
+
     def __init__(self) -> None:
         self.left: Iterator[Key] = iter(())
 
@@ -568,27 +640,38 @@ class Batches(TorchDataset[Batch]):
     """Maps a key to a batch of one rank; a pure function, so any worker can make any batch."""
 
     def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
-        self._planner, self._maker, self._rank, self._kind = planner, maker, rank, kind
+        self._planner = planner
+        self._maker = maker
+        self._rank = rank
+        self._kind = kind
         self._plans = PlansAhead(planner, dp)
 
     def __getitem__(self, key: Key) -> Batch:
-        epoch, step, micro, counted = key
+        epoch, step, microbatch, counted = key
         plan = self._plans.step(epoch, step)
-        if self._kind == "eval":
-            return self._maker.batch(plan.microbatches(self._rank)[micro])
-        run = None if self._kind == "step" else counted
-        known = plan.scales(run)
-        assert known is not None, "a planner of training data knows its loss tokens"
-        scales = (*known, plan.token_scale(run))
         microbatches = plan.microbatches(self._rank)
-        if isinstance(plan, SharedStepPlan):  # every rank of a group reads the whole pack
-            assert isinstance(self._planner, SharedPlanner)
-            degrees, batches = plan.degrees[self._rank].tolist(), []
-            for at, (spans, degree) in enumerate(zip(microbatches, degrees, strict=True)):
-                collate = partial(self._maker.collate, align=self._planner.sharing.align(degree))
-                maker = replace(self._maker, collate=collate)
-                batches.append(maker.batch(spans, tuple(scale / degree for scale in scales), at))
-            return SharedStep(batches, degrees, digest_of(plan.degrees))
+        if self._kind == "eval":
+            return self._maker.batch(microbatches[microbatch])
+
+        run = None if self._kind == "step" else counted  # microbatches that run, if an epoch ends inside
+        loss_and_sequence_scale = plan.scales(run)
+        assert loss_and_sequence_scale is not None, "a planner of training data knows its loss tokens"
+        scales = (*loss_and_sequence_scale, plan.token_scale(run))
+        if isinstance(plan, SharedStepPlan):
+            return self._shared_step(plan, scales)
         if self._kind == "step":
-            return THDStep([self._maker.batch(spans, scales, at) for at, spans in enumerate(microbatches)])
-        return self._maker.batch(microbatches[micro], scales, micro)
+            return THDStep([self._maker.batch(spans, scales, k) for k, spans in enumerate(microbatches)])
+        return self._maker.batch(microbatches[microbatch], scales, microbatch)
+
+    def _shared_step(self, plan: SharedStepPlan, scales: tuple[float, float, float]) -> SharedStep:
+        """Read a step in which packs are shared by groups of ranks; every rank reads its whole packs."""
+        assert isinstance(self._planner, SharedPlanner)
+        microbatches = plan.microbatches(self._rank)
+        degrees = plan.degrees[self._rank].tolist()
+        batches = []
+        for number, (spans, degree) in enumerate(zip(microbatches, degrees, strict=True)):
+            collate = partial(self._maker.collate, align=self._planner.sharing.align(degree))
+            maker = replace(self._maker, collate=collate)
+            loss_scale, sequence_scale, token_scale = (scale / degree for scale in scales)
+            batches.append(maker.batch(spans, (loss_scale, sequence_scale, token_scale), number))
+        return SharedStep(batches, degrees, digest_of(plan.degrees))

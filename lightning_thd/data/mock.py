@@ -26,7 +26,9 @@ from lightning_thd.packing.permutation import derive_key, keyed_hashes
 
 IntArray = npt.NDArray[np.int64]
 
-_LENGTHS, _TOKENS = 20, 21  # mixed into the keys that draw lengths and tokens
+# Mixed into the keys that draw lengths and tokens, so that the two do not depend on each other.
+_LENGTHS = 20
+_TOKENS = 21
 _LOGNORMAL = ("min_seq_len", "max_seq_len", "mean_seq_len", "lognormal_sigma")
 
 
@@ -76,11 +78,16 @@ def _read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     text = str(config)
-    return dict(json.loads(text if text.lstrip().startswith("{") else Path(text).read_text()))
+    is_json = text.lstrip().startswith("{")
+    if not is_json:
+        text = Path(text).read_text()
+    return dict(json.loads(text))
 
 
 def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) -> IntArray:
-    mode, kind = config.pop("mode", None), config.pop("type", "lognormal")
+    """Read or draw the lengths that the settings ask for, int64 ``[N]``."""
+    mode = config.pop("mode", None)
+    kind = config.pop("type", "lognormal")
     if mode not in ("file", "distribution"):
         raise ValueError(f'"mode" is {mode!r}. Set it to "file" or "distribution".')
     if kind != "lognormal":
@@ -88,6 +95,7 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
     wanted = ("path",) if mode == "file" else _LOGNORMAL
     if set(config) != set(wanted):
         raise ValueError(f"The mock settings are {sorted(config)}, wanted {sorted(wanted)}.")
+
     if mode == "file":
         rows = read_lengths(config["path"])
         return rows if num_sequences is None else np.resize(rows, num_sequences)
@@ -104,8 +112,11 @@ def _draw(low: int, high: int, mean: float, sigma: float, *, count: int, seed: i
         )
     hashes = keyed_hashes(np.arange(count, dtype=np.uint64), derive_key(seed, _LENGTHS))
     # Divide (0, 1) into 2**52 equal steps and take their middles, which are never 0 or 1.
-    uniform = torch.from_numpy(((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
-    drawn = torch.exp(math.log(mean) - sigma**2 / 2 + sigma * torch.special.ndtri(uniform))
+    steps = (hashes >> np.uint64(12)).astype(np.float64)
+    uniform = torch.from_numpy((steps + 0.5) * 2.0**-52)
+    normal = torch.special.ndtri(uniform)  # the inverse of the cumulative distribution
+    # exp(mu + sigma * normal) has the mean exp(mu + sigma**2 / 2), before it is clipped.
+    drawn = torch.exp(math.log(mean) - sigma**2 / 2 + sigma * normal)
     return drawn.clamp(low, high).long().numpy()
 
 
@@ -114,7 +125,8 @@ def read_lengths(path: str | Path) -> IntArray:
     lengths: list[int] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
         cell = line.strip()
-        if not cell or (not lengths and cell[0].isalpha()):
+        is_heading = not lengths and cell[:1].isalpha()
+        if not cell or is_heading:
             continue
         if not cell.isdigit() or int(cell) < 1:
             raise ValueError(f"Line {number} of {path} is {line!r}, not a positive integer. Correct it.")

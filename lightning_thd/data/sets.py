@@ -37,26 +37,36 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     counts = [len(index.lengths) for index in indices]
     starts = (np.cumsum(counts) - counts).tolist()
     pairs = list(zip(indices, starts, strict=True))
-
-    def joined(name: str, default: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
-        columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
-        if not any(map(len, columns)):
-            return columns[0]
-        return np.concatenate([x if len(x) else default(i) for x, i in zip(columns, indices, strict=True)])
-
-    most, start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
+    with_largest, its_start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
         lengths=np.concatenate([index.lengths for index in indices]),
         loss_tokens=np.concatenate([index.loss_tokens for index in indices]),
         media=np.concatenate([index.media + start for index, start in pairs]),
-        weights=joined("weights", lambda index: index.loss_tokens),
-        sequence_weights=joined("sequence_weights", lambda index: np.ones(len(index.lengths))),
-        largest=np.array([most.largest[0], most.largest[1] + start]),
+        # Sequences without weights have the weight 1 for each loss token, and as a whole.
+        weights=_join_columns(
+            [index.weights for index in indices],
+            default=lambda k: indices[k].loss_tokens,
+        ),
+        sequence_weights=_join_columns(
+            [index.sequence_weights for index in indices],
+            default=lambda k: np.ones(counts[k]),
+        ),
+        largest=np.array([with_largest.largest[0], with_largest.largest[1] + its_start]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
-        sizes=joined("sizes", lambda index: np.zeros((len(index.lengths), COLUMNS), np.int64)),
+        sizes=_join_columns(
+            [index.sizes for index in indices],
+            default=lambda k: np.zeros((counts[k], COLUMNS), np.int64),
+        ),
         sizes_measured=all(index.sizes_measured for index in indices),
         checked=all(index.checked for index in indices),
     )
+
+
+def _join_columns(columns: list[NDArray[Any]], *, default: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
+    """Join columns end to end; empty ones are replaced by ``default(k)``, unless all are empty."""
+    if not any(len(column) for column in columns):
+        return columns[0]
+    return np.concatenate([column if len(column) else default(k) for k, column in enumerate(columns)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +89,16 @@ class DataSet:
 
 def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **options: Any) -> DataSet:
     """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end."""
-    opened, weights = dict[str, DataSet](), dict[str, float]()
-    for part, given in sources.items():
-        source, weights[part] = weighted(part, given)
-        opened[part] = open_set(f"{name}/{part}", source, opener, **options)
-        if opened[part].schedule is not None:
+    opened: dict[str, DataSet] = {}
+    weights: dict[str, float] = {}
+    for part, entry in sources.items():
+        source, weight = weighted(part, entry)
+        data = open_set(f"{name}/{part}", source, opener, **options)
+        if data.schedule is not None:
             raise ValueError(f"{part!r} holds ready packs. In a mixture set packed='sequences'.")
+        opened[part] = data
+        weights[part] = weight
+
     keys = [data.key for data in opened.values()]
     return DataSet(
         name=name,
@@ -98,8 +112,10 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **option
 
 def refuse_unused_processor(processor: object, data: DataSet) -> None:
     """Raise if a processor is given, but the data have no conversations that it could render."""
+    if processor is None or not len(data.dataset):
+        return
     datasets = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
-    if processor is not None and len(data.dataset) and not any(isinstance(x, ChatRows) for x in datasets):
+    if not any(isinstance(dataset, ChatRows) for dataset in datasets):
         raise ValueError(
             f"the {data.name} data hold ids, and processor= renders conversations. Leave processor= out."
         )
@@ -107,7 +123,8 @@ def refuse_unused_processor(processor: object, data: DataSet) -> None:
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
     """Raise if the ``label`` of a source's first record is text; a classifier learns only numbers."""
-    for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
+    parts = [entry[0] for entry in source.values()] if is_mixture(source) else [source]
+    for part in parts:
         record = opener.first_record(part)
         label = record.get("label") if isinstance(record, Mapping) else None
         if isinstance(label, str):
@@ -121,25 +138,32 @@ def is_mixture(source: object) -> bool:
     """Return whether a source is a dict of named sources, not of columns or splits of one dataset."""
     if not isinstance(source, Mapping) or not source or hasattr(source, "column_names"):
         return False
-    pairs = all(isinstance(x, tuple | list) and len(x) == 2 for x in source.values())
-    pairs = pairs and all(isinstance(weight, int | float | np.number) for _, weight in source.values())
-    return pairs or not any(name in source for name in ("input_ids", "labels"))
+    if all(_is_weighted(entry) for entry in source.values()):
+        return True
+    return not any(name in source for name in ("input_ids", "labels"))
 
 
-def weighted(name: str, given: object) -> tuple[Any, float]:
+def _is_weighted(entry: object) -> bool:
+    """Return whether an entry of a dict is a pair of a source and a number."""
+    is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+    return is_pair and isinstance(entry[1], int | float | np.number)  # type: ignore[index]
+
+
+def weighted(name: str, entry: object) -> tuple[Any, float]:
     """Check a ``(source, weight)`` pair and return its two values."""
-    if isinstance(given, tuple | list) and len(given) == 2:
-        source, weight = given
+    if isinstance(entry, tuple | list) and len(entry) == 2:
+        source, weight = entry
         if isinstance(weight, int | float | np.number) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight) with a number.")
+    raise TypeError(f"train[{name!r}] is a {type(entry).__name__}, wanted (source, weight) with a number.")
 
 
 def open_set(
     name: str, source: Source, opener: Opener, *, empty: Empty, extras_cost: ExtrasCost | None = None
 ) -> DataSet:
     """Open a source and count its sequences."""
-    opened, one_each = opener.open(source), opener.packed != "off"
+    opened = opener.open(source)
+    one_each = opener.packed != "off"
     key = None if opened.key is None else {**opened.key, "one_each": one_each}
     index = build_index(
         opened.dataset,
@@ -166,12 +190,15 @@ def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
     """Name each source by its stage, such as ``val``; ``val/code`` if ``val`` is a dict of sources."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
+        if source is None:
+            continue
         if stage == "train" or not is_mixture(source):
-            named |= {} if source is None else {stage: source}
+            named[stage] = source
             continue
         for name, part in source.items():
-            weight = isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float)
-            if part is None or weight or name == "":
+            is_pair = isinstance(part, tuple | list) and len(part) == 2
+            has_weight = is_pair and isinstance(part[1], int | float)
+            if part is None or has_weight or name == "":
                 raise TypeError(f"{stage}[{name!r}] is {described(part)}; wanted a named source, no weight.")
             named[f"{stage}/{name}"] = part
     return named

@@ -23,7 +23,9 @@ class SourceLog:
     """Logs the tokens and the loss of each source, over all ranks, once per log interval."""
 
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int], trainer: L.Trainer | None) -> None:
-        self.loader, self.trainer, self._names = loader, trainer, loader.source.names
+        self.loader = loader
+        self.trainer = trainer
+        self._names = loader.source.names
         # Steps begun since the last log: (epoch, step), and the tokens per source (0 except on process 0).
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]]
         # Losses and weights since the last log, summed for each of K sources and for padding: [2, K + 1].
@@ -35,10 +37,14 @@ class SourceLog:
         """Log if a log is due, and record the step of the coming batch; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         step = trainer.current_epoch, batches // self.loader.per_step
-        if not self._steps or self._steps[-1][0] != step:
+        is_new = not self._steps or self._steps[-1][0] != step
+        if is_new:
             if len(self._steps) >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
                 self.flush(trainer)
-            self._steps.append((step, self.loader.tokens_of(*step) if trainer.is_global_zero else 0))
+            tokens = self.loader.tokens_of(*step) if trainer.is_global_zero else 0
+            self._steps.append((step, tokens))
+
+        # Lightning gives a batch before it is run, so the losses that come next are of these microbatches.
         microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
         self._announced = tuple(part.sequence_ids for part in microbatches)
         watch(self)
@@ -51,13 +57,15 @@ class SourceLog:
         """Add the losses of a batch to the sums of their sources, on the device."""
         if not scale:
             return  # no loss token
-        source = self._source_of_slots(batch)
-        source = source if slots.kept is None else source.index_select(0, slots.kept)
+        sources = self._source_of_slots(batch)
+        if slots.kept is not None:
+            sources = sources.index_select(0, slots.kept)
         if self._sums is None:
-            self._sums = self._zeros(source.device)
-        found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
+            self._sums = self._zeros(sources.device)
+
+        values = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
         # A step that is replayed from a CUDA graph may have more slots after those of the batch: drop them.
-        self._sums.index_add_(1, source, found[:, : len(source)] / scale)
+        self._sums.index_add_(1, sources, values[:, : len(sources)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
         """Return the index of each slot's source, int64 ``[T]``; padding gets K, after those of K sources."""
@@ -69,11 +77,12 @@ class SourceLog:
         """Log the steps since the last log; a collective."""
         if not self._steps:
             return
-        losses = self._losses(trainer)
+        losses = self._losses(trainer)  # all ranks take part
         self._tokens += sum(tokens for _, tokens in self._steps)
         self._steps = []
         if not trainer.is_global_zero:
             return
+
         logged: dict[str, Any] = {}
         for k, name in enumerate(self._names):
             logged[f"data/{name}/tokens"] = float(self._tokens[k])
@@ -89,28 +98,36 @@ class SourceLog:
         if not trainer.is_global_zero:
             return {}
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        steps, rest = divmod(progress.current.processed, self.loader.per_step)
-        done = trainer.current_epoch, steps + int(rest > 0 and progress.is_last_batch)
-        total = self._tokens + sum(tokens for step, tokens in self._steps if step < done)
+        steps, batches_of_next = divmod(progress.current.processed, self.loader.per_step)
+        if batches_of_next and progress.is_last_batch:  # a limit on batches may cut the last step
+            steps += 1
+        # The first step that is not finished, for comparison with the (epoch, step) of steps.
+        unfinished = trainer.current_epoch, steps
+        total = self._tokens + sum(tokens for step, tokens in self._steps if step < unfinished)
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, tokens: Mapping[str, int]) -> None:
         """Set the token count of each source to that of a checkpoint; drop what is not logged yet."""
-        self._steps, self._sums = [], None
+        self._steps = []
+        self._sums = None
         self._tokens = np.array([tokens.get(name, 0) for name in self._names], np.int64)
 
     def _zeros(self, device: torch.device) -> Tensor:
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros((2, len(self._names) + 1), dtype=wide, device=device)
+        """Return sums of losses and weights that are all 0, ``[2, K + 1]``."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        return torch.zeros((2, len(self._names) + 1), dtype=dtype, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
         """Return each source's mean loss over all ranks, None without loss tokens; one device read."""
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         if sums is None:  # no loss here: in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
-        summed: Any = trainer.strategy.reduce(sums, reduce_op="sum")
-        total, weight = summed.tolist()
-        return [a / b if b else None for a, b in zip(total[:-1], weight[:-1], strict=True)]
+        over_ranks: Any = trainer.strategy.reduce(sums, reduce_op="sum")
+        losses, weights = over_ranks.tolist()
+        # The last column is padding.
+        columns = zip(losses[:-1], weights[:-1], strict=True)
+        return [loss / weight if weight else None for loss, weight in columns]
 
 
 class LogsSources(L.LightningDataModule):
