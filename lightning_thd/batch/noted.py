@@ -118,7 +118,7 @@ def _property(name: str) -> property:
 
 
 # What a batch computes from boundaries for outputs and losses is read from the plain batch, and not noted.
-for _name in (*_NOTED, "max_seqlen", "predictions", "token_slots", "token_targets"):
+for _name in (*_NOTED, "max_seqlen", "predictions", "step", "token_slots", "token_targets"):
     setattr(NotedBatch, _name, _property(_name))
 
 

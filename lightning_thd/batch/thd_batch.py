@@ -5,6 +5,7 @@ T slots in a pack, S sequences. Collation keeps on the host every integer that a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -99,15 +100,16 @@ class Predictions(NamedTuple):
     weights: Tensor
 
 
-class _Pinned(Immutable):
-    """Base of batches that may have a second copy of their tensors in page-locked memory."""
+class _Around(Immutable):
+    """Base of batches: what belongs to a batch, but is neither pickled nor replaced with its fields."""
 
-    __slots__ = ("_pinned",)
+    __slots__ = ("_pinned", "_step")
 
-    _pinned: PinnedBatch
+    _pinned: PinnedBatch  # a second copy of the tensors in page-locked memory, if there is one
+    _step: tuple[weakref.ref[THDStep], int]  # the step that the batch is part of, and its place in it
 
 
-class THDBatch(_Pinned):
+class THDBatch(_Around):
     """One microbatch: sequences laid end to end in one row of T slots.
 
     Attributes:
@@ -367,6 +369,8 @@ class THDBatch(_Pinned):
         copy = object.__new__(type(self))
         copy.__setstate__({**self.__getstate__(), **changes})
         copy._require_ids()
+        if hasattr(self, "_step"):
+            copy._set(_step=self._step)
         return copy
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
@@ -492,6 +496,23 @@ class THDBatch(_Pinned):
         return (sums / lengths.view(-1, *[1] * (rows.ndim - 1))).to(rows.dtype)
 
     @property
+    def step(self) -> tuple[THDStep, int] | None:
+        """Return the ``THDStep`` that holds the batch, and the batch's place in it; None for a single batch.
+
+        Copies of a microbatch (``to``, ``replace``) belong to the same step. RuntimeError if the step was
+        deleted: keep it while you run its microbatches.
+        """
+        if not hasattr(self, "_step"):
+            return None
+        step = self._step[0]()
+        if step is None:
+            raise RuntimeError(
+                "The THDStep of this microbatch was deleted, and the loss needs all its microbatches. Keep "
+                "the step in a variable: step = next(steps); for batch in step.microbatches: ..."
+            )
+        return step, self._step[1]
+
+    @property
     def loss_tokens(self) -> int:
         """Return the number of tokens with a target."""
         return self.stats.loss_tokens
@@ -546,7 +567,7 @@ def collate_checked(
 class THDStep(Immutable):
     """All ``microbatches`` of one rank between two optimizer updates; all ranks have the same number."""
 
-    __slots__ = ("microbatches",)
+    __slots__ = ("__weakref__", "microbatches")
 
     microbatches: tuple[THDBatch, ...]
 
@@ -555,7 +576,16 @@ class THDStep(Immutable):
             raise TypeError(f"A THDStep is made of {described(microbatches)}; wanted a list of THDBatch.")
         if not microbatches:
             raise ValueError("A THDStep needs at least one microbatch, got none.")
-        self._set(microbatches=tuple(microbatches))
+        self.__setstate__({"microbatches": tuple(microbatches)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"microbatches": self.microbatches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The step holds its microbatches, so a reference back would keep both alive until a collection.
+        for place, batch in enumerate(self.microbatches):
+            batch._set(_step=(weakref.ref(self), place))
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
         """Move every microbatch; see ``THDBatch.to``."""

@@ -1,27 +1,44 @@
-"""Embeddings of queries and documents -> the InfoNCE loss, whose negatives are the step's other documents.
+"""A pack of queries and documents -> the InfoNCE loss, whose negatives are the step's other documents.
 
-Legend: Q queries, N documents (positives and hard negatives), P pairs of a query and one of its positives,
-D embedding size.
+Legend: S sequences of a pack, Q queries, N documents (positives and hard negatives), P pairs of a query and
+one of its positives, D embedding size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_thd._checks import described, flags, host_ints, instance, real_number
+from lightning_thd._checks import choice, described, flags, host_ints, instance, real_number
+from lightning_thd._find import models_in, text_config
+from lightning_thd._static import trial_runs
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.examples import Places, places_of
+from lightning_thd.batch.noted import unnoted
+from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.models.preparing import is_prepared, prepare
+from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
+from lightning_thd.parallel.exchange import all_gather_rows
+from lightning_thd.parallel.mesh import TENSOR
 
-__all__ = ["pair_losses"]
+__all__ = ["embed", "info_nce", "pair_losses"]
 
+Pooling = Literal["last", "mean", "first"]
 Pairs = NDArray[np.int64]
+# The first microbatch of a step computes the ``_Cache`` of all, for each model and options of a call.
+_CACHES: WeakKeyDictionary[THDStep, dict[Any, _Cache]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,3 +207,341 @@ def _others(owners: NDArray[np.int64], members: NDArray[np.int64]) -> Pairs | No
         first, second = order[same], order[same + distance]
         entries += [np.stack([first, members[second]]), np.stack([second, members[first]])]
     return np.concatenate(entries, axis=1) if entries else None
+
+
+class _Encoder(NamedTuple):
+    """How a batch becomes embeddings, and a key that names the way."""
+
+    run: Callable[[THDBatch], Tensor]  # a batch -> ``[S, D]``
+    key: tuple[Any, ...]
+
+
+def embed(model: nn.Module, batch: THDBatch, *, pooling: Pooling = "last") -> Tensor:
+    """Run a model on a pack and pool its hidden states to one embedding for every sequence.
+
+    Args:
+        model: an encoder or decoder without a head, as ``AutoModel.from_pretrained(...,
+            attn_implementation="thd")`` builds it, bare or wrapped (DDP, FSDP2, PEFT).
+        batch: the pack, on the model's device.
+        pooling: take each sequence's "last" token, its "first" one, or the "mean" of all.
+
+    Returns:
+        ``[S, D]`` in the order of ``batch.sequence_ids``. They are not normalised.
+
+    Raises:
+        ValueError: for a model without hidden states or with another attention, and for a shard of a pack.
+    """
+    choice(pooling, "pooling", *get_args(Pooling))
+    instance(model, "model", nn.Module, advice="Pass the model itself.")
+    check_batch(batch)
+    if batch.boundaries.ranks > 1:
+        raise ValueError(
+            f"{batch.boundaries.ranks} ranks share the pack, but sequences are pooled whole. Set "
+            "context_parallel_size=1."
+        )
+    _require_thd(model)
+    output = model(**batch.hf_kwargs())
+    hidden = getattr(output, "last_hidden_state", None)
+    if not isinstance(hidden, Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returns no last_hidden_state, which would be pooled. Build the model by "
+            "AutoModel, or pass the part without the head, such as model.model."
+        )
+    return batch.pool(hidden, pooling)
+
+
+def _require_thd(model: nn.Module) -> None:
+    """Raise ValueError if a model of transformers runs another attention; prepare one with "thd"."""
+    for _, inner in models_in(model):
+        attention = getattr(text_config(inner.config), "_attn_implementation", None)
+        if attention != "thd":
+            raise ValueError(
+                f"{type(inner).__name__} runs attn_implementation={attention!r}, with which sequences of a "
+                "pack can see each other. Build it with attn_implementation='thd'."
+            )
+        if not is_prepared(inner):
+            prepare(model)
+        return
+
+
+def info_nce(
+    model: nn.Module | Callable[[THDBatch], Tensor] | Tensor,
+    batch: THDBatch,
+    *,
+    pooling: Pooling = "last",
+    temperature: float = 0.05,
+    symmetric: bool = False,
+    normalize: bool = True,
+    dims: Sequence[int] | None = None,
+    dim_weights: Sequence[float] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute the InfoNCE loss of a batch of queries and documents, with all documents of the step.
+
+    A query is compared with its positive and with the other documents of the step: of all microbatches and
+    all ranks, hard negatives included. The loss of a query is the mean over its positives (``pair_losses``).
+    The mean of this value over microbatches and ranks is the mean over the step's queries. It does not depend
+    on the packing.
+
+    A step of several microbatches runs each of them twice: the first call embeds all microbatches without
+    gradients and computes the gradients of the embeddings (GradCache, arXiv:2101.06983). Each call then
+    backpropagates its own part. The second pass repeats the random numbers of the first, such as dropout's.
+    Without gradients, as in validation, the value is the mean over this rank's queries of the batch.
+
+    Args:
+        model: a model without a head, as for ``embed``; or a function from a batch to embeddings ``[S, D]``,
+            which may return other values for each microbatch only by random numbers of torch; or the
+            embeddings of the batch, if the step has one microbatch a rank.
+        batch: the microbatch, whose ``roles`` tell queries, positives and negatives apart, as
+            ``THDDataModule`` and ``THDBatch.collate`` make it of records with a query.
+        pooling: "last", "mean" or "first" token, as for ``embed``; not used if ``model`` is no model.
+        temperature: divides the similarities; above 0.
+        symmetric: average with the loss that finds the query of each positive.
+        normalize: compare by cosine; else by the dot product.
+        dims: sizes to which embeddings are cut, as for ``pair_losses``.
+        dim_weights: factors of the losses of ``dims``, which are added.
+        group: the ranks that hold different data, by default the whole job. Under tensor parallelism pass
+            ``self.trainer.strategy.data_parallel_group``.
+
+    Returns:
+        fp32 ``[]`` (fp64 for fp64 embeddings). For one query with one positive and no other document it is 0.
+
+    Raises:
+        ValueError: for a batch without roles, a model or an option that does not fit, on all ranks.
+    """
+    similarity = Similarity(
+        temperature=temperature,
+        symmetric=symmetric,
+        normalize=normalize,
+        dims=dims,
+        dim_weights=dim_weights,
+    )
+    choice(pooling, "pooling", *get_args(Pooling))
+    check_batch(batch)
+    found = batch.step
+    step, place = (None, 0) if found is None else found
+    microbatches = (batch,) if step is None else step.microbatches
+    encoder = _encoder(model, pooling, len(microbatches), group)
+    if step is None or len(microbatches) == 1:
+        layout = _layout_of([batch], group)
+        table = _gathered([encoder.run(batch)], layout)
+        return _share(table, layout, 0, similarity)
+    key = (*encoder.key, similarity, id(group), torch.is_grad_enabled())
+    caches = _CACHES.setdefault(step, {})
+    if place == 0 or key not in caches:
+        if place:
+            raise ValueError(
+                f"info_nce got microbatch {place} of a step, but not its first one with the same model and "
+                "options. Run all microbatches of a step in order, with the same arguments."
+            )
+        moved = [batch, *(other.to(unnoted(batch).input_ids.device) for other in microbatches[1:])]
+        caches[key] = _first_pass(encoder, moved, similarity, group)
+    return caches[key].value(encoder, batch, place)
+
+
+def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _Encoder:
+    if isinstance(model, Tensor):
+        if microbatches > 1:
+            raise ValueError(
+                f"info_nce got the embeddings of one of {microbatches} microbatches, but the loss needs "
+                "those of the whole step. Pass the model, or a function from a batch to embeddings."
+            )
+        return _Encoder(lambda _: model, ())
+    if isinstance(model, nn.Module):
+        if group is None and group_size(None) > 1:
+            _refuse_tensor_parallel(model)
+        return _Encoder(partial(embed, model, pooling=pooling), (id(model), pooling))
+    if callable(model):
+        # A function that is defined in training_step is another object in each call, with the same code.
+        code = getattr(model, "__code__", None) or id(model)
+        return _Encoder(model, (code, id(getattr(model, "__self__", None))))
+    raise TypeError(
+        f"model is {described(model)}; wanted a model, a function from a batch to embeddings, or embeddings."
+    )
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if TENSOR in (getattr(mesh, "mesh_dim_names", None) or ()):
+            raise ValueError(
+                "The model is cut by tensor parallelism, whose ranks read the same documents, so that each "
+                "would count several times. Pass group=self.trainer.strategy.data_parallel_group."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Where the queries and documents of a step are in the gathered table of embeddings."""
+
+    places: list[Places]  # queries, documents and pairs of each microbatch of this rank
+    group: Any  # the ranks that hold different data; None for one process
+    slots: int  # rows of the table that each rank has; 0 for one process
+    queries: NDArray[np.int64]  # the table's rows of all queries, those of rank 0 first
+    documents: NDArray[np.int64]  # the table's rows of all documents
+    first_query: int  # the index of this rank's first query in ``queries``
+    first_document: int
+    ranks: int
+
+    def pairs(self, place: int) -> Pairs:
+        """Return the pairs of a microbatch as indices of ``queries`` and ``documents``."""
+        before = self.places[:place]
+        query = self.first_query + sum(len(places.queries) for places in before)
+        document = self.first_document + sum(len(places.documents) for places in before)
+        pairs: Pairs = self.places[place].pairs + np.array([query, document])
+        return pairs
+
+
+def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
+    """Exchange the numbers of queries and documents; all ranks raise if a batch of one is not whole."""
+    fault: ValueError | None = None
+    places: list[Places] = []
+    try:
+        places = [_places(unnoted(batch)) for batch in batches]
+    except ValueError as error:
+        fault = error
+    queries = sum(len(each.queries) for each in places)
+    documents = sum(len(each.documents) for each in places)
+    mine = [int(fault is None), len(batches), queries, documents]
+    counts = [mine]
+    ranks = group_size(group)
+    if ranks > 1:
+        device = communication_device(group, unnoted(batches[0]).input_ids.device)
+        counts = gather_ints(mine, group=group, device=device)
+    if fault is not None:
+        raise fault
+    for rank, (whole, microbatches, *_) in enumerate(counts):
+        if not whole or microbatches != len(batches):
+            what = f"{microbatches} microbatches, this one {len(batches)}" if whole else "no queries"
+            raise ValueError(
+                f"Rank {rank} has a step of {what}. Give all ranks parts of the same steps, as THDDataModule "
+                "does."
+            )
+    sizes = np.array(counts)[:, 2:]
+    slots = int(sizes.sum(1).max()) if ranks > 1 else 0
+    starts = np.arange(ranks) * slots
+    rank = dist.get_rank(group) if ranks > 1 else 0
+    of_queries = [start + np.arange(q) for start, (q, _) in zip(starts, sizes, strict=True)]
+    of_documents = [start + q + np.arange(d) for start, (q, d) in zip(starts, sizes, strict=True)]
+    return _Layout(
+        places=places,
+        group=group if group is not None or ranks == 1 else dist.group.WORLD,
+        slots=slots,
+        queries=np.concatenate(of_queries),
+        documents=np.concatenate(of_documents),
+        first_query=int(sizes[:rank, 0].sum()),
+        first_document=int(sizes[:rank, 1].sum()),
+        ranks=ranks,
+    )
+
+
+def _places(batch: THDBatch) -> Places:
+    if batch.roles is None and len(batch.lengths):
+        raise ValueError(
+            f"The batch has {len(batch.lengths)} sequences without roles. Give records with a 'query', a "
+            "'positive' and any 'negative' to THDDataModule or THDBatch.collate."
+        )
+    return places_of(batch.roles or ())
+
+
+def _gathered(embeddings: Sequence[Tensor], layout: _Layout) -> Tensor:
+    """Return a table with the embeddings of all microbatches and ranks, differentiable."""
+    queries, documents = [], []
+    for rows, places in zip(embeddings, layout.places, strict=True):
+        wanted = len(places.queries) + len(places.documents)
+        if rows.ndim != 2 or len(rows) != wanted or not rows.is_floating_point():
+            raise ValueError(
+                f"The embeddings are {described(rows)}; wanted floats [{wanted}, D], one row for each "
+                "sequence of the batch. Pool hidden states by batch.pool(hidden)."
+            )
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        queries.append(rows.index_select(0, uploaded(places.queries, rows.device)))
+        documents.append(rows.index_select(0, uploaded(places.documents, rows.device)))
+    table = torch.cat([*queries, *documents])
+    if layout.ranks == 1:
+        return table
+    return all_gather_rows(F.pad(table, (0, 0, 0, layout.slots - len(table))), layout.group)
+
+
+def _share(table: Tensor, layout: _Layout, place: int, similarity: Similarity) -> Tensor:
+    """Return a microbatch's share of the loss, whose mean over microbatches and ranks is the step's loss."""
+    pairs = layout.pairs(place)
+    if not len(pairs):
+        return table[:0].sum()  # 0, with a gradient, so that this rank takes part in the backward exchange
+    queries = table.index_select(0, uploaded(layout.queries, table.device))
+    documents = table.index_select(0, uploaded(layout.documents, table.device))
+    losses = losses_of_pairs(queries, documents, pairs, similarity)
+    positives = np.bincount(pairs[:, 0])[pairs[:, 0]]
+    total: Tensor = (losses / uploaded(positives, table.device)).sum()
+    if torch.is_grad_enabled():
+        total = total * (layout.ranks * len(layout.places) / len(layout.queries))
+    else:
+        total = total / len(layout.places[place].queries)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cache:
+    """What the first pass over a step leaves for the second, one entry for each microbatch."""
+
+    values: list[Tensor]  # shares of the loss
+    gradients: list[Tensor]  # gradients of the sum of all shares, with respect to embeddings ``[S, D]``
+    states: list[_RandomState]  # states of the generators before the embeddings were computed
+
+    def value(self, encoder: _Encoder, batch: THDBatch, place: int) -> Tensor:
+        """Return a microbatch's share of the loss, with the gradient of the whole step's loss."""
+        if not torch.is_grad_enabled():
+            return self.values[place]
+        after = _RandomState.of(batch)
+        self.states[place].restore()
+        embeddings = encoder.run(batch)
+        after.restore()
+        gradient = self.gradients[place]
+        product = (embeddings.to(gradient.dtype) * gradient).sum()
+        return self.values[place] + (product - product.detach())
+
+
+class _RandomState(NamedTuple):
+    """The state of the generators of the CPU and of a batch's device."""
+
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    device_type: str
+
+    @classmethod
+    def of(cls, batch: THDBatch) -> _RandomState:
+        """Return the current state."""
+        ids = unnoted(batch).input_ids
+        return cls(torch.get_rng_state(), *get_device_states(ids), ids.device.type)
+
+    def restore(self) -> None:
+        """Continue from this state."""
+        torch.set_rng_state(self.cpu)
+        set_device_states(self.devices, self.states, device_type=self.device_type)
+
+
+def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Similarity, group: Any) -> _Cache:
+    """Embed all microbatches of a step, and compute the gradients of its loss with respect to embeddings."""
+    layout = _layout_of(batches, group)
+    states: list[_RandomState] = []
+    leaves: list[Tensor] = []
+    with torch.no_grad(), trial_runs():  # the second pass is the one that counts
+        for batch in batches:
+            states.append(_RandomState.of(batch))
+            leaves.append(encoder.run(batch))
+    values: list[Tensor] = []
+    if not torch.is_grad_enabled():
+        table = _gathered(leaves, layout)
+        values = [_share(table, layout, place, similarity) for place in range(len(batches))]
+        return _Cache(values=values, gradients=[], states=states)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    gathered = _gathered(leaves, layout)
+    table = gathered.detach().requires_grad_()
+    gradient = torch.zeros_like(table)
+    for place in range(len(batches)):  # one by one: only one microbatch's similarities are in memory
+        value = _share(table, layout, place, similarity)
+        gradient += torch.autograd.grad(value, table)[0]
+        values.append(value.detach())
+    gradients = list(torch.autograd.grad(gathered, leaves, gradient))
+    return _Cache(values=values, gradients=gradients, states=states)

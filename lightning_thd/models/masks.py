@@ -40,7 +40,8 @@ def thd_mask(
 ) -> Tensor | None:
     """Return None, or a placeholder that encodes a window or chunk; transformers defines the arguments."""
     scope: Scope | None = getattr(STATE, "scope", None)
-    kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
+    both_ways = _sees_both_ways(config)
+    kind = BIDIRECTIONAL if both_ways or allow_is_bidirectional_skip is not None else CAUSAL
     if scope is not None and kind not in scope.masks:
         scope.masks = (*scope.masks, kind)
     if scope is not None and scope.shows_all:
@@ -53,7 +54,7 @@ def thd_mask(
         )
     # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
-    if not plain:
+    if not plain and not both_ways:
         plain, is_read, window = _equals_plain(mask_function, kind, config)
         local_size = local_size or window
         if is_read:
@@ -61,7 +62,7 @@ def thd_mask(
                 f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
                 "to its mask. Use padded rows with attn_implementation='eager'."
             )
-    if not plain:
+    if not plain and not both_ways:
         raise ValueError(
             f"{type(config).__name__}: this model needs a mask with a special pattern. Leave "
             "token_type_ids and images out, or use padded rows with attn_implementation='eager'."
@@ -76,6 +77,15 @@ def thd_mask(
             f"Use sequences of at most {local_size}, or attn_implementation='eager' on padded rows."
         )
     return None
+
+
+def _sees_both_ways(config: Any) -> bool:
+    """Return whether a model adds later tokens to a causal mask, as EmbeddingGemma does to Gemma 3's.
+
+    Its layers have ``is_causal=False`` and hold their window, so the kernel needs no mask.
+    """
+    of_gemma = getattr(config, "model_type", "") == "gemma3_text"
+    return of_gemma and getattr(config, "use_bidirectional_attention", False) is True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_thd.loss.contrastive import pair_losses
+from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd.batch import THDStep
+from lightning_thd.loss.contrastive import embed, info_nce, pair_losses
+from tests.loss.embedding_models import EXAMPLES, encoder, largest_difference, loss_by_hand
 
 PAIRS = [(0, 0), (1, 1), (1, 2), (2, 4), (3, 5), (3, 6), (3, 7)]  # document 3 and 8 are negatives
 
@@ -141,3 +144,132 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_embeddings_that_do_not_fit_are_named(queries: Tensor, documents: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pair_losses(queries, documents)
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "first"])
+@pytest.mark.parametrize("family", ["qwen3", "bert", "modernbert", "embeddinggemma"])
+def test_a_pack_equals_texts_alone(family: str, pooling: Any) -> None:
+    model, stock = encoder(family), encoder(family, attention="sdpa")
+    batch = THDBatch.collate(EXAMPLES)
+    loss = info_nce(model, batch, pooling=pooling)
+    wanted = loss_by_hand(stock, EXAMPLES, pooling=pooling)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    # Gemma computes its norms in fp32, also in a model of fp64.
+    tolerance = 1e-7 if family == "embeddinggemma" else 1e-9
+    assert largest_difference(gradients(model, loss), gradients(stock, wanted)) < tolerance
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("capacity", [400, 60, 32])
+def test_a_step_of_several_microbatches_equals_one_batch(capacity: int, dropout: float) -> None:
+    """Dropout has no unpacked oracle: its cached pass must then equal one graph over all microbatches."""
+    options: dict[str, Any] = {"symmetric": True, "dims": (32, 8), "pooling": "mean"}
+    data = THDDataModule(EXAMPLES, capacity=capacity, global_batch=Sequences(len(EXAMPLES)))
+    data.setup("fit")
+    (step,) = data.train_steps()
+    assert (len(step) > 1) == (capacity < 400)
+    model = encoder("bert", dropout=dropout)
+    torch.manual_seed(3)
+    losses = []
+    model.zero_grad()
+    for batch in step.microbatches:
+        loss = info_nce(model, batch.to("cpu"), **options)
+        (loss / len(step)).backward()
+        losses.append(loss.detach())
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if dropout:
+        torch.manual_seed(3)
+        whole = torch.cat([embed(model, batch, pooling="mean") for batch in step.microbatches])
+        sequences = [row for batch in step.microbatches for row in batch.unpack(batch.input_ids)]
+        together = THDBatch.collate([EXAMPLES[i] for i in _order(step)])
+        assert [row.tolist() for row in together.unpack(together.input_ids)] == [
+            x.tolist() for x in sequences
+        ]
+        wanted = info_nce(whole, together, **options)
+    else:
+        model = encoder("bert", attention="sdpa")
+        wanted = loss_by_hand(model, EXAMPLES, **options)
+    assert torch.stack(losses).mean().item() == pytest.approx(wanted.item(), rel=1e-9)
+    assert largest_difference(found, gradients(model, wanted)) < 1e-9
+
+
+def _order(step: THDStep) -> list[int]:
+    return list(dict.fromkeys(i for batch in step.microbatches for i in batch.sequence_ids))
+
+
+def test_functions_and_embeddings_serve_as_models() -> None:
+    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    head = torch.nn.Linear(32, 16, dtype=torch.float64)
+
+    def project(batch: THDBatch) -> Tensor:
+        return head(embed(model, batch))
+
+    wanted = info_nce(project(batch), batch)
+    assert torch.equal(info_nce(project, batch), wanted)
+    step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
+    halves = [info_nce(project, part) for part in step.microbatches]
+    assert torch.stack(halves).mean().item() == pytest.approx(wanted.item(), rel=1e-12)
+    with pytest.raises(ValueError, match="embeddings of one of 2 microbatches.*Pass the model"):
+        info_nce(project(step.microbatches[0]), step.microbatches[0])
+
+
+def test_a_second_call_and_a_second_run_of_a_step_have_caches_of_their_own() -> None:
+    model = encoder("qwen3")
+    step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
+    wanted = [info_nce(model, part).item() for part in step.microbatches]
+    found = [
+        (info_nce(model, part).item(), info_nce(model, part, temperature=1.0).item())
+        for part in step.microbatches
+    ]
+    assert [first for first, _ in found] == wanted
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert info_nce(model, step.microbatches[0]).item() != wanted[0]
+
+
+def test_validation_gives_the_mean_over_queries() -> None:
+    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    with torch.no_grad():
+        assert info_nce(model, batch).item() == pytest.approx(info_nce(model, batch).item(), rel=1e-12)
+        assert info_nce(model, THDBatch.collate([])).item() == 0.0
+
+
+def test_an_empty_microbatch_gives_every_parameter_a_zero_gradient() -> None:
+    model = encoder("qwen3")
+    found = gradients(model, info_nce(model, THDBatch.collate([])))
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert all(not gradient.any() for gradient in found.values())
+
+
+def test_bad_calls_are_named() -> None:
+    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
+    cases: list[tuple[Any, THDBatch, dict[str, Any], str]] = [
+        (model, THDBatch.collate([{"input_ids": [1, 2]}]), {}, "1 sequences without roles.*'query'"),
+        (model, batch, {"temperature": -1}, "temperature=-1; wanted a finite number above 0"),
+        (model, batch, {"pooling": "cls"}, "pooling='cls'; wanted one of last, mean, first"),
+        (model, batch, {"dims": (64,)}, r"dims=\(64,\), but the embeddings have 32 numbers"),
+        (model, step.microbatches[1], {}, "microbatch 1 of a step, but not its first one"),
+        (encoder("qwen3", attention="sdpa"), batch, {}, "attn_implementation='sdpa', with which sequences"),
+        (torch.zeros(3, 4), batch, {}, r"embeddings are .*\[3, 4\]; wanted floats \[21, D\]"),
+    ]
+    for given, wrong, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            info_nce(given, wrong, **options)
+    with pytest.raises(TypeError, match="model is a str.*wanted a model, a function"):
+        info_nce("bert", batch)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returns no last_hidden_state.*AutoModel"):
+        info_nce(encoder("qwen3", head=True), batch)
+
+
+def test_a_step_that_was_deleted_is_named() -> None:
+    batch = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])]).microbatches[0]
+    with pytest.raises(RuntimeError, match="THDStep of this microbatch was deleted.*Keep"):
+        info_nce(encoder("qwen3"), batch)
