@@ -228,7 +228,7 @@ class THDDataModule(LogsSources):
             device: where batches go, by default the model's device; see ``pin_memory``.
         """
         whole_number(accumulate, "accumulate", least=1)
-        link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)
+        link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate, name="accumulate")
         self._attached = link.Job(
             rank=rank,
             ranks=ranks,

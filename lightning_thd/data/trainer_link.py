@@ -109,15 +109,18 @@ def sequence_classifier(module: nn.Module | None) -> str | None:
 
 def say_other_attention(module: nn.Module | None) -> None:
     """Print a notice for each trained model whose attention may cross sequence boundaries in a pack."""
-    for model in outermost_models(module).values():
+    models = outermost_models(module).values()
+    for model in models:
         text = text_config(model.config)
         attention = getattr(text, "_attn_implementation", None)
         known = attention in ("eager", "sdpa", "flex_attention") and hasattr(text, "vocab_size")
+        shared = sum(other.config is model.config for other in models) > 1
+        several = ", and give each model a copy of the config" if shared else ""
         if known and any(parameter.requires_grad for parameter in model.parameters()):
             rank_zero_info(
                 f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
-                "pack may see each other. Build it with attn_implementation='thd', and give each model a "
-                "copy of the config. See docs/reference/messages.md#attention."
+                f"pack may see each other. Build it with attn_implementation='thd'{several}. "
+                "See docs/reference/messages.md#attention."
             )
 
 
@@ -250,17 +253,27 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or manual)
 
 
-def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, whole: bool = False) -> None:
-    """Refuse a ``global_batch`` that contradicts ranks and accumulation; with ``whole`` a batch is a step."""
+def check_step(
+    step: Packs | Sequences | None,
+    *,
+    ranks: int,
+    accumulate: int,
+    whole: bool = False,
+    name: str = "accumulate_grad_batches",
+) -> None:
+    """Refuse a ``global_batch`` that contradicts ranks and accumulation; with ``whole`` a batch is a step.
+
+    ``name`` is what the Trainer or loop calls ``accumulate``.
+    """
     if accumulate != 1 and (whole or isinstance(step, Sequences)):
         raise MisconfigurationException(
-            f"accumulate_grad_batches={accumulate}, but with a pipeline, context_parallel_size='dynamic' or "
-            "Sequences(n) each batch is a step. Set gradient accumulation to 1. "
+            f"{name}={accumulate}, but with a pipeline, context_parallel_size='dynamic' or Sequences(n) each "
+            "batch is a step. Set gradient accumulation to 1. "
             "See docs/reference/messages.md#steps."
         )
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
         raise MisconfigurationException(
-            f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
+            f"global_batch={step} but {ranks} data-parallel ranks x {name}={accumulate} "
             f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate})"
             f"{' or a multiple' * whole}. See docs/reference/messages.md#steps."
         )

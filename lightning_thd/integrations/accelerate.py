@@ -93,7 +93,8 @@ def prepare_accelerate(
     ways = context_parallel_layout, context_parallel_communication
     shared = share_packs(model, data_rank(accelerator), accelerator.device, context_parallel_size, *ways)
     accumulate = accelerator.gradient_accumulation_steps
-    loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
+    named: Any = {"accumulate": accumulate, "name": "gradient_accumulation_steps"}
+    loader = as_loader(data, model, shared, **named, device=accelerator.device)
     accelerator.sync_gradients = True  # after an error inside accumulate(), later Accelerators see False
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if several else prepared[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.batch.noted import refuse_unread
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.trainer_link import check_step
 from lightning_thd.integrations.hf_data import (
     OF_READING,
     TrainerBase,
@@ -56,8 +59,9 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         own_labels = head_of(self.model) == "token"
         packed = packed_dataset(dataset, arguments_of(self.model), own_labels=own_labels)
         data = self._attached(val=packed, **options)
-        data.setup("validate")
-        return TrainerPacks(cast("THDLoader", data.val_dataloader()))
+        with in_data_kwargs():
+            data.setup("validate")
+            return TrainerPacks(cast("THDLoader", data.val_dataloader()))
 
     def _attached(self, *, accumulate: int = 1, **options: Any) -> THDDataModule:
         args = self.args
@@ -66,6 +70,8 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         data = THDDataModule(**{"capacity": self._capacity, **workers, **options})
+        name = "gradient_accumulation_steps"
+        check_step(data.global_batch, ranks=args.world_size, accumulate=accumulate, name=name)
         data.attach(
             rank=args.process_index,
             ranks=args.world_size,
@@ -159,6 +165,25 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         if (rate := f"{prefix}_steps_per_second") in metrics:
             metrics[rate] = round(packs / metrics[f"{prefix}_runtime"], 3)
             self._evaluated = None
+
+
+# Arguments of THDDataModule that messages name, and that ``data_kwargs`` of a packed_trainer class holds.
+_IN_DATA_KWARGS = ("oversize", "empty", "tail", "on_error", "max_patches", "text_key", "global_batch")
+
+
+@contextmanager
+def in_data_kwargs() -> Iterator[None]:
+    """Let errors of the data module name arguments where they are: ``data_kwargs={'oversize': 'drop'}``."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        named = re.sub(
+            rf"(?<![\w.{{'(])({'|'.join(_IN_DATA_KWARGS)})=('[^']*')", r"data_kwargs={'\1': \2}", message
+        )
+        if named == message:
+            raise
+        raise type(error)(named) from None
 
 
 class Rows:

@@ -23,7 +23,7 @@ from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.hf_data import TrainerBase
-from lightning_thd.integrations.hf_options import refuse_engines
+from lightning_thd.integrations.hf_options import choose_thd, refuse_attention, refuse_engines
 from lightning_thd.models.announce import run_as_pack
 from lightning_thd.models.pack import BOUNDARIES, current_pack
 from lightning_thd.models.switching import NAME
@@ -94,6 +94,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             raise ValueError(
                 "flops_model= counts for the throughput that peak= logs, but peak is None. Pass peak='auto'."
             )
+        self._refuse_other_attention(args, kwargs)
         for given in (*args, *kwargs.values()):
             for model in given.modules() if isinstance(given, nn.Module) else ():
                 _unpack_rows(model)  # TRL wraps the forward of each model, also of one from another trainer
@@ -109,6 +110,17 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             measure.add_to(self)
             measure.counts_calls = False  # a call has padded rows; _run_pack counts the pack
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
+
+    def _refuse_other_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse models with another attention, as packed_trainer does; TRL builds named ones with "thd"."""
+        names = list(inspect.signature(super().__init__).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name in ("model", "ref_model"):
+            model = given.get(name)
+            if isinstance(model, str) and given.get("args") is not None:
+                choose_thd(given["args"])
+            elif isinstance(model, nn.Module):
+                refuse_attention(model)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._pack_models()  # DPOTrainer.__init__ may call this, before this class packs the models
@@ -134,19 +146,17 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
 
     With ``share_prefixes``, the common prefix of rows runs once. Only TRL's calls for log-probabilities
     (``fused_lm_head=True``) and a sequence classifier's calls with an ``attention_mask`` run as packs. All
-    other calls run on padded rows, with the attention that the model had before ("eager" if that was "thd").
+    other calls, such as generation, run on padded rows, with the attention that the model had before. If that
+    was "thd", they run "sdpa", or "eager" if the model knows no "sdpa".
     """
     if getattr(model, "_thd_packs_rows", False):
         return
     padded = model.config._attn_implementation
-    if padded != NAME:
-        rank_zero_info(
-            f"{type(model).__name__} ran attn_implementation={padded!r}; packed_trainer switches it to "
-            f"{NAME!r} for log-probabilities. Other calls, such as generation, keep it."
-        )
+    if padded == NAME:
+        padded = _attention_of_rows(model)
     model.set_attn_implementation(NAME)
     model._thd_packs_rows, model._thd_shares_prefixes = True, share_prefixes
-    model._thd_padded_attention = "eager" if padded == NAME else padded
+    model._thd_padded_attention = padded
     model._thd_padded_forward = model.forward
     signature = inspect.signature(model.forward)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -158,6 +168,16 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
         parameters=[itself, *signature.parameters.values()]
     )
     model.forward = MethodType(forward, model)  # a bound method, so that a copy of the model runs the copy
+
+
+def _attention_of_rows(model: Any) -> str:
+    """Return the attention that a model built with "thd" runs on padded rows, and switch to it."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ImportError, ValueError):
+        model.set_attn_implementation("eager")
+    attention: str = model.config._attn_implementation
+    return attention
 
 
 def _unpack_rows(model: Any) -> None:

@@ -33,7 +33,7 @@ from lightning_thd.integrations.hf_data import (
     packed_dataset,
     streamed_dataset,
 )
-from lightning_thd.integrations.hf_evaluation import LOSS, OPTION, EvaluationMixin
+from lightning_thd.integrations.hf_evaluation import LOSS, OPTION, EvaluationMixin, in_data_kwargs
 from lightning_thd.integrations.hf_heads import head_loss, head_of, refuse_head
 from lightning_thd.integrations.hf_options import (
     choose_thd,
@@ -177,8 +177,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             train = packed_dataset(self.train_dataset, arguments_of(self.model), own_labels=own_labels)
         accumulate = self.args.gradient_accumulation_steps
         data = self._attached(train=train, accumulate=accumulate, **{"seed": seed, **self._data_kwargs})
-        data.setup("fit")
-        return self._packs_of(data.train_dataloader())
+        with in_data_kwargs():
+            data.setup("fit")
+            return self._packs_of(data.train_dataloader())
 
     def compute_loss(
         self,

@@ -31,7 +31,7 @@ from lightning_thd.cuda_graph.graph_choice import MaxSequences, plan_for, sequen
 from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.trainer_link import model_alignment
+from lightning_thd.data.trainer_link import check_step, model_alignment
 from lightning_thd.flops.model import FlopsModel, checked_flops
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.loss import causal_lm_loss
@@ -358,10 +358,20 @@ def attach(data: THDDataModule, model: nn.Module, shared: Shared, **given: Any) 
 
 
 def as_loader(
-    data: object, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
+    data: object,
+    model: nn.Module,
+    shared: Shared,
+    *,
+    accumulate: int,
+    device: torch.device,
+    name: str = "accumulate",
 ) -> THDLoader:
-    """Return the loader of training steps of a data module; return a given packed loader unchanged."""
+    """Return the loader of training steps of a data module; return a given packed loader unchanged.
+
+    ``name`` is what the host calls ``accumulate``, for messages.
+    """
     if isinstance(data, THDDataModule):
+        check_step(data.global_batch, ranks=shared.ranks, accumulate=accumulate, name=name)
         attach(data, model, shared, accumulate=accumulate, device=device)
         data.prepare_data()
         data.setup("fit")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,6 +108,10 @@ class THDStrategyMixin(Strategy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         refuse_engine(cls)
+        # Trainer.init_module() warns of every strategy with a context of its own, so only those that have
+        # pipelines get one.
+        if issubclass(cls, ModelParallelStrategy) and "model_sharded_context" not in vars(cls):
+            setattr(cls, "model_sharded_context", THDStrategyMixin._postponing_context)  # noqa: B010
 
     # -- axes and data
 
@@ -180,7 +184,7 @@ class THDStrategyMixin(Strategy):
         self._pipeline = Pipeline(self, axes) if self.pipeline_parallel_size > 1 else None
 
     @contextlib.contextmanager
-    def model_sharded_context(self) -> Generator[None]:
+    def _postponing_context(self) -> Generator[None]:
         """Delay ``from_pretrained``'s reading of weights until a pipeline has cut the model."""
         waits = self.pipeline_parallel_size > 1 and available("transformers")
         with postponed_reading() if waits else contextlib.nullcontext(), super().model_sharded_context():

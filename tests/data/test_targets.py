@@ -412,6 +412,7 @@ def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
     ):
         make_trainer().fit(module, data)
     assert "Classification runs attn_implementation='eager', under which" in caplog.text
+    assert "copy of the config" not in caplog.text  # no other model has this one
     module.model(input_ids=batch.input_ids[None, :3])  # a row by itself is none
     module.model.set_attn_implementation("thd")
     assert module.model(**batch.hf_kwargs()).logits.shape == (3, 2)

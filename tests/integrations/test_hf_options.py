@@ -197,8 +197,11 @@ def test_datasets_that_are_none_and_columns_that_would_be_left_out(
 
 def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
     packs = make(tmp_path, args={"gradient_accumulation_steps": 2}, data_kwargs={"global_batch": Packs(3)})
-    with pytest.raises(Exception, match="make 2 packs a step"):
+    with pytest.raises(Exception, match="x gradient_accumulation_steps=2 make 2 packs a step"):
         packs.get_train_dataloader()
+    short = make(tmp_path, capacity=8)
+    with pytest.raises(ValueError, match=r"Set data_kwargs={'oversize': 'truncate'}, 'split', 'drop' or"):
+        short.get_train_dataloader()
     trainer = make(tmp_path)
     (inputs, *_) = trainer.get_train_dataloader()
     with pytest.raises(ValueError, match=r"compute_loss\(return_outputs=True\) wants logits, which packed"):

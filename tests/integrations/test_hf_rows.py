@@ -141,7 +141,7 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
         model_of("moe" if experts else kind, tokenizer, "sdpa").save_pretrained(folder)
     dist.barrier()
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    chosen = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    chosen = {"attn_implementation": "thd" if packed else "sdpa", "experts_implementation": "eager"}
     model = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
     if experts:  # TRL would build its reference with grouped products, which know no fp64
         others["ref_model"] = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
@@ -256,7 +256,7 @@ def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.Mon
 def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, save_strategy="no")
-    models = [model_of("dpo", tokenizer, "sdpa") for _ in range(2)]
+    models = [model_of("dpo", tokenizer, "thd") for _ in range(2)]
     for share in (False, True):
         given = {"processing_class": tokenizer, "train_dataset": data, "share_prefixes": share}
         packed_trainer(trl.DPOTrainer)(*models, args, **given).train()
@@ -265,6 +265,23 @@ def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     fresh.load_state_dict(models[0].state_dict())
     found = [(causal_lm_loss(x.eval(), batch), x(**batch.hf_kwargs()).logits) for x in (models[0], fresh)]
     assert all(map(torch.equal, *found))
+
+
+@needs_fused
+def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
+    """Models, references and names; before anything is tokenised."""
+    tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
+    model_of("dpo", tokenizer, "thd").save_pretrained(tmp_path)
+    thd, other = (model_of("dpo", tokenizer, attention) for attention in ("thd", "sdpa"))
+    for models, init in (((other,), None), ((thd, other), None), ((str(tmp_path),), "sdpa")):
+        warnings.simplefilter("ignore", FutureWarning)
+        args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+        args.model_init_kwargs = None if init is None else {"attn_implementation": init}
+        with pytest.raises(ValueError, match="runs attn_implementation='sdpa', under which"):
+            packed_trainer(trl.DPOTrainer)(*models, args=args, train_dataset=data, processing_class=tokenizer)
+    pack_rows(thd)
+    assert thd.config._attn_implementation == "thd"
+    assert thd._thd_padded_attention == "sdpa"
 
 
 @needs_fused

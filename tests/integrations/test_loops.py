@@ -162,8 +162,8 @@ def test_a_state_that_is_loaded_inside_a_loop_ends_it(streamed: bool, tmp_path: 
 
 REFUSED = {
     "loader": "ValueError: The data have the type DataLoader; wanted a THDDataModule",
-    "packs": "make 1 packs a step. Set Packs(1)",
-    "sequences": "Set gradient accumulation to 1",
+    "packs": "x gradient_accumulation_steps=1 make 1 packs a step. Set Packs(1)",
+    "sequences": "gradient_accumulation_steps=2, but with a pipeline",
     "cp": "cp_size=2: its context parallelism replaces every mask",
     "engine": "The accelerator runs DEEPSPEED, whose engine accumulates, clips and steps by itself",
     "accumulate": "ValueError: loop.backward() runs inside accelerator.accumulate(), but the",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from lightning_thd.strategies.norms import grad_norm, refused_norms_of_a_stage
 from lightning_thd.strategies.shards import policy_of
 from tests.ranks import pretended_ranks, run_ranks
 from tests.strategies.jobs import INTERLEAVED, Job, Layout, family_model, make_trainer
-from tests.tiny import sequences
+from tests.tiny import quiet_trainer, sequences
 
 CONTEXT = Layout(strategy="thd_ddp", cp=2)
 REFUSED = (ValueError, TypeError, MisconfigurationException)
@@ -456,3 +457,13 @@ def test_jobs_on_one_device(name: str) -> None:
         case.fit(1)
     with pytest.raises(MisconfigurationException, match="runs on one device, but the Trainer has 2"):
         replace(case, strategy="thd").fit(2)
+
+
+def test_a_module_may_be_built_in_init_module() -> None:
+    """Lightning warns of it under every strategy that has a context of its own for sharded weights."""
+    for strategy in ("thd", "thd_ddp"):
+        trainer = quiet_trainer(strategy=strategy)
+        with warnings.catch_warnings(action="error"), trainer.init_module():
+            nn.Linear(1, 1)
+    own = THDModelParallelStrategy.model_sharded_context
+    assert own is not ModelParallelStrategy.model_sharded_context
