@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
-from lightning_thd.flops.terms import Layer, Recompute, Term, matmul
+from lightning_thd.flops.terms import Cost, Layer, Recompute, Term, matmul
 
 # Wrappers of compile, FSDP, Fabric, checkpointing and PEFT's trained copies add these parts to the names.
 _WRAPPERS = re.compile(
@@ -37,6 +37,7 @@ _LONE_PROJECTION = re.compile(
     r"project_in|project_out)\."
 )
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
+_HEAD = re.compile(r"(?:^|\.)(lm_head|embed_out|output)\.")
 # Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
 _OF_MLP = ("mlp", "experts", "latent_", "router", "shared")  # beginnings of the names of an MLP's terms
@@ -80,65 +81,98 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if _TWIN in name or _is_idle(name, owners):
             continue
-        owner = owners[name.rpartition(".")[0]]
-        group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1], decoder)
-        groups[group].append(
-            Weight(
-                path=inside,
-                macs=_macs(owner, name.rpartition(".")[2], inside, parameter, active),
-                trained=parameter.requires_grad,
-                stage=_stage(inside),
-                router=_is_router(inside),
-                adapter=next((part for part in "AB" if f"lora_{part}" in inside), ""),
-                follows=not group and any(key.startswith("layers.") for key in groups),
-            )
+        path, _, leaf = name.rpartition(".")
+        layer, inside = _locate(_plain_name(name), decoder)
+        adapter = next((part for part in "AB" if f"lora_{part}" in inside), "")
+        weight = Weight(
+            path=inside,
+            macs=_macs(owners[path], leaf, inside, parameter, active),
+            trained=parameter.requires_grad,
+            stage=_stage(inside),
+            router=_is_router(inside),
+            adapter=adapter,
+            follows=not layer and any(key.startswith("layers.") for key in groups),
         )
+        groups[layer].append(weight)
     return dict(groups)
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a module or parameter without the parts that wrappers add."""
+    return _WRAPPERS.sub("", name + ".")[:-1]
 
 
 def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
     """Return whether PEFT does not run a weight: its adapter is not active, or a trained copy replaces it."""
-    found = _OF_ADAPTER.search(name)
-    wrapper: Any = owners[name[: found.start()]] if found else None
-    if found is None or not hasattr(wrapper, "active_adapters"):
+    match = _OF_ADAPTER.search(name)
+    if match is None:
         return False
+    wrapper: Any = owners[name[: match.start()]]
+    if not hasattr(wrapper, "active_adapters"):
+        return False
+
     off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
     active = () if off else wrapper.active_adapters
-    if found.group(1) == "original_module":
+    kind, adapter = match.groups()
+    if kind == "original_module":
         copies = getattr(wrapper, "modules_to_save", None)  # None if an adapter holds the module
-        return copies is None or any(adapter in copies for adapter in active)
-    return found.group(2) not in active
+        return copies is None or any(one in copies for one in active)
+    return adapter not in active
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
     """Return what precedes ``layers.0`` in the names of the decoder's parameters; towers do not count."""
-    indices: dict[str, set[str]] = defaultdict(set)
+    layers_of: dict[str, set[str]] = defaultdict(set)  # by prefix, the numbers of the layers
     for name in names:
         plain = _WRAPPERS.sub("", name + ".")
-        if not _VISION.search(plain) and (layer := _LAYER.search(plain)):
-            indices[plain[: layer.start(1)].rpartition(".")[0].rpartition(".")[0]].add(layer.group(1))
-    named = [prefix for prefix in indices if _TEXT.search(prefix)]
-    return max(named or indices, key=lambda prefix: (-prefix.count("."), len(indices[prefix])), default="")
+        layer = _LAYER.search(plain)
+        if layer and not _VISION.search(plain):
+            layers_of[_before_layers(plain, layer)].add(layer.group(1))
+
+    # A text model inside a larger one is the decoder; else the outermost list with the most layers is.
+    of_text = [prefix for prefix in layers_of if _TEXT.search(prefix)]
+    candidates = of_text or list(layers_of)
+    return max(candidates, key=lambda prefix: (-prefix.count("."), len(layers_of[prefix])), default="")
+
+
+def _before_layers(name: str, layer: re.Match[str]) -> str:
+    """Return what precedes the list of layers in a name: "model" of "model.layers.0"."""
+    list_of_layers = name[: layer.start(1)].rpartition(".")[0]
+    return list_of_layers.rpartition(".")[0]
 
 
 def _locate(name: str, decoder: str) -> tuple[str, str]:
     """Return the layer path of a parameter ("" outside all layers), and the name inside that layer."""
     vision = _VISION.search(name)
-    layer = _LAYER.search(vision.group(1) if vision else name)
-    if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
-        return "", name  # a layer of an audio tower or a resampler
-    if vision and "patch_embed" in vision.group(1):
-        return "visual.patch_embed", vision.group(1)
     if vision:
-        return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
+        return _locate_in_tower(name, vision.group(1))
+
+    layer = _LAYER.search(name)
+    if layer and _before_layers(name, layer) != decoder:
+        return "", name  # a layer of an audio tower or a resampler
     if layer:
-        return f"layers.{layer.group(1)}", layer.group(2)
-    if lone := _LONE_PROJECTION.search(name):
+        number, inside = layer.groups()
+        return f"layers.{number}", inside
+
+    lone = _LONE_PROJECTION.search(name)
+    if lone:
         return lone.group(1), name
     if _TRANSFORM.search(name):
         return "transform", name
-    head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
-    return ("lm_head" if head else ""), name
+    if _HEAD.search(name):
+        return "lm_head", name
+    return "", name
+
+
+def _locate_in_tower(name: str, below_tower: str) -> tuple[str, str]:
+    """Return what ``_locate`` does for a vision tower; ``below_tower`` is the end of the name."""
+    if "patch_embed" in below_tower:
+        return "visual.patch_embed", below_tower
+    block = _LAYER.search(below_tower)
+    if block:
+        number, inside = block.groups()
+        return f"visual.blocks.{number}", inside
+    return "visual.merger", name
 
 
 def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
@@ -151,31 +185,43 @@ def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, act
         return parameter.numel()
     if leaf != "weight":
         return 0
-    sizes = getattr(owner, "in_features", None), getattr(owner, "out_features", None)
-    if isinstance(sizes[0], int) and isinstance(sizes[1], int):  # a packed 4-bit weight has fewer elements
-        return sizes[0] * sizes[1] * (2 if inside.split(".")[-2] in _TWICE else 1)
+    inputs = getattr(owner, "in_features", None)
+    outputs = getattr(owner, "out_features", None)
+    if isinstance(inputs, int) and isinstance(outputs, int):  # a packed 4-bit weight has fewer elements
+        passes = 2 if inside.split(".")[-2] in _TWICE else 1
+        return inputs * outputs * passes
     return parameter.numel() if parameter.dim() == 2 else 0
 
 
 def _is_router(inside: str) -> bool:
+    """Return whether a weight, by its name in its layer, belongs to a router of experts."""
     parts = inside.split(".")[:-1]
     return bool(parts) and (parts[-1] in _ROUTER or "router" in parts)
 
 
 def _stage(inside: str) -> float:
-    parts = [part for part in _OF_ADAPTER.sub("", inside).split(".")[:-1] if part != "base_layer"]
-    parts = [part.lower() for part in parts]
+    """Return ``Weight.stage`` of a weight, by its name in its layer."""
+    modules = _OF_ADAPTER.sub("", inside).split(".")[:-1]
+    parts = [part.lower() for part in modules if part != "base_layer"]
     name = ".".join(parts)
     if "norm" in name or re.search(r"(^|\.)ln_", name):
-        inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer
-        if any(key in name for key in _SECOND_NORM):
-            return 1.5
-        return 4 if any(key in name for key in _LAST_NORM) else 0.5 if inner else -1
+        return _stage_of_norm(name, nested=len(parts) > 1)
+
     if "intermediate" in parts:  # the first product of BERT's MLP; "output" is the second
         return 2
-    second = 2 if any(key in name for key in _MLP) or parts[:1] == ["output"] else 0
+    in_mlp = any(key in name for key in _MLP) or parts[:1] == ["output"]
     leaf = parts[-1] if parts else ""
-    return second + (1 if leaf in _OUT or inside.endswith("down_proj") else 0)
+    leads_out = leaf in _OUT or inside.endswith("down_proj")
+    return 2 * in_mlp + leads_out
+
+
+def _stage_of_norm(name: str, *, nested: bool) -> float:
+    """Return when a norm runs; ``nested`` norms, such as q_norm, are inside a module of the layer."""
+    if any(key in name for key in _SECOND_NORM):
+        return 1.5
+    if any(key in name for key in _LAST_NORM):
+        return 4
+    return 0.5 if nested else -1
 
 
 _FINAL_NORM = ("norm", "ln_f", "ln_out")
@@ -185,29 +231,39 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
     """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
     groups = weights_by_layer(module, share_of_experts(module))
     rest = groups.get("", [])
-    before = [
-        weight
-        for weight in rest
-        if any(key in weight.path for key in _INPUTS)
-        or not (weight.follows or any(key in weight.path for key in _FINAL_NORM))
-    ]
-    hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
-    forced = any(getattr(child, name, None) for child in module.modules() for name in hooks)
-    embedded = forced or any(weight.trained for weight in before)
     policy, checkpointed = checkpointing(module)
-    found, upstream, seen = [], False, False
+    text_needs_gradients = _inputs_are_trained(module, rest)
+
+    trained: list[Layer] = []
+    upstream = False  # whether anything trained runs before the layer
+    in_text = False  # the layers of a vision tower come first
     for layer in layers:
-        if not layer.path.startswith("visual") and not seen:
-            upstream, seen = upstream or embedded, True
+        if not in_text and not layer.path.startswith("visual"):
+            in_text = True
+            upstream = upstream or text_needs_gradients
         weights = groups.get(layer.path)
         if layer.path == "lm_head" and weights is None:  # tied to an embedding under another name
             weights = [weight for weight in rest if "embed" in weight.path or "wte" in weight.path]
         if weights:
             layer, upstream = _backward(layer, weights, upstream)
-        if checkpointed and "" not in (parts := checkpointed.get(layer.path, set())):
+        parts = checkpointed.get(layer.path, set())
+        if checkpointed and "" not in parts:
             layer = _checkpointed_in_parts(layer, parts)
-        found.append(layer)
-    return tuple(found), policy
+        trained.append(layer)
+    return tuple(trained), policy
+
+
+def _inputs_are_trained(module: nn.Module, outside_layers: list[Weight]) -> bool:
+    """Return whether the input of the first text layer needs a gradient."""
+    hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
+    if any(getattr(child, name, None) for child in module.modules() for name in hooks):
+        return True
+    for weight in outside_layers:
+        is_input = any(key in weight.path for key in _INPUTS)
+        is_after = weight.follows or any(key in weight.path for key in _FINAL_NORM)
+        if weight.trained and (is_input or not is_after):
+            return True
+    return False
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
@@ -216,34 +272,47 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
     layers: dict[str, set[str]] = defaultdict(set)
     decoder = decoder_prefix(name for name, _ in module.named_modules())
     for name, child in module.named_modules():
-        function: Any = None
-        if getattr(child, "gradient_checkpointing", False) and child.training:  # else it does nothing
-            function = getattr(child, "_gradient_checkpointing_func", None)
-        elif type(child).__name__ == "CheckpointWrapper":
-            function = child
-        if function is not None:
-            functions.append(function)
-            path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
-            if path not in _OUTSIDE_LAYERS:
-                part = "mlp" if _stage(inside) > 1 else "mixer"
-                layers[path].add("" if inside == "weight" else part)
+        function = _checkpoint_function(child)
+        if function is None:
+            continue
+        functions.append(function)
+        # The name of a weight that the module would have locates the module.
+        path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
+        if path in _OUTSIDE_LAYERS:
+            continue
+        if inside == "weight":  # the module is the layer
+            layers[path].add("")
+        else:
+            layers[path].add("mlp" if _stage(inside) > 1 else "mixer")
+
     if not functions:
         return "none", layers
     keywords = _keywords(functions[0])
     if keywords.get("context_fn") is not None:
         return "selective", layers
-    whole = keywords.get("use_reentrant", False) or not keywords.get("early_stop", True)
-    return ("full" if whole else "early_stop"), layers
+    if keywords.get("use_reentrant", False) or not keywords.get("early_stop", True):
+        return "full", layers
+    return "early_stop", layers
+
+
+def _checkpoint_function(module: nn.Module) -> Any:
+    """Return the function by which a module is checkpointed; None if it is not."""
+    if getattr(module, "gradient_checkpointing", False) and module.training:  # else it does nothing
+        return getattr(module, "_gradient_checkpointing_func", None)
+    if type(module).__name__ == "CheckpointWrapper":
+        return module
+    return None
 
 
 def _checkpointed_in_parts(layer: Layer, parts: set[str]) -> Layer:
     """Return a layer of which only the given ``parts`` ("mixer", "mlp") are checkpointed."""
-    terms = (
-        replace(term, last=term.last or term.name == "out")
-        if ("mlp" if term.name.startswith(_OF_MLP) else "mixer") in parts
-        else replace(term, again=0)
-        for term in layer.terms
-    )
+    terms = []
+    for term in layer.terms:
+        part = "mlp" if term.name.startswith(_OF_MLP) else "mixer"
+        if part in parts:  # "out" is the last product of a checkpointed mixer
+            terms.append(replace(term, last=term.last or term.name == "out"))
+        else:
+            terms.append(replace(term, again=0))
     return replace(layer, terms=tuple(terms), recomputable=layer.recomputable and bool(parts))
 
 
@@ -258,9 +327,10 @@ def _keywords(function: Any) -> dict[str, Any]:
             return dict(function.keywords)
         inner = getattr(function, "__wrapped__", None)
         if inner is None and isinstance(function, FunctionType):
-            held = [value for value in getclosurevars(function).nonlocals.values() if callable(value)]
-            bound = [value for value in held if isinstance(value, partial)]
-            inner = next(iter(bound or held), None)
+            # The function that it closes over; a partial holds the keywords, so it goes first.
+            callables = [value for value in getclosurevars(function).nonlocals.values() if callable(value)]
+            partials = [value for value in callables if isinstance(value, partial)]
+            inner = next(iter(partials or callables), None)
         if inner is None:
             break
         function = inner
@@ -269,41 +339,58 @@ def _keywords(function: Any) -> dict[str, Any]:
 
 def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Layer, bool]:
     """Return a layer with its backward pass, and whether later layers need input gradients (``upstream``)."""
+    # When the first trained weight runs; everything after it needs a gradient of its input.
     first = min((weight.stage for weight in weights if weight.trained), default=float("inf"))
-    runs = upstream or first < float("inf")
+    runs = upstream or first < float("inf")  # whether the layer has a backward pass at all
+    base = [weight for weight in weights if not weight.adapter]
+    adapters = [weight for weight in weights if weight.adapter]
+
+    # If the module's matmul weights have the sizes that the config implies, the gradients are counted weight
+    # by weight, in one term "backward". If not, each term has its gradients by the share that is trained.
     products = [term for term in layer.terms if _has_weight(term)]
-    own, adapters = ([w for w in weights if bool(w.adapter) is added] for added in (False, True))
-    # True if the module's matmul weights have the sizes that the config implies.
-    exact = len({term.basis for term in products}) == 1 and (
-        sum(2 * weight.macs for weight in own) == sum(term.forward for term in products)
-    )
+    same_sizes = sum(2 * weight.macs for weight in base) == sum(term.forward for term in products)
+    exact = same_sizes and len({term.basis for term in products}) == 1
+
+    # A layer whose last product has an adapter ends with the adapter's second matmul.
+    adapter_is_last = any(weight.stage == 3 for weight in adapters)
     terms = []
     for term in layer.terms:
-        inputs, learned = term.input_grad, term.weight_grad
+        input_grad, weight_grad = term.input_grad, term.weight_grad
         if term.kind == "router":
-            inputs = inputs if upstream or first < 2 else 0
-            learned = learned if any(weight.router and weight.trained for weight in weights) else 0
-        elif _has_weight(term) and exact:  # the term "backward" below counts them
-            inputs = learned = 0
-        elif _has_weight(term):  # the sizes disagree: use the trained share of the module's sizes
-            share = [(max(weight.macs, 1), weight.trained) for weight in own or weights]
-            inputs = inputs if runs else 0
-            learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)
-        elif term.kind != "embedding":
-            inputs = inputs if upstream or first < 1 else 0
-        # A layer whose last product has an adapter ends with the adapter's second matmul.
-        last = term.last and all(weight.stage != 3 for weight in adapters)
-        terms.append(replace(term, input_grad=inputs, weight_grad=learned, last=last))
+            if not (upstream or first < 2):
+                input_grad = 0
+            if not any(weight.router and weight.trained for weight in weights):
+                weight_grad = 0
+        elif _has_weight(term) and exact:
+            input_grad = weight_grad = 0
+        elif _has_weight(term):
+            if not runs:
+                input_grad = 0
+            weight_grad = _trained_part(weight_grad, base or weights)
+        elif term.kind != "embedding" and not (upstream or first < 1):  # scores and scans
+            input_grad = 0
+        last = term.last and not adapter_is_last
+        terms.append(replace(term, input_grad=input_grad, weight_grad=weight_grad, last=last))
     terms += _adapter_terms(layer, adapters, upstream, first)
+
     if exact:
-        reached = sum(2 * weight.macs for weight in own if upstream or first < weight.stage)
-        trained = sum(2 * weight.macs for weight in own if weight.trained)
+        reached = sum(2 * weight.macs for weight in base if upstream or first < weight.stage)
+        trained = sum(2 * weight.macs for weight in base if weight.trained)
         grads: Any = {"forward": 0, "input_grad": reached, "weight_grad": trained}
         terms.append(replace(products[0], name="backward", last=False, **grads))
     return replace(layer, terms=tuple(terms), recomputable=layer.recomputable and runs), runs
 
 
+def _trained_part(cost: Cost, weights: list[Weight]) -> Cost:
+    """Return the part of a cost in proportion to the trained weights; whole FLOPs."""
+    # Weights outside matmuls count as 1, so that the sum is above 0.
+    total = sum(max(weight.macs, 1) for weight in weights)
+    trained = sum(max(weight.macs, 1) for weight in weights if weight.trained)
+    return cost * trained // total
+
+
 def _has_weight(term: Term) -> bool:
+    """Return whether a term multiplies by weights of the layer, other than a router's."""
     return term.weight_grad > 0 and term.kind not in ("embedding", "router")
 
 

@@ -28,7 +28,6 @@ class AttentionCall:
     backward: int
     whole: tuple[int, ...] | None = None  # lengths of the whole pack, if this rank holds a shard of it
     shards: int = 1  # the number of ranks that share the pack
-
     q_lengths: tuple[int, ...] | None = None  # on the host, if they are known there
     kv_lengths: tuple[int, ...] | None = None
 
@@ -53,7 +52,8 @@ class AttentionCall:
 
 def pair_flops(heads: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the FLOPs of a query-key pair forward and backward, by the tensors that need gradients."""
-    scores, values = 2 * heads * q.shape[-1], 2 * heads * v.shape[-1]
+    scores = 2 * heads * q.shape[-1]  # FLOPs of a score
+    values = 2 * heads * v.shape[-1]  # FLOPs of adding a value
     backward = scores * q.requires_grad + scores * k.requires_grad + values * v.requires_grad
     if q.requires_grad or k.requires_grad:
         backward += values  # the gradient of the probabilities
@@ -81,10 +81,13 @@ def attending(call: AttentionCall) -> AbstractContextManager[Any]:
 
 def projecting(*pairs: tuple[Tensor, Tensor | None]) -> AbstractContextManager[Any]:
     """Report a fused loss's pairs of hidden states and head (None: logits); it must run in the context."""
-    return _together([listener.heads(pairs) for listener in LISTENERS]) if LISTENERS else _NOTHING
+    if not LISTENERS:
+        return _NOTHING
+    return _together([listener.heads(pairs) for listener in LISTENERS])
 
 
 def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Enter all contexts, and return one that leaves them."""
     stack = ExitStack()
     for context in contexts:
         stack.enter_context(context)

@@ -84,6 +84,8 @@ class FlopsModel:
         }
         for policy, again in _RUN_AGAIN.items():
             tables[policy] = _sum_terms(self, partial(_cost_again, again))
+
+        # Dicts, because each window must come once and in a fixed order.
         windowed = [(basis, window) for _, basis, window in tables["forward"] if window is not None]
         of_text = dict.fromkeys(window for basis, window in windowed if basis in ("pair", "all_pair"))
         of_vision = dict.fromkeys(window for basis, window in windowed if basis == "patch_window_pair")
@@ -168,11 +170,12 @@ class FlopsModel:
 
     def for_module(self, module: nn.Module) -> FlopsModel:
         """Return a copy with ``module``'s backward pass and, if ``recompute="none"``, its checkpointing."""
-        layers, found = layers_of_module(self.layers, module)
-        policy = self.recompute if self.recompute != "none" else found
+        layers, policy_of_module = layers_of_module(self.layers, module)
+        policy = policy_of_module if self.recompute == "none" else self.recompute
         return replace(self, layers=layers, recompute=policy)
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
+        """Return the FLOPs of each column of ``FlopsBreakdown`` that the table has."""
         columns: dict[str, int] = {}
         for (column, basis, window), flops in table.items():
             count, parts = units(
@@ -182,12 +185,15 @@ class FlopsModel:
         return columns
 
     def _check(self, stats: SeqStats) -> None:
-        if stats.slots and (missing := [w for w in self.windows if w not in stats.windows]):
+        """Refuse stats that lack a window of this model, or that were counted for another model."""
+        missing = [window for window in self.windows if window not in stats.windows]
+        if stats.slots and missing:
             raise ValueError(
                 f"The model {self.name!r} has attention windows {missing}, which the stats do not count "
                 f"(windows={list(stats.windows)}). Build them with windows=flops_model.windows."
             )
-        if extra := [w for w in stats.windows if w not in self.windows]:
+        extra = [window for window in stats.windows if window not in self.windows]
+        if extra:
             raise ValueError(
                 f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
                 "They were made for another model: build them with windows=flops_model.windows."
@@ -197,11 +203,12 @@ class FlopsModel:
                 f"The stats hold {stats.vision_patches} image patches, but no vision tower is known for "
                 f"{self.name!r}. Register one: FlopsModel.register({self.name!r}, builder)."
             )
-        edges = [edge for edge, _ in stats.vision_window_pairs]
-        if stats.vision_patches and (missing := [w for w in self.vision_windows if w not in edges]):
+        counted_edges = [edge for edge, _ in stats.vision_window_pairs]
+        missing_edges = [edge for edge in self.vision_windows if edge not in counted_edges]
+        if stats.vision_patches and missing_edges:
             raise ValueError(
-                f"The vision tower of {self.name!r} has windows of {missing} patches, which the stats do not "
-                "count. Build them with vision_windows=flops_model.vision_windows."
+                f"The vision tower of {self.name!r} has windows of {missing_edges} patches, which the stats "
+                "do not count. Build them with vision_windows=flops_model.vision_windows."
             )
 
 
@@ -214,17 +221,22 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], Cost]) -> _Table:
     """Merge terms that multiply the same count, so that a batch is counted with a few products."""
-    counts = {"embedding": model.embedding, "router": model.router}
+    is_counted = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
     for layer in model.layers:
         for term in layer.terms:
-            if counts.get(term.kind, True) and (flops := cost(layer, term)):
-                key = _COLUMN.get(term.kind, term.kind), term.basis, term.window
+            if not is_counted.get(term.kind, True):
+                continue
+            flops = cost(layer, term)
+            if flops:
+                column = _COLUMN.get(term.kind, term.kind)
+                key = column, term.basis, term.window
                 table[key] = table.get(key, 0) + flops
     return table
 
 
 def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> Cost:
+    """Return the FLOPs per unit that checkpointing runs again."""
     if not layer.recomputable or not runs_again(term):
         return 0
     return term.forward if term.again is None else term.again
@@ -237,9 +249,9 @@ def checked_flops(flops_model: FlopsModel | None) -> FlopsModel | None:
     return flops_model
 
 
-def check_conventions(**given: str) -> None:
+def check_conventions(**conventions: str) -> None:
     """Refuse unknown values of ``causal``, ``tokens`` or ``recompute``."""
-    for name, value in given.items():
+    for name, value in conventions.items():
         choice(value, name, *_CHOICES[name])
 
 
@@ -261,27 +273,39 @@ def join(members: Sequence[Member]) -> FlopsModel:
     first = members[0]
     if len(members) == 1 and (first.training, first.forward) == (1.0, 0.0):
         return first.model
-    models = [one.model for one in members]
-    conventions = {(each.causal, each.tokens, each.embedding, each.router) for each in models}
+
+    models = [member.model for member in members]
+    conventions = {(model.causal, model.tokens, model.embedding, model.router) for model in models}
     if len(conventions) > 1:
         raise ValueError(
-            f"{', '.join(one.name for one in members)} count under different conventions (causal, tokens, "
-            f"embedding, router): {sorted(conventions)}. Build all of them with the same conventions."
+            f"{', '.join(member.name for member in members)} count under different conventions (causal, "
+            f"tokens, embedding, router): {sorted(conventions)}. Build all of them with the same conventions."
         )
-    policies = {one.model.recompute for one in members if one.training} - {"none"}
-    policy: Recompute = policies.pop() if len(policies) == 1 else "full" if policies else "none"
-    layers = [
-        replace(
-            layer,
-            recomputable=layer.recomputable and bool(one.training) and one.model.recompute != "none",
-            terms=tuple(_scaled_term(term, one, policy) for term in layer.terms),
-        )
-        for one in members
-        for layer in one.model.layers
-    ]
-    name = " + ".join(one.model.name for one in members)
-    patch = next((one.model.patch for one in members if one.model.sees_images), None)
-    return replace(first.model, name=name, layers=tuple(layers), recompute=policy, patch=patch)
+
+    # Different policies become "full": each term then says by itself what its model runs again.
+    policies = {member.model.recompute for member in members if member.training} - {"none"}
+    policy: Recompute = "none"
+    if policies:
+        policy = policies.pop() if len(policies) == 1 else "full"
+    layers = [_scaled_layer(layer, member, policy) for member in members for layer in member.model.layers]
+    patch = next((model.patch for model in models if model.sees_images), None)
+    return replace(
+        first.model,
+        name=" + ".join(model.name for model in models),
+        layers=tuple(layers),
+        recompute=policy,
+        patch=patch,
+    )
+
+
+def _scaled_layer(layer: Layer, member: Member, policy: Recompute) -> Layer:
+    """Return a layer with its FLOPs multiplied by how often a token passes through its model."""
+    is_recomputed = bool(member.training) and member.model.recompute != "none"
+    return replace(
+        layer,
+        recomputable=layer.recomputable and is_recomputed,
+        terms=tuple(_scaled_term(term, member, policy) for term in layer.terms),
+    )
 
 
 def _scaled_term(term: Term, member: Member, policy: Recompute) -> Term:
@@ -289,37 +313,48 @@ def _scaled_term(term: Term, member: Member, policy: Recompute) -> Term:
         names = ("forward", "input_grad", "weight_grad")
         merged: Any = {name: getattr(term, name) // member.model.merge for name in names}
         term = replace(term, basis="patch", **merged)
-    own, again = member.model.recompute, term.forward if term.again is None else term.again
+
+    again: Cost = 0
+    policy_of_model = member.model.recompute
+    if policy_of_model == policy or _RUN_AGAIN[policy_of_model](term):
+        again = term.forward if term.again is None else term.again
     return replace(
         term,
         forward=round(term.forward * (member.training + member.forward)),
         input_grad=round(term.input_grad * member.training),
         weight_grad=round(term.weight_grad * member.training),
-        again=round(again * member.training) if own == policy or _RUN_AGAIN[own](term) else 0,
+        again=round(again * member.training),
     )
 
 
 def num_ints(model: FlopsModel | None) -> int:
     """Return the length of the list that ``to_ints`` makes for ``model``."""
-    return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
+    if model is None:
+        return len(COUNTS)
+    return len(COUNTS) + len(model.windows) + len(model.vision_windows)
 
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
     """Return a list that ranks can exchange: the counts in a fixed order, then the pairs of each window."""
-    pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
+    counts = [int(getattr(stats, name)) for name in COUNTS]
+    if model is None:
+        return counts
+    pairs = dict(stats.window_pairs)
+    vision_pairs = dict(stats.vision_window_pairs)
     return [
-        *(int(getattr(stats, name)) for name in COUNTS),
-        *(pairs.get(window, 0) for window in (model.windows if model else ())),
-        *(areas.get(edge, 0) for edge in (model.vision_windows if model else ())),
+        *counts,
+        *(pairs.get(window, 0) for window in model.windows),
+        *(vision_pairs.get(edge, 0) for edge in model.vision_windows),
     ]
 
 
 def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
     """Return the ``SeqStats`` that a list made by ``to_ints`` describes."""
     assert len(values) == num_ints(model), "the list was made for another model"
-    whole = [int(value) for value in values]
-    rest = iter(whole[len(COUNTS) :])
-    windows = tuple((window, next(rest)) for window in model.windows) if model else ()
-    areas = tuple((edge, next(rest)) for edge in model.vision_windows) if model else ()
-    counts = dict(zip(COUNTS, whole, strict=False))
-    return SeqStats(**counts, window_pairs=windows, vision_window_pairs=areas)
+    integers = iter([int(value) for value in values])
+    counts: dict[str, Any] = {name: next(integers) for name in COUNTS}
+    if model is None:
+        return SeqStats(**counts)
+    pairs = tuple((window, next(integers)) for window in model.windows)
+    vision_pairs = tuple((edge, next(integers)) for edge in model.vision_windows)
+    return SeqStats(**counts, window_pairs=pairs, vision_window_pairs=vision_pairs)

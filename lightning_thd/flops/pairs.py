@@ -23,29 +23,37 @@ def visible_pairs(
     ``left`` and ``right`` are the keys that a query sees before and after its own, -1 for all. Only causal
     calls (``right=0``) follow the convention; in others every visible pair counts.
     """
-    queries, keys = np.asarray(q_lengths, np.int64), np.asarray(kv_lengths, np.int64)
-    if right == 0 and np.array_equal(queries, keys):
-        window = left + 1 if left >= 0 else int(queries.max(initial=0)) + 1
-        pairs = int(window_pairs(queries, window, ends=[len(queries)])[0]) if len(queries) else 0
-    elif left < 0 and right < 0:
-        pairs = int(queries @ keys)
-    else:
-        pairs = _pairs_in_band(queries, keys, left, right)
+    queries = np.asarray(q_lengths, np.int64)
+    keys = np.asarray(kv_lengths, np.int64)
+    pairs = _visible_pairs(queries, keys, left, right)
     if right != 0 or convention == "exact":
         return pairs
     square = 2 * pairs - int(queries.sum())  # the diagonal counts once, as in ``SeqStats.sum_squares``
     return square / 2 if convention == "half" else square
 
 
+def _visible_pairs(queries: IntArray, keys: IntArray, left: int, right: int) -> int:
+    """Count the visible pairs: by a formula of the lengths if there is one, else over all queries."""
+    if right == 0 and np.array_equal(queries, keys):
+        if not len(queries):
+            return 0
+        window = left + 1 if left >= 0 else int(queries.max()) + 1  # the longest sequence sees itself whole
+        return int(window_pairs(queries, window, ends=[len(queries)])[0])
+    if left < 0 and right < 0:
+        return int(queries @ keys)
+    return _pairs_in_band(queries, keys, left, right)
+
+
 def _pairs_in_band(queries: IntArray, keys: IntArray, left: int, right: int) -> int:
     """Sum over all queries the keys from ``left`` before to ``right`` after the query's own."""
+    # For each query: its place in its sequence, the place of its key there, and the first and last key seen.
     starts = np.cumsum(queries) - queries
-    places = np.arange(int(queries.sum())) - np.repeat(starts, queries)
-    last = np.repeat(keys, queries) - 1
-    own = places + np.repeat(keys - queries, queries)
-    first = np.maximum(0, own - left) if left >= 0 else np.zeros_like(own)
-    end = np.minimum(last, own + right) if right >= 0 else last
-    return int(np.maximum(0, end - first + 1).sum())
+    place = np.arange(int(queries.sum())) - np.repeat(starts, queries)
+    key_place = place + np.repeat(keys - queries, queries)  # the last query is at the last key
+    last_key = np.repeat(keys, queries) - 1
+    first_seen = np.maximum(0, key_place - left) if left >= 0 else np.zeros_like(key_place)
+    last_seen = np.minimum(last_key, key_place + right) if right >= 0 else last_key
+    return int(np.maximum(0, last_seen - first_seen + 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +90,35 @@ class AttentionPattern:
             pairs = visible_pairs(lengths, lengths, **options)
             if held:
                 pairs -= visible_pairs(held, held, **options)
-            total += float(forward + backward if training else forward) * pairs
+            flops_of_pair = forward + backward if training else forward
+            total += float(flops_of_pair) * pairs
         return total
 
 
 def flops_of_calls(
     calls: Sequence[AttentionCall], convention: Causal, *, training: bool, host: dict[int, list[int]]
 ) -> float:
-    """Return the FLOPs of calls on other sequences than the batch's; reads offsets that ``host`` lacks."""
+    """Return the FLOPs of calls on other sequences than the batch's; reads offsets that ``host`` lacks.
+
+    ``host`` holds lengths by the ``id`` of their offsets. The calls keep the offsets, so no id is reused.
+    """
     total = 0.0
-    pairs_of: dict[Any, float] = {}
+    pairs_of: dict[tuple[int, int, int, int], float] = {}  # layers call with the same offsets
     for call in calls:
         key = (id(call.cu_seqlens_q), id(call.cu_seqlens_kv), call.left, call.right)
         if key not in pairs_of:
-            q = call.q_lengths or _lengths(call.cu_seqlens_q, host)
-            kv = call.kv_lengths or _lengths(call.cu_seqlens_kv, host)
-            pairs_of[key] = visible_pairs(q, kv, left=call.left, right=call.right, convention=convention)
-        total += (call.forward + call.backward if training else call.forward) * pairs_of[key]
+            q_lengths = call.q_lengths or _lengths(call.cu_seqlens_q, host)
+            kv_lengths = call.kv_lengths or _lengths(call.cu_seqlens_kv, host)
+            pairs_of[key] = visible_pairs(
+                q_lengths, kv_lengths, left=call.left, right=call.right, convention=convention
+            )
+        flops_of_pair = call.forward + call.backward if training else call.forward
+        total += flops_of_pair * pairs_of[key]
     return total
 
 
 def _lengths(offsets: Tensor, host: dict[int, list[int]]) -> Sequence[int]:
+    """Return the lengths between offsets; the first time, this waits for the device."""
     if id(offsets) not in host:
         host[id(offsets)] = offsets.diff().tolist()
     return host[id(offsets)]

@@ -51,20 +51,24 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
             return None
         raise ValueError(f"dtype={dtype!r} is not a torch dtype or one of bf16, fp16, tf32, fp32, fp8, fp4.")
     row = find_peak(device_name)
-    tflops = getattr(row, _COLUMNS[dtype]) if row else None
+    if row is None:
+        return None
+    tflops = getattr(row, _COLUMNS[dtype])
     return None if tflops is None else float(tflops) * 1e12
 
 
 def find_peak(device_name: str) -> Peak | None:
     """Return the row of a device; all words of its name that distinguish devices must match."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    wanted = {word for word in words if not _NEUTRAL.fullmatch(word)}
-    sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}
-    matches = [
-        row
-        for row in PEAKS
-        if wanted <= set(row.name.split()) <= set(words) and (not row.memory or sizes <= set(row.memory))
-    ]
+    distinguishing = {word for word in words if not _NEUTRAL.fullmatch(word)}
+    sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}  # memory in GB
+
+    matches = []
+    for row in PEAKS:
+        names_match = distinguishing <= set(row.name.split()) <= set(words)
+        memory_matches = not row.memory or sizes <= set(row.memory)
+        if names_match and memory_matches:
+            matches.append(row)
     return max(matches, key=lambda row: len(row.name.split()), default=None)
 
 
@@ -125,22 +129,27 @@ def _rate(
     seconds: float,
     clock: Callable[[], float],
 ) -> float:
+    """Return the FLOP/s of the fastest of some rounds of matmuls of one shape (rows, inner size, columns)."""
     rows, inner, columns = shape
     left = torch.ones(rows, inner, device=device, dtype=dtype)
     right = torch.ones(inner, columns, device=device, dtype=dtype)
     out = left @ right  # loads the kernel
     synchronize(device)
-    work, best, batch = 2 * rows * inner * columns, 0.0, 1
+
+    flops = 2 * rows * inner * columns
+    best = 0.0
+    matmuls = 1  # in a round
     start = before = clock()
     while before - start < seconds:
-        for _ in range(batch):
+        for _ in range(matmuls):
             torch.mm(left, right, out=out)
         synchronize(device)
         now = clock()
-        best = max(best, work * batch / max(now - before, 1e-9))  # other processes delay some rounds, not all
+        rate = flops * matmuls / max(now - before, 1e-9)
+        best = max(best, rate)  # other processes delay some rounds, not all
         before = now
         if device.type != "cpu":
-            batch = min(2 * batch, 16)  # a small batch would mostly measure the synchronization
+            matmuls = min(2 * matmuls, 16)  # a short round would mostly measure the synchronization
     return best
 
 
@@ -193,6 +202,7 @@ def _row(
     printed: Printed = "sparse",
     memory: tuple[int, ...] = (),
 ) -> Peak:
+    """Return a row of a device with one figure for both half precisions."""
     figures = {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32, "fp8": fp8, "fp4": fp4}
     return Peak(name=name, source=source, printed=printed, memory=memory, **figures)
 

@@ -50,9 +50,8 @@ def throughput(
     if microbatches is not None:
         microbatches = whole_number(microbatches, "microbatches", advice="None leaves their rate out.")
     flops = None if model is None else count(model, stats, work=work, recompute=recompute)
-    return rates(
-        stats, flops, seconds=seconds, microbatches=microbatches, devices=devices, peak=peak
-    ) | packing(stats, flops)
+    of_time = rates(stats, flops, seconds=seconds, microbatches=microbatches, devices=devices, peak=peak)
+    return of_time | packing(stats, flops)
 
 
 def rates(
@@ -74,15 +73,16 @@ def rates(
         totals["batches"] = float(microbatches)
     if flops is not None:
         totals["flops"] = float(flops.model)
-    found = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
+
+    metrics = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
     if flops is not None:
-        found["device/tflops_per_gpu"] = flops.model / seconds / devices / 1e12
+        metrics["device/tflops_per_gpu"] = flops.model / seconds / devices / 1e12
         if peak is not None:
-            found["device/mfu"] = flops.model / seconds / devices / peak
-            found["device/hfu"] = flops.hardware / seconds / devices / peak
+            metrics["device/mfu"] = flops.model / seconds / devices / peak
+            metrics["device/hfu"] = flops.hardware / seconds / devices / peak
     if devices > 1:
-        found |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
-    return found
+        metrics |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
+    return metrics
 
 
 def count(
@@ -110,10 +110,14 @@ def check_peak(peak: object, *, named: bool = False) -> None:
     """Refuse a peak other than None or a positive, finite number; ``named`` allows "auto" and "measure"."""
     if named and isinstance(peak, str) and peak in ("auto", "measure"):
         return
-    number = isinstance(peak, (int, float)) and not isinstance(peak, bool)
-    if peak is not None and not (number and 0 < peak < math.inf):  # type: ignore[operator]
+    if peak is None:
+        return
+    if isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < math.inf:
+        return
+    others = "or what measure_flops() returns"
+    if named:
         others = "'measure' to time matmuls, or 'auto' to look the device up"
-        raise ValueError(
-            f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
-            f"H100 in bf16, {others if named else 'or what measure_flops() returns'}."
-        )
+    raise ValueError(
+        f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
+        f"H100 in bf16, {others}."
+    )

@@ -102,19 +102,24 @@ def units(
     """Return the count that a term multiplies, as numerator and denominator: half a square may end in .5."""
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
+
     if basis == "pair":
+        # Without a window, a sequence of s tokens has s (s + 1) / 2 pairs.
         twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _pairs_in(stats, window)
         # Twice the pairs holds the diagonal twice, a square holds it once; ``Blocks`` have no diagonal.
         square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
+
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
         return 2 * _pairs_in(stats, window) - stats.real_tokens, 1
     if basis == "patch_window_pair":
         return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1
-    return int(getattr(stats, _COUNTS[basis])), (merge if basis == "merged_patch" else 1)
+    count = int(getattr(stats, _COUNTS[basis]))
+    return count, (merge if basis == "merged_patch" else 1)
 
 
 def _pairs_in(stats: SeqStats, window: Window) -> int:
+    """Return the pairs inside an attention window; 0 if the stats do not count it."""
     return sum(pairs for counted, pairs in stats.window_pairs if counted == window)
 
 

@@ -141,7 +141,7 @@ class StepCounter(TorchFunctionMode, CallListener):
         self.products: dict[tuple[str, int], Tally] = defaultdict(Tally)
         self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
         self.unknown: set[str] = set()
-        self._known: dict[str, _Cost] = {}
+        self._costs: dict[str, _Cost] = {}  # FLOPs of products seen before, by name and arguments
 
     def start(self) -> None:
         """Begin to listen, and let torch show its functions."""
@@ -156,13 +156,19 @@ class StepCounter(TorchFunctionMode, CallListener):
     @contextmanager
     def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
         """Count a loss's output projections, and ignore how the loss computes them."""
-        for hidden, weight in pairs if not self._quiet else ():
-            if weight is not None:
-                forward = 2 * hidden.numel() * weight.shape[0]
-                cost = _of_phase((forward, forward * (hidden.requires_grad + weight.requires_grad)))
-                self.products["head", hidden.numel() // max(1, hidden.shape[-1])].add(cost)
+        if not self._quiet:
+            for hidden, weight in pairs:
+                if weight is not None:
+                    self._add_head(hidden, weight)
         with self._ignoring():
             yield
+
+    def _add_head(self, hidden: Tensor, weight: Tensor) -> None:
+        """Count ``hidden @ weight.T``."""
+        forward = 2 * hidden.numel() * weight.shape[0]
+        backward = forward * (hidden.requires_grad + weight.requires_grad)
+        rows = hidden.numel() // max(1, hidden.shape[-1])
+        self.products["head", rows].add(_of_phase((forward, backward)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a function of torch, then call it as if there were no mode."""
@@ -176,6 +182,7 @@ class StepCounter(TorchFunctionMode, CallListener):
         return func(*args, **kwargs)
 
     def _see(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        """Count a function of torch if it multiplies; note it if it does and no formula is known."""
         operator = getattr(func, "_overloadpacket", func)
         qualified = getattr(operator, "_qualified_op_name", None)
         if qualified is not None:  # a call of torch.ops
@@ -192,26 +199,31 @@ class StepCounter(TorchFunctionMode, CallListener):
 
     def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
         """Count ``scaled_dot_product_attention`` as torch does: all pairs, also those that a mask hides."""
-        heads, rows = query.shape[-3] if query.dim() > 2 else 1, prod(query.shape[:-3])
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        rows = prod(query.shape[:-3])
         forward, backward = pair_flops(heads, query, key, value)
         pairs = rows * query.shape[-2] * key.shape[-2]
         cost = _of_phase((forward * pairs, backward * pairs))
         self.rows[rows, query.shape[-2]].add(cost)
 
     def _add(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+        """Count a product; its FLOPs are computed once for all calls with equal shapes."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not tensors:
             return
+        # A string, because some arguments (lists, einsum's equation with tensors) have no hash.
         key = repr((name, tree_map(_key, (args, kwargs))))
-        cost = self._known.get(key)
+        cost = self._costs.get(key)
         if cost is None:
             try:
                 cost = _cost(name, func, args, kwargs)
             except Exception:  # the meta device lacks some functions
                 self.unknown.add(name)
                 cost = (0, 0)
-            self._known[key] = cost
-        rows = tensors[0].numel() // max(1, tensors[0].shape[-1]) if tensors[0].dim() else 1
+            self._costs[key] = cost
+
+        first = tensors[0]
+        rows = first.numel() // max(1, first.shape[-1]) if first.dim() else 1
         self.products[name, rows].add(_of_phase(cost))
 
 
@@ -230,13 +242,15 @@ def _of_phase(cost: _Cost) -> _Cost:
     """Return which FLOPs of a call count, by the pass in which Python runs it."""
     forward, backward = cost
     if not _in_backward():
-        return forward, backward if torch.is_grad_enabled() else 0
+        return (forward, backward) if torch.is_grad_enabled() else (forward, 0)
     if torch.is_grad_enabled():  # activation checkpointing runs a layer again, for HFU
-        return 0, backward if _in_reentrant_checkpoint() else 0
-    return 0, 0 if _in_our_code() else forward  # the backward of an autograd.Function
+        return (0, backward) if _in_reentrant_checkpoint() else (0, 0)
+    # The backward of an autograd.Function multiplies by itself what autograd would multiply.
+    return (0, 0) if _in_our_code() else (0, forward)
 
 
 def _in_backward() -> bool:
+    """Return whether autograd runs this call; torch has no public way to ask."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -255,13 +269,14 @@ def _in_our_code() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("lightning_thd.") and not name.startswith(("lightning_thd.flops.",)):
+        if name.startswith("lightning_thd.") and not name.startswith("lightning_thd.flops."):
             return name.startswith(("lightning_thd.attention.", "lightning_thd.loss."))
         frame = frame.f_back
     return False
 
 
 def _key(x: Any) -> Any:
+    """Return what a call's FLOPs depend on in place of a tensor; other arguments as they are."""
     return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
 
 
@@ -283,45 +298,53 @@ def _cost(name: str, func: Any, args: Any, kwargs: Any) -> _Cost:
 def _recurrent(name: str, args: Any) -> _Cost:
     """Count a recurrent layer: every row is multiplied by every matrix of weights."""
     inputs: Tensor = args[0]
-    cells = name in _CELLS
     matrices = [x for x in tree_leaves(args[2:]) if isinstance(x, Tensor) and x.dim() == 2]
-    rows = inputs.shape[0] if cells else inputs.numel() // inputs.shape[-1]
-    forward = sum(2 * rows * x.numel() for x in matrices)
-    weight_grads = sum(2 * rows * x.numel() for x in matrices if x.requires_grad)
-    trains = inputs.requires_grad or weight_grads > 0
-    unneeded = 0 if inputs.requires_grad or not matrices else 2 * rows * matrices[0].numel()
-    return forward, weight_grads + (forward - unneeded) * trains
+    rows = inputs.shape[0] if name in _CELLS else inputs.numel() // inputs.shape[-1]
+    forward = sum(2 * rows * matrix.numel() for matrix in matrices)
+    weight_grads = sum(2 * rows * matrix.numel() for matrix in matrices if matrix.requires_grad)
+    if not inputs.requires_grad and not weight_grads:
+        return forward, 0
+
+    # The gradients of hidden states are always needed, those of the inputs, by the first matrix, maybe not.
+    input_grads = forward
+    if not inputs.requires_grad and matrices:
+        input_grads -= 2 * rows * matrices[0].numel()
+    return forward, weight_grads + input_grads
 
 
 def _on_meta(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> _Cost:
     """Run a function and its backward pass on the meta device under torch's counter."""
+    # One dtype for all: the meta device refuses mixtures that autocast would allow, and FLOPs do not differ.
     dtypes = [x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     dtype = torch.complex64 if any(each.is_complex for each in dtypes) else torch.float32
-    copies: list[Tensor] = []
+    leaves: list[Tensor] = []  # the copies of tensors that need gradients
 
-    def copy(x: Any) -> Any:
+    def on_meta(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("meta")
         if not isinstance(x, Tensor):
-            return x.__class__("meta") if isinstance(x, torch.device) else x
-        plain = x.is_floating_point() or x.is_complex()
-        twin = torch.empty(tuple(x.shape), dtype=dtype if plain else x.dtype, device="meta")
-        if plain and x.requires_grad:
-            twin.requires_grad_()
-            copies.append(twin)
-            twin = twin.view_as(twin)  # in-place functions refuse a leaf
-        return twin
+            return x
+        has_gradients = x.is_floating_point() or x.is_complex()
+        copy = torch.empty(tuple(x.shape), dtype=dtype if has_gradients else x.dtype, device="meta")
+        if has_gradients and x.requires_grad:
+            copy.requires_grad_()
+            leaves.append(copy)
+            copy = copy.view_as(copy)  # in-place functions refuse a leaf
+        return copy
 
     with torch.enable_grad():
-        twins, options = tree_map(copy, (args, {k: v for k, v in kwargs.items() if k != "out"}))
+        options = {key: value for key, value in kwargs.items() if key != "out"}  # ``out`` refuses gradients
+        meta_args, meta_options = tree_map(on_meta, (args, options))
         with FlopCounterMode(display=False, custom_mapping=_extra_formulas()) as counter:
-            out = func(*twins, **options)
+            out = func(*meta_args, **meta_options)
         forward = counter.get_total_flops()
         ends = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        if not ends or not copies:
+        if not ends or not leaves:
             return forward, 0
         if "conv" in name:  # torch counts the weights' gradient of grouped convolutions too high
             return forward, forward * sum(x.requires_grad for x in args[:2])
         with FlopCounterMode(display=False, custom_mapping=_extra_formulas()) as counter:
-            torch.autograd.grad(ends, copies, [torch.empty_like(x) for x in ends], allow_unused=True)
+            torch.autograd.grad(ends, leaves, [torch.empty_like(x) for x in ends], allow_unused=True)
     return forward, counter.get_total_flops()
 
 
@@ -338,33 +361,37 @@ def _extra_formulas() -> dict[Any, Any]:
 
 def call_terms(calls: Sequence[AttentionCall], stats: SeqStats) -> tuple[Term, ...]:
     """Return terms for the calls of our attention; pairs with other keys grow with the squared lengths."""
-    costs: dict[tuple[Basis, int | None], list[Fraction]] = {}
+    costs: dict[tuple[Basis, int | None], _Rates] = {}
     for call in calls:
-        q, kv = call.cu_seqlens_q.diff().tolist(), call.cu_seqlens_kv.diff().tolist()
-        basis: Basis = "pair" if call.right == 0 and q == kv else "all_pair"
-        window = call.left + 1 if basis == "pair" and call.left >= 0 else None
+        q_lengths = call.cu_seqlens_q.diff().tolist()
+        kv_lengths = call.cu_seqlens_kv.diff().tolist()
+        basis: Basis = "all_pair"
+        window: int | None = None
         share = Fraction(1)
-        if q != kv or basis == "all_pair":
-            pairs = visible_pairs(q, kv, left=call.left, right=call.right, convention="exact")
+        if call.right == 0 and q_lengths == kv_lengths:
+            basis = "pair"
+            window = call.left + 1 if call.left >= 0 else None
+        else:
+            pairs = visible_pairs(q_lengths, kv_lengths, left=call.left, right=call.right, convention="exact")
             share = Fraction(int(pairs), max(1, stats.sum_squares))
-        cost = costs.setdefault((basis, window), [Fraction(0), Fraction(0)])
-        cost[0] += call.forward * share
-        cost[1] += call.backward * share
+        forward, backward = costs.get((basis, window), (Fraction(0), Fraction(0)))
+        costs[basis, window] = forward + call.forward * share, backward + call.backward * share
     return tuple(
         replace(_term("counted_attention", "attention", basis, *cost), window=window)
         for (basis, window), cost in costs.items()
     )
 
 
-def counted(counter: StepCounter, seen: Sequence[SeqStats], sequences: Sequence[int]) -> Counted:
-    """Return the products of a step with these microbatches."""
+def counted(counter: StepCounter, stats: Sequence[SeqStats], sequences: Sequence[int]) -> Counted:
+    """Return the products of a step, from the counts and the number of sequences of each microbatch."""
     return Counted(
-        combine(seen),
-        tuple(one.slots for one in seen),
-        tuple(sequences),
-        {key: Tally(each.forward, each.backward) for key, each in counter.products.items()},
-        dict(counter.rows),
-        frozenset(counter.unknown),
+        stats=combine(stats),
+        slots=tuple(of_microbatch.slots for of_microbatch in stats),
+        sequences=tuple(sequences),
+        # Copies, because the counter goes on counting.
+        products={key: Tally(tally.forward, tally.backward) for key, tally in counter.products.items()},
+        rows=dict(counter.rows),
+        unknown=frozenset(counter.unknown),
     )
 
 
@@ -377,20 +404,22 @@ def counted_layers(
     Also return whether steps of different lengths agreed; None if slots and sequences do not explain them.
     """
     first = steps[0]
-    if not any(tally.forward for tally in first.products.values()) or not first.stats.slots:
-        total = sum(tally.forward for tally in first.products.values())
+    total, _ = first.flops
+    if not total or not first.stats.slots:
         raise ValueError(
             f"torch counted {total} FLOPs of matmuls in {name} on {first.stats.slots} slots. Run a whole "
             "step on a batch with tokens; kernels that torch cannot count need FlopsModel.register."
         )
-    if unknown := set().union(*(step.unknown for step in steps)):
+    unknown = set().union(*(step.unknown for step in steps))
+    if unknown:
         warn(
             f"FLOPs of {name} are too few: torch has no formula for {', '.join(sorted(unknown))}. "
             "Add the family with FlopsModel.register, or pass flops_model=.",
             MeasureWarning,
         )
-    terms: list[Term] = []
+
     per_slot, per_sequence, agree = linear_fit(steps, name)
+    terms: list[Term] = []
     bases: tuple[tuple[Basis, _Rates], ...] = (("token", per_slot), ("sequence", per_sequence))
     for basis, (forward, backward) in bases:
         if forward or backward:
@@ -409,67 +438,86 @@ def linear_fit(steps: Sequence[Counted], name: str) -> tuple[_Rates, _Rates, boo
     One step shows them by the rows of its products. If another step contradicts that, both numbers are solved
     from the two. If a third contradicts those too, a message says what is not linear.
     """
-    by_slot, by_sequence = _by_rows(steps[0])
     points = [_Point(step) for step in steps]
-    first, others = points[0], points[1:]
-    per_slot = _over(by_slot, first.slots)
-    per_sequence = _over(by_sequence, max(1, first.sequences))
+    first, *others = points
+
+    by_slot, by_sequence = _by_rows(steps[0])
+    per_slot = _divided(by_slot, first.slots)
+    per_sequence = _divided(by_sequence, max(1, first.sequences))
     if all(other.fits(per_slot, per_sequence) for other in others):
         return per_slot, per_sequence, bool(others)
+
     for other in others:
-        determinant = first.slots * other.sequences - other.slots * first.sequences
-        if determinant == 0:
+        solved = _solve(first, other)
+        if solved is None:
             continue
-        pairs = first.flops, other.flops
-        of_slots = [a * other.sequences - b * first.sequences for a, b in zip(*pairs, strict=True)]
-        of_sequences = [first.slots * b - other.slots * a for a, b in zip(*pairs, strict=True)]
-        per_slot, per_sequence = _over(of_slots, determinant), _over(of_sequences, determinant)
-        if min(per_slot) >= 0 and all(each.fits(per_slot, per_sequence) for each in others):
+        per_slot, per_sequence = solved
+        if min(per_slot) >= 0 and all(point.fits(per_slot, per_sequence) for point in others):
             return per_slot, per_sequence, len(others) > 1
+
     _say_not_linear(steps, name)
     slots = sum(point.slots for point in points)
-    totals = [sum(point.flops[i] for point in points) for i in range(2)]
+    forward = sum(point.flops[0] for point in points)
+    backward = sum(point.flops[1] for point in points)
     # Whole numbers, because the count of every step replaces this estimate, whose sum must not be rounded.
-    return (Fraction(totals[0] // slots), Fraction(totals[1] // slots)), (Fraction(0), Fraction(0)), None
+    return (Fraction(forward // slots), Fraction(backward // slots)), (Fraction(0), Fraction(0)), None
 
 
-def _over(pair: Sequence[int], number: int) -> _Rates:
-    return Fraction(pair[0], number), Fraction(pair[1], number)
+def _divided(flops: Sequence[int], number: int) -> _Rates:
+    """Divide FLOPs forward and backward by a number."""
+    forward, backward = flops
+    return Fraction(forward, number), Fraction(backward, number)
+
+
+def _solve(first: _Point, other: _Point) -> tuple[_Rates, _Rates] | None:
+    """Solve two steps for FLOPs per slot and per sequence; None if their lengths have one proportion."""
+    # Cramer's rule for slots * per_slot + sequences * per_sequence = flops.
+    determinant = first.slots * other.sequences - other.slots * first.sequences
+    if determinant == 0:
+        return None
+    flops = list(zip(first.flops, other.flops, strict=True))  # both steps' forward, then backward
+    of_slots = [one * other.sequences - two * first.sequences for one, two in flops]
+    of_sequences = [first.slots * two - other.slots * one for one, two in flops]
+    return _divided(of_slots, determinant), _divided(of_sequences, determinant)
 
 
 class _Point:
     """The slots, sequences and FLOPs of a counted step."""
 
     def __init__(self, step: Counted) -> None:
-        self.slots, self.sequences = step.stats.slots, sum(step.sequences)
-        self.flops = step.flops
+        self.slots = step.stats.slots
+        self.sequences = sum(step.sequences)
+        self.flops = step.flops  # forward and backward
 
-    def fits(self, rates: Sequence[Fraction], extra: Sequence[Fraction]) -> bool:
+    def fits(self, per_slot: _Rates, per_sequence: _Rates) -> bool:
         """Return whether FLOPs per slot and per sequence give this step's FLOPs."""
         return all(
-            abs(rate * self.slots + more * self.sequences - flops) <= _SAME * flops
-            for rate, more, flops in zip(rates, extra, self.flops, strict=True)
+            abs(of_slot * self.slots + of_sequence * self.sequences - flops) <= _SAME * flops
+            for of_slot, of_sequence, flops in zip(per_slot, per_sequence, self.flops, strict=True)
         )
 
 
-def _by_rows(step: Counted) -> tuple[list[int], list[int]]:
+def _by_rows(step: Counted) -> tuple[_Cost, _Cost]:
     """Divide a step's FLOPs into those of slots and those of products with one row for each sequence."""
-    by_slot, by_sequence = [0, 0], [0, 0]
+    by_slot = Tally()
+    by_sequence = Tally()
     for (_, rows), tally in step.products.items():
-        lone = rows in step.sequences and rows not in step.slots
-        part = by_sequence if lone else by_slot
-        part[0] += tally.forward
-        part[1] += tally.backward
-    return by_slot, by_sequence
+        one_row_each = rows in step.sequences and rows not in step.slots
+        part = by_sequence if one_row_each else by_slot
+        part.add((tally.forward, tally.backward))
+    return (by_slot.forward, by_slot.backward), (by_sequence.forward, by_sequence.backward)
 
 
 def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
+    """Say which functions took other FLOPs per slot in the step that differs most from the first."""
     costs = [Fraction(sum(step.flops), step.stats.slots) for step in steps]
     other = max(range(1, len(steps)), key=lambda i: abs(costs[i] - costs[0]))
-    first, second = _per_slot(steps[0]), _per_slot(steps[other])
-    names = sorted({*first, *second})
-    changed = [each for each in names if _differ(first.get(each, 0), second.get(each, 0))]
-    before, after = (float(sum(part.get(each, 0) for each in changed)) for part in (first, second))
+    first = _per_slot(steps[0])
+    second = _per_slot(steps[other])
+    functions = sorted({*first, *second})
+    changed = [function for function in functions if _differ(first[function], second[function])]
+    before = float(sum(first[function] for function in changed))
+    after = float(sum(second[function] for function in changed))
     rank_zero_info(
         f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
         f"{', '.join(changed)} took {before:.4g} FLOPs a slot in a step of {steps[0].stats.slots} slots and "
@@ -479,16 +527,16 @@ def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
     )
 
 
-def _differ(one: Fraction | int, other: Fraction | int) -> bool:
+def _differ(one: Fraction, other: Fraction) -> bool:
     return abs(float(one - other)) > float(_SAME) * float(one + other)
 
 
-def _per_slot(step: Counted) -> dict[str, Fraction]:
-    """Return the forward FLOPs per slot of each function."""
-    found: dict[str, Fraction] = defaultdict(Fraction)
+def _per_slot(step: Counted) -> defaultdict[str, Fraction]:
+    """Return the forward FLOPs per slot of each function; 0 for functions that the step did not call."""
+    per_slot: defaultdict[str, Fraction] = defaultdict(Fraction)
     for (function, _), tally in step.products.items():
-        found[function] += Fraction(tally.forward, step.stats.slots)
-    return dict(found)
+        per_slot[function] += Fraction(tally.forward, step.stats.slots)
+    return per_slot
 
 
 def _row_terms(step: Counted) -> list[Term]:
@@ -502,18 +550,22 @@ def _row_terms(step: Counted) -> list[Term]:
             pairs = min(Fraction(length), Fraction(max(step.slots), rows)) * step.stats.slots
         forward += tally.forward / pairs
         backward += tally.backward / pairs
-    return [_term("counted_attention", "attention", "pair", forward, backward)] if step.rows else []
+    if not step.rows:
+        return []
+    return [_term("counted_attention", "attention", "pair", forward, backward)]
 
 
 def _term(name: str, kind: Kind, basis: Basis, forward: Fraction, backward: Fraction) -> Term:
-    def plain(cost: Fraction) -> int | Fraction:
-        return int(cost) if cost.denominator == 1 else cost
-
+    """Return a term whose backward pass is not divided into gradients of activations and of weights."""
     return Term(
         name=name,
         kind=kind,
         basis=basis,
-        forward=plain(Fraction(forward)),
-        input_grad=plain(Fraction(backward)),
+        forward=_whole_if_possible(forward),
+        input_grad=_whole_if_possible(backward),
         weight_grad=0,
     )
+
+
+def _whole_if_possible(cost: Fraction) -> int | Fraction:
+    return int(cost) if cost.denominator == 1 else cost

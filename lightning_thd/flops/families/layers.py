@@ -15,23 +15,31 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 def expert_layers(sizes: Sizes) -> set[int]:
     """Return the indices of the layers that ``moe`` describes: with experts, or with only a shared MLP."""
-    count = sizes.num_layers
     if sizes.optional(*_NUM_EXPERTS) == 0 and not sizes.optional("shared_intermediate_size"):
         return set()
-    if (named := sizes.get("moe_layers")) is not None:
-        return set(named)
-    if (kinds := sizes.get("mlp_layer_types")) is not None:
+
+    # Each family has its own way to say it; at most one of these keys is in a config.
+    count = sizes.num_layers
+    listed = sizes.get("moe_layers")
+    if listed is not None:
+        return set(listed)
+    kinds = sizes.get("mlp_layer_types")
+    if kinds is not None:
         return {index for index, kind in enumerate(kinds) if kind == "sparse"}
-    if (dense := sizes.get("first_k_dense_replace", "num_dense_layers")) is not None:
+    dense = sizes.get("first_k_dense_replace", "num_dense_layers")
+    if dense is not None:
         return set(range(dense, count))
-    if (period := sizes.get("expert_layer_period")) is not None:
-        if sizes.optional(*_NUM_EXPERTS) == 1:
+    period = sizes.get("expert_layer_period")
+    if period is not None:
+        if sizes.optional(*_NUM_EXPERTS) == 1:  # Jamba then builds plain MLPs
             return set()
         offset = sizes.size("expert_layer_offset")
         return {index for index in range(count) if (index - offset) % period == 0}
-    if (first := sizes.get("moe_layer_start_index")) is not None:
-        step, end = sizes.size("moe_layer_interval"), sizes.size("moe_layer_end_index")
-        return {index for index in range(first, end + 1) if (index + 1) % step == 0}
+    first = sizes.get("moe_layer_start_index")
+    if first is not None:
+        interval = sizes.size("moe_layer_interval")
+        last = sizes.size("moe_layer_end_index")
+        return {index for index in range(first, last + 1) if (index + 1) % interval == 0}
     step = sizes.size("decoder_sparse_step", default=1)
     dense_layers = set(sizes.get("mlp_only_layers", default=()))
     return {index for index in range(count) if index not in dense_layers and (index + 1) % step == 0}
@@ -39,14 +47,17 @@ def expert_layers(sizes: Sizes) -> set[int]:
 
 def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
     """Return the terms of one layer of experts."""
-    hidden, shared = sizes.hidden, shared_size(sizes)
+    shared = shared_size(sizes)
     num_experts = sizes.optional(*_NUM_EXPERTS)
     if num_experts == 0:  # granitemoehybrid without experts keeps the shared MLP
-        return parts.mlp(hidden, shared, gated=gated, name="shared")
+        return parts.mlp(sizes.hidden, shared, gated=gated, name="shared")
+
     inner = sizes.size("moe_intermediate_size", default=sizes.inner)
+    if sizes.model_type == "hunyuan_v1_moe":  # its experts have the size of a dense MLP
+        inner = sizes.inner
     return parts.experts(
-        hidden,
-        sizes.inner if sizes.model_type == "hunyuan_v1_moe" else inner,
+        sizes.hidden,
+        inner,
         num_experts=num_experts,
         top_k=active_experts(sizes, index),
         gated=gated,
@@ -60,25 +71,34 @@ def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
 def active_share(sizes: Sizes) -> float:
     """Return the share of the routed experts that a token goes through; 1.0 without experts."""
     top_k = sizes.get(*_TOP_K, default=0)
-    mean = sum(top_k) / len(top_k) if isinstance(top_k, (list, tuple)) else float(top_k)
-    return mean / (sizes.optional(*_NUM_EXPERTS) or mean or 1.0) or 1.0
+    per_layer = top_k if isinstance(top_k, list | tuple) else [top_k]
+    active = sum(per_layer) / len(per_layer)
+    num_experts = sizes.optional(*_NUM_EXPERTS)
+    if not active or not num_experts:
+        return 1.0
+    return active / num_experts
 
 
 def active_experts(sizes: Sizes, index: int) -> int:
     """Return how many routed experts a token goes through in layer ``index``."""
-    given = sizes.get(*_TOP_K)
-    return int(given[index]) if isinstance(given, (list, tuple)) else sizes.size(*_TOP_K)
+    top_k = sizes.get(*_TOP_K)
+    if isinstance(top_k, list | tuple):
+        return int(top_k[index])
+    return sizes.size(*_TOP_K)
 
 
 def shared_size(sizes: Sizes) -> int:
     """Return the intermediate size of all shared experts together, 0 for none."""
     if sizes.model_type in ("llama4_text", "hunyuan_v1_moe"):
         return sizes.inner
-    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-    if size := sizes.optional(*names, "shared_intermediate_size"):
-        return size
+    whole = sizes.optional(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+    )
+    if whole:
+        return whole
     count = sizes.optional("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-    return count * (sizes.optional("moe_intermediate_size") or sizes.inner)
+    size_of_one = sizes.optional("moe_intermediate_size") or sizes.inner
+    return count * size_of_one
 
 
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
@@ -91,10 +111,13 @@ def mixer(sizes: Sizes, index: int) -> list[Term]:
     """Return the terms by which layer ``index`` mixes its tokens."""
     if sizes.model_type == "falcon_h1":  # every layer runs both, side by side
         return [*_mamba2(sizes), *_attention(sizes, index)]
-    kinds = sizes.get("layers_block_type", "layer_types")
-    kind = kinds[index] if kinds else "mamba" if sizes.model_type in _SCANS_ONLY else "full_attention"
     if sizes.model_type == "zamba2":
         return _mamba2(sizes)
+
+    kinds = sizes.get("layers_block_type", "layer_types")
+    kind = "mamba" if sizes.model_type in _SCANS_ONLY else "full_attention"
+    if kinds:
+        kind = kinds[index]
     if kind in _ATTENTION:
         return _attention(sizes, index)
     if kind == "conv":
@@ -116,12 +139,15 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
         windowed = kinds[index] == "sliding_attention"
     else:
         windowed = sizes.get("use_sliding_window", default=not sizes.model_type.startswith(_WINDOW_OFF))
+
     size = sizes.get("sliding_window")
     if sizes.model_type == "modernbert":  # a token sees its own key, and half of local_attention on each side
         size = sizes.size("local_attention") // 2 + 1
     elif size and sees_both_ways(sizes) and isinstance(sizes.config, Mapping):
         size = size // 2 + 1  # as in Gemma 3's config class; the number in config.json covers both sides
-    return size if windowed and isinstance(size, int) and size > 0 else None
+    if not windowed or not isinstance(size, int) or size <= 0:  # some configs switch a window off by 0
+        return None
+    return size
 
 
 def sees_both_ways(sizes: Sizes) -> bool:
@@ -131,6 +157,7 @@ def sees_both_ways(sizes: Sizes) -> bool:
 
 
 def _attention(sizes: Sizes, index: int) -> list[Term]:
+    """Return the terms of a layer's attention, latent (with its indexer, if it has one) or grouped-query."""
     if sizes.get("kv_lora_rank"):
         latent = parts.latent_attention(
             sizes.hidden,
@@ -158,6 +185,7 @@ _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _indexer(sizes: Sizes, index: int) -> list[Term]:
+    """Return the terms of a layer's own indexer; a "shared" layer uses that of a layer before it."""
     kinds = sizes.get("indexer_types")
     if not sizes.get("index_topk") or (kinds and kinds[index] == "shared"):
         return []
@@ -170,6 +198,7 @@ def _indexer(sizes: Sizes, index: int) -> list[Term]:
 
 
 def _kv_heads(sizes: Sizes) -> int:
+    """Return the number of key heads, which two families say in ways of their own."""
     if sizes.model_type == "falcon":
         if sizes.get("new_decoder_architecture"):
             return sizes.size("num_kv_heads")
@@ -180,11 +209,12 @@ def _kv_heads(sizes: Sizes) -> int:
 
 
 def _mamba1(sizes: Sizes) -> list[Term]:
-    expand = sizes.size("mamba_expand", "expand", default=2)
-    jamba = sizes.model_type == "jamba"
+    inner = sizes.size("mamba_expand", "expand", default=2) * sizes.hidden
+    if sizes.model_type != "jamba":  # whose intermediate_size is that of its MLPs
+        inner = sizes.size("intermediate_size", default=inner)
     return parts.mamba1(
         sizes.hidden,
-        expand * sizes.hidden if jamba else sizes.size("intermediate_size", default=expand * sizes.hidden),
+        inner,
         state=sizes.size("mamba_d_state", "state_size"),
         dt_rank=sizes.size("mamba_dt_rank", "time_step_rank"),
     )
@@ -193,10 +223,11 @@ def _mamba1(sizes: Sizes) -> list[Term]:
 def _mamba2(sizes: Sizes) -> list[Term]:
     heads = sizes.size("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
     names = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
+    head_dim = sizes.size(*names, default=sizes.optional("mamba_expand") * sizes.hidden // heads)
     return parts.mamba2(
         sizes.hidden,
         heads,
-        sizes.size(*names, default=sizes.optional("mamba_expand") * sizes.hidden // heads),
+        head_dim,
         groups=sizes.size("mamba_n_groups", "mamba_ngroups", "n_groups"),
         state=sizes.size("mamba_d_state", "ssm_state_size", "state_size"),
     )

@@ -130,6 +130,7 @@ def _scanned(hidden: int, inner: int, projected: int, *between: Term) -> list[Te
 
 
 def _delta_rule(hidden: int, value: int, projected: int, conv: int, delta: int) -> list[Term]:
+    """Return the terms of a delta rule, of which ``conv`` and ``delta`` are FLOPs a token."""
     return _scanned(hidden, value, projected, recurrence("conv", conv), recurrence("delta", delta))
 
 
@@ -150,8 +151,10 @@ def gated_delta(
     hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
 ) -> list[Term]:
     """Return the terms of a gated delta net as Megatron-LM counts it, convolution included."""
-    qk, value = qk_heads * qk_dim, v_heads * v_dim
-    conv, delta = 2 * kernel * (2 * qk + value), 8 * v_heads * qk_dim * v_dim
+    qk = qk_heads * qk_dim
+    value = v_heads * v_dim
+    conv = 2 * kernel * (2 * qk + value)
+    delta = 8 * v_heads * qk_dim * v_dim
     return _delta_rule(hidden, value, hidden * (2 * qk + 2 * value + 2 * v_heads), conv, delta)
 
 

@@ -22,10 +22,13 @@ Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and 
 
 def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
     """Return model type, layers, the number of patches that merge into one, and a patch's edge or None."""
-    if (name := Sizes(config).model_type) in _REGISTERED:
-        vision_sizes = Sizes(config).sub("vision_config")
+    raw_sizes = Sizes(config)
+    builder = _REGISTERED.get(raw_sizes.model_type)
+    if builder is not None:
+        vision_sizes = raw_sizes.sub("vision_config")
         patch = None if vision_sizes is None else vision_sizes.get("patch_size")
-        return name, tuple(_REGISTERED[name](config)), 4, patch
+        return raw_sizes.model_type, tuple(builder(config)), 4, patch
+
     sizes = Sizes(completed(config, _FAMILIES))
     text = sizes.sub("text_config") or sizes
     read = _FAMILIES.get(text.model_type) or _FAMILIES.get(sizes.model_type)
@@ -39,7 +42,8 @@ def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
             f"model_type={text.model_type!r} with use_bidirectional_attention sees both ways, for which no "
             f"FLOP count is known. Register one: FlopsModel.register({text.model_type!r}, builder)."
         )
-    table = text.size("vocab_size") * text.token_width
+
+    table = text.size("vocab_size") * text.token_width  # multiply-adds of a token with the whole table
     embedding = lone("embed_tokens", matmul("embedding", table, kind="embedding"))
     layers = [embedding, *read(text), lone("lm_head", matmul("logits", table, kind="logits"))]
     vision, merge, patch = tower(sizes)
@@ -62,27 +66,36 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 
 
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
-    sparse = expert_layers(sizes)
-    dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
-    # A norm or dropout after a layer's last matmul makes checkpointing run that matmul again.
-    followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
-    followed |= bool(sizes.get("use_post_norm", default=False))
-    hybrid = sizes.get("layer_types", default=()) if sizes.model_type == "olmo_hybrid" else ()
+    """Return the layers that most families have: each mixes tokens, then runs an MLP or experts."""
+    with_experts = expert_layers(sizes)
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):
-        feed_forward = (
-            moe(sizes, index, gated=gated)
-            if index in sparse
-            else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
-        )
+        if index in with_experts:
+            feed_forward = moe(sizes, index, gated=gated)
+        else:
+            feed_forward = parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
         terms = (*mixer(sizes, index), *feed_forward)
-        if followed or hybrid[index : index + 1] == ["full_attention"]:
+        if _ends_after_matmul(sizes, index):
             terms = tuple(replace(term, last=False) for term in terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [*layers, *_between_widths(sizes, "project_out")]
 
 
+def _ends_after_matmul(sizes: Sizes, index: int) -> bool:
+    """Return whether a norm or dropout follows a layer's last matmul: checkpointing then runs that again."""
+    if sizes.model_type in _NORM_AFTER or sizes.get("use_post_norm", default=False):
+        return True
+    dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
+    if sizes.get(*dropouts, default=0.0) > 0:
+        return True
+    if sizes.model_type != "olmo_hybrid":
+        return False
+    kinds = sizes.get("layer_types", default=())
+    return index < len(kinds) and kinds[index] == "full_attention"
+
+
 def _mixers_only(sizes: Sizes) -> list[Layer]:
+    """Return Mamba's layers, which have no MLP."""
     return [
         Layer(path=f"layers.{index}", terms=_mark_end(mixer(sizes, index)))
         for index in range(sizes.num_layers)
@@ -105,49 +118,61 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
 
 def _zamba2(sizes: Sizes) -> list[Layer]:
     """Return Zamba 2's layers: each is a Mamba 2; hybrid layers first run a shared transformer."""
-    hidden, inner, rank = sizes.hidden, sizes.inner, sizes.size("adapter_rank", default=0)
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
         terms = _mark_end(mixer(sizes, index))
         if kind == "hybrid":
-            head_dim = sizes.size("attention_head_dim", default=2 * hidden // sizes.heads)
-            shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
-            adapter = matmul("mlp_adapter", hidden * rank + rank * 2 * inner)
-            joint = matmul("joint", hidden * hidden)
-            # The adapters of q, k and v each map from twice the hidden size to twice the hidden size.
-            if sizes.get("use_shared_attention_adapter"):
-                shared.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
-            terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
+            terms = (*_zamba2_shared(sizes), *terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return layers
+
+
+def _zamba2_shared(sizes: Sizes) -> list[Term]:
+    """Return the terms of Zamba 2's shared transformer, whose input is twice as wide as the hidden size."""
+    hidden = sizes.hidden
+    inner = sizes.inner
+    rank = sizes.size("adapter_rank", default=0)
+    head_dim = sizes.size("attention_head_dim", default=2 * hidden // sizes.heads)
+    terms = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
+    if sizes.get("use_shared_attention_adapter"):
+        # The adapters of q, k and v each map from twice the hidden size to twice the hidden size.
+        terms.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
+    return [
+        *terms,
+        *parts.mlp(hidden, inner, last=False),
+        matmul("mlp_adapter", hidden * rank + rank * 2 * inner),
+        matmul("joint", hidden * hidden),
+    ]
 
 
 def _mllama(sizes: Sizes) -> list[Layer]:
     """Return the text layers of Llama 3.2 Vision, some of which attend to the image instead of the text."""
     crossing = set(sizes.get("cross_attention_layers", default=()))
     layers = []
-    shape = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
+    shape = (sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim)
     for index in range(sizes.num_layers):
-        attends = parts.cross_attention(*shape) if index in crossing else parts.attention(*shape)
-        terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner))
+        attention = parts.cross_attention(*shape) if index in crossing else parts.attention(*shape)
+        terms = (*attention, *parts.mlp(sizes.hidden, sizes.inner))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return layers
 
 
 def _encoder(sizes: Sizes) -> list[Layer]:
     """Return BERT with its masked-language head; every token sees all others of its sequence."""
-    attends = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
-    terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
+    attention = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
+    terms = (*attention, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
     layers = [Layer(path=f"layers.{index}", terms=terms) for index in range(sizes.num_layers)]
     return [*layers, lone("transform", matmul("transform", sizes.hidden * sizes.hidden, kind="logits"))]
 
 
 def _modernbert(sizes: Sizes) -> list[Layer]:
+    """Return ModernBERT with its masked-language head."""
     head = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
     return [*_decoder(sizes), lone("transform", head)]
 
 
 def _mark_end(terms: list[Term]) -> tuple[Term, ...]:
+    """Mark the last term as the layer's last operation."""
     return (*terms[:-1], replace(terms[-1], last=True))
 
 
@@ -158,8 +183,8 @@ def _dense_inner(sizes: Sizes) -> int:
     inner = sizes.inner
     if sizes.model_type == "lfm2" and sizes.get("block_auto_adjust_ff_dim"):
         inner = int(2 * inner / 3 * sizes.get("block_ffn_dim_multiplier", default=1.0))
-        step = sizes.size("block_multiple_of")
-        inner = step * ((inner + step - 1) // step)
+        multiple = sizes.size("block_multiple_of")
+        inner = -(-inner // multiple) * multiple
     return inner
 
 

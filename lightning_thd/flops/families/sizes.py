@@ -60,8 +60,9 @@ class Sizes:
     @property
     def num_layers(self) -> int:
         """Return the number of decoder layers."""
-        named = self.get("layers_block_type")
-        return self.size("num_hidden_layers", "n_layer", "n_layers", default=len(named) if named else None)
+        kinds = self.get("layers_block_type")  # a hybrid family may give only this
+        count = len(kinds) if kinds else None
+        return self.size("num_hidden_layers", "n_layer", "n_layers", default=count)
 
     @property
     def heads(self) -> int:
@@ -105,28 +106,35 @@ def completed(config: Any, known: Collection[str]) -> Any:
     missing = _missing(config)
     if family in known and not missing:
         return config
-    made = _transformers_config(config)
-    if made is None and family in known:
+
+    complete = _transformers_config(config)
+    if complete is None and family in known:
         raise ValueError(
             f"The config of model_type={family!r} has no {missing}, which gives the kind of each layer, and "
             "transformers does not import here or does not know the family. Add the key, or pip install "
             "'lightning_thd[hf]'."
         )
-    return config if made is None else made  # ``made`` has defaults that multimodal config.json files omit
+    if complete is None:
+        return config
+    return complete  # also has the defaults that multimodal config.json files omit
 
 
 def _missing(config: Mapping[str, Any]) -> str:
     """Return the missing key that should list the kinds of a config's layers, or '' if none is missing."""
     family = config.get("model_type")
-    windowed = config.get("use_sliding_window") and config.get("max_window_layers") is not None
-    if (family in _MIXED_LAYERS.split() or windowed) and not any(config.get(name) for name in _KINDS):
+    # With both keys, Qwen's layers have a window from number max_window_layers on.
+    some_windowed = config.get("use_sliding_window") and config.get("max_window_layers") is not None
+    mixes_layers = family in _MIXED_LAYERS.split() or some_windowed
+    if mixes_layers and not any(config.get(name) for name in _KINDS):
         return "layer_types"
-    if family in _MIXED_MLPS.split() and all(config.get(name) is None for name in _SPARSE_NAMES):
+    mixes_mlps = family in _MIXED_MLPS.split()
+    if mixes_mlps and all(config.get(name) is None for name in _SPARSE_NAMES):
         return "mlp_layer_types"
     return ""
 
 
 def _transformers_config(config: Mapping[str, Any]) -> Any:
+    """Return the config as transformers' class reads it; None without transformers or such a class."""
     if not available("transformers"):
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -148,5 +156,7 @@ def _read_floats(value: Any) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
-        return {key: _read_floats(held) for key, held in value.items()}
-    return [_read_floats(held) for held in value] if isinstance(value, list) else value
+        return {key: _read_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_read_floats(item) for item in value]
+    return value

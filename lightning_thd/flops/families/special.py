@@ -19,7 +19,8 @@ from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Layer, Term, lone, matmul, recurrence, scores
 from lightning_thd.stats import Blocks
 
-_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_SPARSE = "compressed_sparse_attention"
+_HEAVY = "heavily_compressed_attention"
 
 
 def deepseek_v4(sizes: Sizes) -> list[Layer]:
@@ -47,14 +48,19 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
 
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
     """Return a hyper-connection's terms: a projection of n streams to 2 n + n^2 weights, and n x n mixing."""
+    weights = matmul("stream_weights", (2 + streams) * streams * streams * hidden)
     mix = recurrence("stream_mix", 2 * streams**2 * hidden)
-    return [matmul("stream_weights", (2 + streams) * streams * streams * hidden), replace(mix, last=last)]
+    return [weights, replace(mix, last=last)]
 
 
 def _v4_attention(sizes: Sizes, kind: str) -> list[Term]:
     """Return the terms of attention with one key head, a window, and compressed blocks."""
-    hidden, heads, head_dim, rank = sizes.hidden, sizes.heads, sizes.head_dim, sizes.size("q_lora_rank")
-    groups, group_rank = sizes.size("o_groups"), sizes.size("o_lora_rank")
+    hidden = sizes.hidden
+    heads = sizes.heads
+    head_dim = sizes.head_dim
+    rank = sizes.size("q_lora_rank")
+    groups = sizes.size("o_groups")
+    group_rank = sizes.size("o_lora_rank")
     return [
         matmul("q", rank * (hidden + heads * head_dim)),
         matmul("kv", hidden * head_dim),
@@ -75,33 +81,50 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
             f"model_type={sizes.model_type!r} has a layer of type {kind!r}, for which compress_rates={rates} "
             "has no entry. Add the number of tokens per block of that type."
         )
-    hidden, heads, head_dim, indexer = sizes.hidden, sizes.heads, sizes.head_dim, list[Term]()
-    sparse, blocks = kind == _SPARSE, Blocks(rates[kind])
-    if sparse:  # the indexer has its own compressor
-        shape = {"heads": sizes.size("index_n_heads"), "head_dim": sizes.size("index_head_dim")}
-        indexer = parts.indexer(hidden, sizes.size("q_lora_rank"), keys=4, window=blocks, **shape)
-        blocks = Blocks(rates[kind], sizes.size("index_topk"))
+
+    hidden = sizes.hidden
+    head_dim = sizes.head_dim
+    blocks = Blocks(rates[kind])
+    if kind != _SPARSE:
+        return [
+            matmul("compressor", 2 * hidden * head_dim),
+            scores(sizes.heads, head_dim, head_dim, window=blocks, name="blocks"),
+        ]
+
+    # The indexer has its own compressor, and scores all blocks, of which the attention reads the best.
+    indexer = parts.indexer(
+        hidden,
+        sizes.size("q_lora_rank"),
+        heads=sizes.size("index_n_heads"),
+        head_dim=sizes.size("index_head_dim"),
+        keys=4,
+        window=blocks,
+    )
+    best_blocks = Blocks(rates[kind], sizes.size("index_topk"))
     return [
-        matmul("compressor", 2 * hidden * head_dim * (2 if sparse else 1)),
+        matmul("compressor", 2 * 2 * hidden * head_dim),
         *indexer,
-        scores(heads, head_dim, head_dim, window=blocks, name="blocks"),
+        scores(sizes.heads, head_dim, head_dim, window=best_blocks, name="blocks"),
     ]
 
 
 def gemma3n(sizes: Sizes) -> list[Layer]:
     """Return Gemma 3n's layers between embedding and logits: n streams; attention and MLP run on one."""
-    hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
-    inner = sizes.get("intermediate_size")
-    widened = (streams - 1) * hidden * hidden
+    hidden = sizes.hidden
+    streams = sizes.size("altup_num_inputs")
+    widened = (streams - 1) * hidden * hidden  # multiply-adds from one stream to the others
     layers = [*_layer_inputs_projection(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
+        inner = sizes.get("intermediate_size")
+        if not isinstance(inner, int):  # one number for each layer
+            inner = inner[index]
         terms = [
             # Two routings, hidden -> n: n^2 coefficients predict the streams, n correct them.
             matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
             recurrence("altup_mix", 2 * hidden * streams**2),
             matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),
             *_gemma_attention(sizes, index, heads=sizes.kv_heads, head_dim=sizes.head_dim),
-            *parts.mlp(hidden, inner if isinstance(inner, int) else inner[index], last=False),
+            *parts.mlp(hidden, inner, last=False),
             *_layer_input(sizes),
         ]
         layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
@@ -140,43 +163,59 @@ def _layer_inputs_projection(sizes: Sizes) -> list[Layer]:
 def _layer_input(sizes: Sizes) -> list[Term]:
     """Return the terms of the gate on a layer's additional input, and of the projection back."""
     width = sizes.optional("hidden_size_per_layer_input")
+    if not width:
+        return []
     macs = sizes.hidden * width
     # Not last: a norm follows, and its backward needs the output of the projection.
-    return [matmul("own_gate", macs), matmul("own_out", macs)] if width else []
+    return [matmul("own_gate", macs), matmul("own_out", macs)]
 
 
 def _gemma_attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> list[Term]:
-    hidden, queries = sizes.hidden, sizes.heads
+    """Return the terms of Gemma's attention with ``heads`` key heads."""
     kinds = sizes.get("layer_types")
     one_for_both = sizes.get("attention_k_eq_v") and kinds and kinds[index] == "full_attention"
-    projections = 0 if _shares_kv(sizes, index) else (1 if one_for_both else 2)
+    projections = 1 if one_for_both else 2  # those of keys and values
+    if _shares_kv(sizes, index):
+        projections = 0
     return [
-        matmul("qkv", hidden * head_dim * (queries + projections * heads)),
-        scores(queries, head_dim, head_dim, window=window_of(sizes, index)),
-        matmul("out", queries * head_dim * hidden),
+        matmul("qkv", sizes.hidden * head_dim * (sizes.heads + projections * heads)),
+        scores(sizes.heads, head_dim, head_dim, window=window_of(sizes, index)),
+        matmul("out", sizes.heads * head_dim * sizes.hidden),
     ]
 
 
 def _shares_kv(sizes: Sizes, index: int) -> bool:
+    """Return whether a layer reads the keys and values of a layer before it."""
     return index >= sizes.num_layers - sizes.optional("num_kv_shared_layers")
 
 
 def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
+    """Return the number of key heads and the size of a head of one of Gemma 4's layers."""
     kinds = sizes.get("layer_types")
     kind = kinds[index] if kinds else None
     table: Any = sizes.get("per_layer_config")
-    if table is not None and not isinstance(table, Mapping):  # transformers' object, which has all sizes
-        layer = Sizes(table[index])
-        return layer.kv_heads, layer.head_dim
-    if table is not None:  # its keys are layer numbers ("05") or kinds of layers
-        keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
-        layer = Sizes(table[key] if (key := next(keys, None)) is not None else {})
+    if isinstance(table, Mapping):
+        layer = Sizes(_entry_of_layer(table, index, kind))
         heads = layer.size("num_key_value_heads", default=sizes.kv_heads)
         return heads, layer.size("head_dim", default=sizes.head_dim)
+    if table is not None:  # transformers' object, which has all sizes
+        layer = Sizes(table[index])
+        return layer.kv_heads, layer.head_dim
+
     if kind != "full_attention":
         return sizes.kv_heads, sizes.head_dim
-    shared = sizes.get("num_global_key_value_heads") if sizes.get("attention_k_eq_v", default=True) else None
-    return shared or sizes.kv_heads, sizes.size("global_head_dim", default=512)
+    heads = sizes.kv_heads
+    if sizes.get("attention_k_eq_v", default=True):
+        heads = sizes.get("num_global_key_value_heads") or heads
+    return heads, sizes.size("global_head_dim", default=512)
+
+
+def _entry_of_layer(table: Mapping[Any, Any], index: int, kind: str | None) -> Any:
+    """Return a layer's entry of a table, whose keys are layer numbers ("05") or kinds; {} without one."""
+    for key, entry in table.items():
+        if key == kind or (str(key).isdigit() and int(key) == index):
+            return entry
+    return {}
 
 
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -189,51 +228,68 @@ def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
         return _clip(config, sizes)
     if sizes is None or config.model_type not in _TOWERS:
         return [], 4, None
-    older = config.model_type == "qwen2_vl"
-    hidden = sizes.size("embed_dim") if older else sizes.hidden
-    patch = sizes.size("patch_size") ** 2 * sizes.size("temporal_patch_size", default=2)
+
+    # Qwen2-VL's config calls the hidden size embed_dim, and the width of the text model hidden_size.
+    edge = sizes.size("patch_size")
+    if config.model_type == "qwen2_vl":
+        hidden = sizes.size("embed_dim")
+        inner = int(hidden * sizes.get("mlp_ratio", default=4))
+        out = sizes.size("hidden_size")
+    else:
+        hidden = sizes.hidden
+        inner = sizes.size("intermediate_size")
+        out = sizes.size("out_hidden_size")
+
+    pixels = edge**2 * sizes.size("temporal_patch_size", default=2)
     channels = sizes.size("in_channels", "in_chans", default=3)
-    embed = matmul("patch_embed", channels * patch * hidden, kind="vision", basis="patch")
+    embed = matmul("patch_embed", channels * pixels * hidden, kind="vision", basis="patch")
     layers = [lone("visual.patch_embed", replace(embed, input_grad=0))]  # pixels take no gradient
-    heads, gated = sizes.size("num_heads"), config.model_type == "qwen2_5_vl"
-    inner = int(hidden * sizes.get("mlp_ratio", default=4)) if older else sizes.size("intermediate_size")
+
+    heads = sizes.size("num_heads")
+    gated_and_windowed = config.model_type == "qwen2_5_vl"
     for index in range(sizes.size("depth")):
         window = None
-        if gated and index not in sizes.get("fullatt_block_indexes", default=()):
-            window = sizes.size("window_size") // sizes.size("patch_size")
-        terms = _vision_block(hidden, heads, inner, gated=gated, window=window)
+        if gated_and_windowed and index not in sizes.get("fullatt_block_indexes", default=()):
+            window = sizes.size("window_size") // edge
+        terms = _vision_block(hidden, heads, inner, gated=gated_and_windowed, window=window)
         layers.append(Layer(path=f"visual.blocks.{index}", terms=terms))
+
     merge = sizes.size("spatial_merge_size") ** 2
     wide = hidden * merge
-    out = sizes.size("hidden_size" if older else "out_hidden_size")
     projectors = 1 + len(sizes.get("deepstack_visual_indexes", default=()))
     macs = projectors * (wide * wide + wide * out)
     projector = matmul("projector", macs, kind="vision", basis="merged_patch")
-    return [*layers, lone("visual.merger", projector)], merge, sizes.size("patch_size")
+    return [*layers, lone("visual.merger", projector)], merge, edge
 
 
 def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
     """Return the layers of Llava's CLIP tower and projector: images of one size, with a class token each."""
-    hidden, patch, heads = sizes.hidden, sizes.size("patch_size", default=32), sizes.heads
-    patches = (sizes.size("image_size", default=224) // patch) ** 2
+    hidden = sizes.hidden
+    edge = sizes.size("patch_size", default=32)
+    patches = (sizes.size("image_size", default=224) // edge) ** 2
     tokens = Fraction(patches + 1, patches)  # the work of the class token is divided over the patches
-    embed = matmul("patch_embed", 3 * patch**2 * hidden, kind="vision", basis="patch")
-    block = _vision_block(hidden, heads, sizes.inner, tokens=tokens)
+    embed = matmul("patch_embed", 3 * edge**2 * hidden, kind="vision", basis="patch")
+    block = _vision_block(hidden, sizes.heads, sizes.inner, tokens=tokens)
+
+    # The projector reads the features of one or several layers; features 0 are the embedding's.
     chosen = config.get("vision_feature_layer", default=-2)
-    chosen = [chosen] if isinstance(chosen, int) else chosen
-    used = max(index % (sizes.num_layers + 1) for index in chosen)  # features 0 are the embedding's
-    unused = tuple(replace(term, input_grad=0, weight_grad=0) for term in block)
+    if isinstance(chosen, int):
+        chosen = [chosen]
+    used = max(index % (sizes.num_layers + 1) for index in chosen)
+    # Layers above the chosen ones run without a backward pass. No weight of a module has this path.
+    without_backward = tuple(replace(term, input_grad=0, weight_grad=0) for term in block)
+    unused = Layer(path="visual.unused", terms=without_backward, recomputable=False)
+
     text = (config.sub("text_config") or config).hidden
     wide = hidden * len(chosen)
     projector = matmul("projector", wide * text + text * text, kind="vision", basis="patch")
     layers = [
         lone("visual.patch_embed", replace(embed, input_grad=0)),
         *(Layer(path=f"visual.blocks.{index}", terms=block) for index in range(used)),
-        # Layers above the chosen ones run without a backward pass. No weight of a module has this path.
-        *[Layer(path="visual.unused", terms=unused, recomputable=False)] * (sizes.num_layers - used),
+        *[unused] * (sizes.num_layers - used),
         lone("visual.merger", projector),
     ]
-    return layers, 1, patch
+    return layers, 1, edge
 
 
 def _vision_block(
@@ -257,6 +313,10 @@ def _vision_block(
 
 
 def _scaled(term: Term, factor: Fraction) -> Term:
-    costs = (term.forward, term.input_grad, term.weight_grad)
-    forward, input_grad, weight_grad = (round(cost * factor) for cost in costs)
-    return replace(term, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    """Return a term with its FLOPs multiplied by a factor, rounded to whole numbers."""
+    return replace(
+        term,
+        forward=round(term.forward * factor),
+        input_grad=round(term.input_grad * factor),
+        weight_grad=round(term.weight_grad * factor),
+    )
