@@ -29,6 +29,7 @@ from lightning_thd.models.families.pooled_heads import (
 )
 from lightning_thd.models.families.ropes import keep_frequencies
 from lightning_thd.models.layers import carry_packs, prepare_layers
+from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import (
     BOUNDARIES,
     PACK_KWARGS,
@@ -127,7 +128,7 @@ def enter(
     if config._attn_implementation != NAME:  # switched, or changed by another model with the same config
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
-    if isinstance(kwargs.get("attention_mask"), ForThdOnly):
+    if isinstance(kwargs.get("attention_mask"), ForThdOnly | UnreadMask):
         kwargs = {**kwargs, "attention_mask": None}
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
-from lightning_thd.models.masks import decode_limit, lost_window, shows_all
+from lightning_thd.models.masks import UnreadMask, decode_limit, lost_window, shows_all
 from lightning_thd.models.pack import CAUSAL, NOTES, READY, STATE, Scope, current_pack, current_scope
 
 _PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) of no mask, or of one that sets none
@@ -33,7 +33,7 @@ def thd_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | UnreadMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = _UNSET,
@@ -58,6 +58,8 @@ def thd_attention(
     if READY not in module.__dict__ and getattr(module, "config", None) is not None:
         _refuse_unprepared(module)
     scope: Scope | None = getattr(STATE, "scope", None)
+    if isinstance(attention_mask, UnreadMask):
+        attention_mask = None
     if attention_mask is not None and scope is not None and scope.shows_all:
         attention_mask = None  # ours, see ``families/plain_masks.py``
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)

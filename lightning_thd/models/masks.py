@@ -1,29 +1,65 @@
-"""A mask that a model asks for under "thd" -> None, a placeholder with a window or chunk, or an error."""
+"""A mask that a model asks for under "thd" -> None, a placeholder, or an error.
+
+"thd" needs no mask: it knows the boundaries of the pack. A placeholder stands for a mask that only the
+attention may get: one that encodes a window or chunk, or one that raises an error where it is read.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
 
-_MASKING_UTILS = "transformers.masking_utils"
-# The functions of that module that ``_equals_plain`` recognises as parts of a composed mask.
-_UNDERSTOOD = (
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "chunked_overlay",
-    "blockwise_overlay",
-)
-# The part that transformers adds if it finds packs in position_ids.
-_FOUND_PACKS = "packed_sequence_mask_function"
 # Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
+# Queries whose pairs with all keys are looked at together: at most 2^20 pairs for a sequence of 1,024 tokens.
+_ROWS_AT_ONCE: Final = 1024
+
+
+class UnreadMask:
+    """A mask for the attention only: whatever else reads it gets an error.
+
+    transformers asks for a mask that may not be left out if positions restart in a row, which "thd" handles,
+    and if a model reads its mask: to choose keys by an index, or to add to it. The two calls look alike. So a
+    model gets this placeholder. The attention ignores it, and code that reads it fails by name.
+    """
+
+    __slots__ = ("_family",)
+
+    def __init__(self, family: str) -> None:
+        self._family = family
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ValueError(
+            f"{self._family}: this model reads its mask: it chooses the keys of every token by an index, or "
+            "adds to its mask. Use padded rows with attn_implementation='eager'. If its layers could do "
+            "without the mask, adapt them by lightning_thd.models.register_family(..., adapt=...) and verify "
+            "the model with lightning_thd.models.check_packing."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python and torch look for methods that need not be there
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse a function of torch that gets the mask, such as ``scores + mask``."""
+        values = [*args, *(kwargs or {}).values()]
+        nested = [x for value in values if isinstance(value, list | tuple) for x in value]
+        next(x for x in (*values, *nested) if isinstance(x, cls))._refuse()
+
+    __hash__ = object.__hash__
+    __bool__ = __len__ = __iter__ = __getitem__ = __eq__ = __ne__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __lt__ = __gt__ = _refuse
 
 
 def thd_mask(
@@ -35,10 +71,11 @@ def thd_mask(
     config: Any = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
     device: torch.device | None = None,
     **_: Any,
-) -> Tensor | None:
-    """Return None, or a placeholder that encodes a window or chunk; transformers defines the arguments."""
+) -> Tensor | UnreadMask | None:
+    """Return None or a placeholder for the attention; transformers defines the arguments."""
     scope: Scope | None = getattr(STATE, "scope", None)
     both_ways = _sees_both_ways(config)
     kind = BIDIRECTIONAL if both_ways or allow_is_bidirectional_skip is not None else CAUSAL
@@ -55,28 +92,18 @@ def thd_mask(
     # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain and not both_ways:
-        plain, is_read, window = _equals_plain(mask_function, kind, config)
-        local_size = local_size or window
-        if is_read:
-            raise ValueError(
-                f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
-                "to its mask. Use padded rows with attn_implementation='eager'."
-            )
-    if not plain and not both_ways:
-        raise ValueError(
-            f"{type(config).__name__}: this model needs a mask with a special pattern. Leave "
-            "token_type_ids and images out, or use padded rows with attn_implementation='eager'."
-        )
-    passed = _KNOWS_WINDOW.get(type(config), False)
-    if local_size is not None and not passed and longest_sequence(q_length) > local_size:
+        found = _window_of_mask(mask_function, kind, q_length, config, device, own_functions=use_vmap)
+        local_size = local_size or found
+    longest = longest_sequence(q_length)
+    if local_size is not None and longest > local_size and not _knows_window(scope, config):
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return encode_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size}, which "
-            f"only its mask carries, so 'thd' cannot apply it to sequences of {longest_sequence(q_length)}. "
-            f"Use sequences of at most {local_size}, or attn_implementation='eager' on padded rows."
+            f"only its mask carries, so 'thd' cannot apply it to sequences of {longest}. Use sequences of at "
+            f"most {local_size}, or attn_implementation='eager' on padded rows."
         )
-    return None
+    return None if plain else UnreadMask(type(config).__name__)
 
 
 def _sees_both_ways(config: Any) -> bool:
@@ -113,71 +140,103 @@ def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
     return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
 
 
+# ---- Masks with a pattern
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _equals_plain(
-    mask_function: Callable[..., Any] | None, kind: str, config: Any
-) -> tuple[bool, bool, int | None]:
-    """Return whether a mask is the plain one of its ``kind``, whether the model reads it, and its window."""
-    window: int | None = None
-    added = kind == BIDIRECTIONAL
-    every_part = list(_parts(mask_function))
-    parts = [part for part in every_part if part.__qualname__.partition(".")[0] != _FOUND_PACKS]
-    if len(parts) < len(every_part) and not _READERS.get(type(config), False):
-        added = True  # "thd" keeps the sequences of a pack apart by itself
-    for part in parts:
-        variables = inspect.getclosurevars(part).nonlocals
-        name = part.__qualname__.partition(".")[0]
-        if part.__module__ != _MASKING_UTILS or name not in _UNDERSTOOD:
-            return False, False, None
-        if name == "blockwise_overlay" and bool((variables["block_sequence_ids"] >= 0).any()):
-            return False, False, None
-        added = added or name == "blockwise_overlay"
-        window = variables.get("sliding_window", window)
-    return len(every_part) > 1 and added, bool(parts) and not added, window
+def _window_of_mask(
+    mask_function: Callable[..., Any] | None,
+    kind: str,
+    slots: int,
+    config: Any,
+    device: torch.device | None,
+    *,
+    own_functions: bool,
+) -> int | None:
+    """Look at a mask that may not be skipped; refuse a special pattern, and return the window that it has.
+
+    ``mask_function(row, head, query, key)`` is transformers' form of a mask: whether the query sees the key,
+    for indices that broadcast. Parts of transformers hide keys by the boundaries of the pack and by limits
+    that are told apart from the mask. All that they add is blocks of neighbouring tokens, such as those of an
+    image, that see each other both ways. So pairs at distances 1, 2, 4, ... are looked at. Functions of the
+    model itself (``own_functions``) may do anything: all pairs inside sequences are looked at.
+    """
+    if mask_function is None or slots < 2 or (device is not None and device.type == "meta"):
+        return None
+    if own_functions:
+        return _window_of_own_mask(mask_function, kind, slots, config, device)
+    if kind == BIDIRECTIONAL or shapes_are_static():  # a recorded step has no images, and cannot read
+        return None
+    queries = torch.arange(slots, device=device)
+    distances = [2**power for power in range((slots - 1).bit_length())]
+    earlier = torch.cat([queries[:-distance] for distance in distances])
+    later = torch.cat([queries[distance:] for distance in distances])
+    if bool(_sees(mask_function, earlier, later).any()):
+        _refuse_pattern(config)
+    return None
 
 
-def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    if mask_function is None:
-        return
-    variables = inspect.getclosurevars(mask_function).nonlocals
-    if mask_function.__qualname__.startswith("remap_positions_for_packed_sequence."):
-        yield from _parts(variables.get("mask_function"))
-        return
-    inner = variables.get("mask_functions")
-    if inner is None:
-        yield mask_function
-    for part in inner or ():
-        yield from _parts(part)
+def _window_of_own_mask(
+    mask_function: Callable[..., Any],
+    kind: str,
+    slots: int,
+    config: Any,
+    device: torch.device | None,
+) -> int | None:
+    """Compare all pairs inside sequences with the plain mask, and with the plain mask in a window."""
+    scope: Scope | None = getattr(STATE, "scope", None)
+    lengths = (slots,) if scope is None or scope.pack is None else scope.pack.lengths
+    window: int | None = getattr(config, "sliding_window", None)
+    is_plain = is_windowed = True
+    start = 0
+    for length in lengths:
+        keys = torch.arange(start, start + length, device=device)
+        for queries in keys.split(_ROWS_AT_ONCE):  # type: ignore[no-untyped-call]
+            ages = queries[:, None] - keys
+            plain = ages >= 0 if kind == CAUSAL else torch.ones_like(ages, dtype=torch.bool)
+            sees = _sees(mask_function, queries[:, None], keys)
+            is_plain = is_plain and torch.equal(sees, plain)
+            is_windowed = is_windowed and window is not None and torch.equal(sees, plain & (ages < window))
+        start += length
+    if not (is_plain or is_windowed):
+        _refuse_pattern(config)
+    return None if is_plain else window
 
 
-# Config class -> whether layers of its models hold or get their window, so that not only a mask knows it.
-_KNOWS_WINDOW: dict[type, bool] = {}
+def _sees(mask_function: Callable[..., Any], queries: Tensor, keys: Tensor) -> Tensor:
+    row = torch.zeros((), dtype=torch.long, device=queries.device)
+    seen = torch.as_tensor(mask_function(row, row, queries, keys), device=queries.device)
+    return seen.bool().expand((queries - keys).shape)
+
+
+def _refuse_pattern(config: Any) -> NoReturn:
+    raise ValueError(
+        f"{type(config).__name__}: this model needs a mask with a special pattern. Leave token_type_ids and "
+        "images out, or use padded rows with attn_implementation='eager'."
+    )
+
+
+# ---- Windows
+
+_HOLDS_WINDOW: Final = "_thd_holds_window"  # the attribute of a model whose layers know their window
 # Families whose layers hold no window but pass ``config.sliding_window`` to the attention in every call.
 # Checked with transformers 5.19, 5.23 and 5.24; ``lost_window`` refuses a layer of these that passes none.
 _PASSES_WINDOW: Final = frozenset(
     {"minimax", "ministral3", "mistral", "mixtral", "olmoe", "phi3", "phi4_multimodal", "starcoder2"}
     | {"voxtral_realtime_text"}
 )
-# Families that read their masks, or ask for masks that a plain one would not need.
-_READS_MASKS: Final = frozenset(
-    {"axk2", "deepseek_v32", "diffusion_gemma_text", "doge", "dots3_note", "dots3_note_text", "glm5_next"}
-    | {"glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_text", "hy_v4_vl", "hy_v4_vl_text", "mistral_large4"}
-    | {"qwen4_exp", "qwen4_exp_text", "t5gemma2", "unlimited_ocr", "unlimited_ocr_text"}
-)
-_READERS: dict[type, bool] = {}
 
 
 def learn_masks(model: nn.Module) -> None:
-    """Note whether the layers of a model know their window, and whether they read masks."""
-    config: Any = model.config
-    layers = [module for module in model.modules() if module is not model]
-    kind = type(config)
-    holds = any(hasattr(layer, "sliding_window") for layer in layers)
-    passes = getattr(config, "model_type", "") in _PASSES_WINDOW
-    _KNOWS_WINDOW[kind] = _KNOWS_WINDOW.get(kind, False) or holds or passes
-    reads = getattr(config, "model_type", "") in _READS_MASKS
-    indexes = any("Indexer" in type(layer).__name__ for layer in layers)
-    _READERS[kind] = _READERS.get(kind, False) or reads or indexes
+    """Note whether the layers of a model know their window, so that not only a mask does."""
+    layers = (module for module in model.modules() if module is not model)
+    model.__dict__[_HOLDS_WINDOW] = any(hasattr(layer, "sliding_window") for layer in layers)
+
+
+def _knows_window(scope: Scope | None, config: Any) -> bool:
+    if getattr(config, "model_type", "") in _PASSES_WINDOW:
+        return True
+    return scope is not None and bool(getattr(scope.module, _HOLDS_WINDOW, False))
 
 
 def lost_window(module: nn.Module) -> bool:

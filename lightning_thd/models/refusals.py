@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.families.recurrent import MIXERS, Recurrent
+from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import NOTES, Pack
 from lightning_thd.seqlens import host_values
 
@@ -259,8 +260,9 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     if "MultipleChoice" in kind:
         raise ValueError(f"{kind} got a pack. It compares several sequences per sample: feed it padded rows.")
     mask = kwargs.get("attention_mask")
-    # A multimodal model passes its masks to its text model, one per layer type; with "thd" all are None.
-    if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
+    # A multimodal model passes its masks to its text model, one per layer type; with "thd" none is a tensor.
+    ours = isinstance(mask, dict) and all(x is None or isinstance(x, UnreadMask) for x in mask.values())
+    if mask is not None and not ours:
         raise ValueError(
             f"{kind} got a pack and an attention_mask. Pass None, and pad by THDBatch.collate(..., pad_to=)."
         )

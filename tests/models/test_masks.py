@@ -39,8 +39,10 @@ def causal(window: int | None = None, attention: str = "thd", **arguments: Any) 
 
 
 def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_alone() -> None:
-    for given in ({}, {"attention_mask": torch.ones(1, 6)}, {"block_sequence_ids": NO_BLOCKS}):
+    for given in ({"position_ids": torch.arange(6)[None]}, {"attention_mask": torch.ones(1, 6)}):
         assert causal(**given) is None
+    for given in ({}, {"block_sequence_ids": NO_BLOCKS}):  # transformers may not leave it out: see UnreadMask
+        assert isinstance(causal(**given), masks.UnreadMask)
     assert not causal(attention="sdpa")[0, 0, 2, 1]
 
 
@@ -49,17 +51,14 @@ def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_
     [
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, r"\(1, 6\) hiding tokens.*from_padded"),
         (
-            {"or_mask_function": lambda *_: True},
+            {"or_mask_function": lambda row, head, query, key: key < 3},
             "LlamaConfig: this model needs a mask with a special pattern",
         ),
         ({"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1]])}, "mask with a special pattern"),
         (
-            {"allow_is_causal_skip": False, "position_ids": torch.arange(6)[None]},
-            "LlamaConfig: this model chooses the keys .* or adds to its mask",
-        ),
-        (
             {
                 "window": 2,
+                "position_ids": torch.arange(6)[None],
                 "or_mask_function": masking_utils.blockwise_overlay(NO_BLOCKS),
                 "and_mask_function": masking_utils.sliding_window_overlay(2),
             },
@@ -72,10 +71,46 @@ def test_patterns_that_would_be_lost_are_refused(arguments: dict[str, Any], mess
         causal(**dict(arguments))
 
 
-def test_a_model_that_reads_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(masks._READERS, transformers.LlamaConfig, True)
-    with pytest.raises(ValueError, match="chooses the keys of every token by an index"):
-        causal()
+READ: dict[str, Any] = {
+    "added to scores": lambda mask: torch.zeros(1, 2, 6, 6) + mask,
+    "added to": lambda mask: mask + 1.0,
+    "cut": lambda mask: mask[..., :3],
+    "joined": lambda mask: torch.cat([mask, torch.zeros(1, 1, 6, 2)], dim=-1),
+    "chosen by": lambda mask: torch.zeros(1, 1, 6, 6).masked_fill(mask, -1.0),
+    "its type": lambda mask: mask.dtype,
+    "compared": lambda mask: mask == 0,
+}
+
+
+@pytest.mark.parametrize(
+    "positions", [torch.arange(6), torch.tensor([0, 1, 0, 1, 2, 3])], ids=["row", "pack"]
+)
+@pytest.mark.parametrize("way", READ)
+def test_a_model_that_reads_its_mask_is_refused(way: str, positions: torch.Tensor) -> None:
+    """A model that reads it does not let transformers leave it out; positions may restart or not."""
+    mask = causal(position_ids=positions[None], allow_is_causal_skip=False)
+    with pytest.raises(ValueError, match=r"LlamaConfig: .* reads its mask.*register_family.*check_packing"):
+        READ[way](mask)
+
+
+class ReadsItsMask(transformers.LlamaModel):  # type: ignore[misc]
+    """A family that nobody has listed: its layers get a mask to which a model has added."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        embeds = self.embed_tokens(input_ids)
+        positions = kwargs["position_ids"]
+        mask = masking_utils.create_causal_mask(
+            self.config, embeds, None, None, positions, allow_is_causal_skip=False
+        )
+        return super().forward(inputs_embeds=embeds, attention_mask=mask * 2.0, **kwargs)
+
+
+def test_a_family_that_is_not_listed_and_reads_its_mask_is_refused_on_a_pack() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=64, **sizes)
+    model = ReadsItsMask._from_config(config, attn_implementation="thd")
+    with pytest.raises(ValueError, match=r"LlamaConfig: this model reads its mask.*check_packing"):
+        model(**packs()[0].hf_kwargs())
 
 
 @pytest.mark.parametrize(

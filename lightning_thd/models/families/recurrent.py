@@ -27,6 +27,7 @@ from lightning_thd._static import shapes_are_static
 from lightning_thd.models.adapted import Adapter, adapt, kind_of
 from lightning_thd.models.families.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.families.releases import is_checked
+from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.passing.adopt import carried_functions, functions_in_torch, run_on_shard
 from lightning_thd.parallel.context import traffic
@@ -89,7 +90,11 @@ class Recurrent(Adapter):
         if pack is None:
             return forward(self, *args, **kwargs)
         tokens = args[0] if args else kwargs[self._thd_tokens]
-        kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+        kwargs = {
+            name: None if isinstance(value, UnreadMask) else value
+            for name, value in kwargs.items()
+            if name not in _BOUNDARIES
+        }
         scope = current_scope()
         if scope is not None and scope.shows_all and "attention_mask" in kwargs:
             kwargs["attention_mask"] = None  # ours, see ``families/plain_masks.py``
