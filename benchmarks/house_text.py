@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 PACKAGE = "lightning_thd"
+# The table of other packages' private names; its rows count as uses.
+TABLE = "_private.py"
 # Names of the standard library that begin with an underscore and are documented.
 DOCUMENTED = {"_asdict", "_exit", "_field_defaults", "_fields", "_fields_", "_make", "_replace"}
 # Attributes that hold source, bytecode, stacks or autograd's graph, and functions that read them.
@@ -179,6 +181,12 @@ def _is_a_name(file: File, node: ast.Constant) -> bool:
     )
 
 
+def _dotted(node: ast.Constant) -> list[str]:
+    """Return the parts of a string that is a dotted name, or its beginning or end in an f-string."""
+    text = node.value if isinstance(node.value, str) else ""
+    return text.split(".") if re.fullmatch(r"[\w.]+", text) else []
+
+
 def foreign_names(
     files: list[File], inherited: Mapping[str, set[str]]
 ) -> tuple[list[Place], list[Place], list[Place]]:
@@ -229,6 +237,10 @@ def foreign_names(
                 elif node.attr not in ours or node.attr in foreign:
                     use(file, node, node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if file.path == TABLE:  # its rows are dotted names, which private() takes by such strings
+                    for part in filter(is_private, _dotted(node)):
+                        use(file, node, part)
+                    continue
                 name = node.value.removeprefix("aten::")
                 if not is_private(name) or name in ours or not _is_a_name(file, node):
                     continue

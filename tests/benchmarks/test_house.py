@@ -65,6 +65,18 @@ def test_private_names_of_others_are_told_from_ours(files: list[text.File]) -> N
     assert [use.name for use in operators] == ["_unique2"]
 
 
+def test_the_rows_of_the_table_count_as_private_names(tmp_path: Path) -> None:
+    folder = tmp_path / "lightning_thd"
+    folder.mkdir()
+    (folder / text.TABLE).write_text(
+        'BASE = "torch._inductor"\nROWS = {"torch._foreach_norm": 1, f"{BASE}._x": 2}\n'
+    )
+    (folder / "user.py").write_text('norm = private("torch._foreach_norm")\n')
+    uses, at_import, _ = text.foreign_names(text.read_package(tmp_path), {})
+    assert [use.name for use in uses] == ["_inductor", "_foreach_norm", "_x"]
+    assert at_import == []
+
+
 def test_what_a_class_inherits_counts_in_its_file(files: list[text.File]) -> None:
     uses, _, _ = text.foreign_names(files, {"module.py": {"_own_helper"}})
     assert "_own_helper" not in {use.name for use in uses}  # it is called by its name, not as an attribute
