@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import lr_finder
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
@@ -100,6 +103,48 @@ def test_packs_on_two_ranks_equal_the_hand_loop_under_plain_ddp() -> None:
 def fit_rank(strategy: str, step: Packs | Sequences, accumulate: int = 1) -> dict[str, Any]:
     world = torch.distributed.get_world_size()
     return fit(strategy, step, devices=world, accumulate_grad_batches=accumulate)
+
+
+class Searching(LearningRateFinder):
+    """Searches when the first epoch begins, as the example of Lightning's documentation does."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+class HandsOver(L.Callback):
+    """Lets a finder search that the Trainer does not know of."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        LearningRateFinder(**SEARCH).lr_find(trainer, pl_module)
+
+
+SEARCH: dict[str, Any] = {"num_training_steps": 3, "min_lr": 1e-5, "update_attr": False}
+
+
+def searched_losses(folder: str, callback: type[L.Callback]) -> list[float]:
+    """Return the losses that this rank's search of a learning rate sees."""
+    # Whatever Lightning calls the callback of a search and its module.
+    lr_finder._LRCallback.__module__ = "lightning.pytorch.tuner.search"
+    options = SEARCH if issubclass(callback, LearningRateFinder) else {}
+    module = TinyModule()
+    trainer = quiet_trainer(
+        strategy="thd_ddp", devices=2, max_steps=1, callbacks=[callback(**options)], default_root_dir=folder
+    )
+    trainer.fit(module, THDDataModule(sequences(80), capacity=CAPACITY, global_batch=Sequences(16)))
+    return module.outputs[: SEARCH["num_training_steps"]]
+
+
+@pytest.mark.parametrize("callback", [LearningRateFinder, Searching, HandsOver])
+def test_a_search_of_a_learning_rate_sees_one_loss_on_all_ranks(
+    tmp_path: Path, callback: type[L.Callback]
+) -> None:
+    first, second = run_ranks(searched_losses, 2, str(tmp_path), callback)
+    assert len(first) == SEARCH["num_training_steps"]
+    assert first == second
 
 
 class LogsEverything(TinyModule):
