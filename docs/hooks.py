@@ -1,6 +1,5 @@
-"""RESULTS.md and the table of patches -> the pages that show them."""
+"""RESULTS.md and the tables of patches and private names -> pages that show them."""
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -60,11 +59,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def replaced() -> str:
-    """List the replaced functions, and the private names where their table exists."""
+    """List the replaced functions, and what stops if a private name is gone."""
     root = str(RESULTS.parent.parent)
     if root not in sys.path:
         sys.path.insert(0, root)
     from lightning_thd._patches import PATCHES
+    from lightning_thd._private import PRIVATE
 
     lines = [
         "## Replaced functions",
@@ -76,13 +76,21 @@ def replaced() -> str:
         f"| {name} | {patch.what} | `lightning_thd/{patch.where}` |"
         for name, patch in PATCHES.items()
     ]
-    lines += ["", "## Private names", ""]
-    try:
-        table = importlib.import_module("lightning_thd._private_names")
-    except ModuleNotFoundError:
-        lines += ["The package has no table of the private names that it reads yet."]
-        return "\n".join(lines)
-    lines += [*table.markdown()]
+    lines += [
+        "",
+        "## Private names",
+        "",
+        "Another package may move these names in any release. Each is taken when the",
+        "feature in its row is used. If it is gone, that feature stops with an error",
+        "that says so, and everything else goes on (`tests/test_private.py`).",
+        "",
+        "| name | used in | checked with | what stops without it |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | `lightning_thd/{row.place}` | {row.checked} | {row.feature} |"
+        for name, row in PRIVATE.items()
+    ]
     return "\n".join(lines)
 
 

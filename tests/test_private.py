@@ -3,24 +3,90 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as L
 import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
 
-from lightning_thd._private import PRIVATE, PrivateNameGone, private
+from lightning_thd._private import PRIVATE, PrivateNameGone, private, private_of, set_private
 
 ROOT = Path(__file__).parent.parent
-TRAIN = """
-import importlib
-from lightning_thd._private import PRIVATE
-import lightning.pytorch, torch.distributed.checkpoint, torch.utils.data
 
-for name in PRIVATE:
-    module, _, attribute = name.rpartition(".")
-    delattr(importlib.import_module(module), attribute)
+
+def logged_value() -> Any:
+    """Return what Lightning keeps of a value that a module logs."""
+    result = importlib.import_module("lightning.pytorch.trainer.connectors.logger_connector.result")
+    meta = result._Metadata("training_step", "loss")
+    meta.sync = result._Sync(fn=None)
+    return result._ResultMetric(meta, is_tensor=True)
+
+
+def tensor_dispatcher() -> Any:
+    return private("torch.distributed.tensor.DTensor._op_dispatcher")
+
+
+def iterable_dataset() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.IterableDataset.from_generator(lambda: iter([{"a": 1}]))
+
+
+def experts() -> Any:
+    transformers = pytest.importorskip("transformers")
+    moe = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 8, "num_experts": 2}
+    return moe.Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+
+
+# What an attribute in the table belongs to -> an object of that class. All other names are importable.
+OWNERS: dict[str, Callable[[], Any]] = {
+    "datasets.IterableDataset": iterable_dataset,
+    "lightning.pytorch.LightningModule": L.LightningModule,
+    "lightning.pytorch.Trainer": lambda: L.Trainer(logger=False, enable_checkpointing=False),
+    "lightning.pytorch.strategies.DDPStrategy": DDPStrategy,
+    "lightning.pytorch.strategies.ModelParallelStrategy": ModelParallelStrategy,
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
+        lambda: L.Trainer(logger=False, enable_checkpointing=False)._logger_connector
+    ),
+    "lightning.pytorch.trainer.connectors.logger_connector.result._ResultMetric": logged_value,
+    "lightning.pytorch.trainer.connectors.logger_connector.result._Sync": lambda: logged_value().meta.sync,
+    "torch.distributed.tensor._dispatch.OpDispatcher": tensor_dispatcher,
+    "torch.nn.Module": lambda: nn.Linear(2, 2),
+    "transformers.PreTrainedConfig": lambda: llama().config,
+    "transformers.PreTrainedModel": llama,
+    "transformers.integrations.moe.use_experts_implementation": experts,
+}
+IMPORTED = [name for name in PRIVATE if name.rpartition(".")[0] not in OWNERS]
+# torch's own optimizers and modules do not work without these.
+NEEDED_BY_TORCH = (
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch.distributed.tensor.DTensor._op_dispatcher",
+)
+ATTRIBUTES = [name for name in PRIVATE if name not in IMPORTED]
+TRAIN = """
+import sys
+from lightning_thd._private import _owner
+import lightning.pytorch, torch.distributed.tensor.experimental, torch.utils.data
+
+for name in sys.argv[1:]:
+    path, _, attribute = name.rpartition(".")
+    delattr(_owner(path), attribute)
 
 import lightning as L
 import torch
@@ -50,28 +116,65 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_a_private_name_that_is_gone_stops_its_feature_by_name(
+@pytest.mark.parametrize("name", IMPORTED)
+def test_an_imported_name_that_is_gone_stops_its_feature_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert private(name) is not None
-    module, _, attribute = name.rpartition(".")
-    monkeypatch.delattr(importlib.import_module(module), attribute)
-    if attribute == "worker":  # a module: import finds it again, so that its parent has to be unable to
+    owner, _, attribute = name.rpartition(".")
+    monkeypatch.delattr(name)
+    if owner in sys.modules and attribute == "worker":
+        # A module: import finds it again, so that its parent has to be unable to.
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(PrivateNameGone, match=f"^{PRIVATE[name].feature[:20]}.* needs .*{attribute}"):
+    with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
         private(name)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_is_gone_stops_its_feature_by_name(name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = OWNERS[path]()
+    value = private_of(owner, name)  # the object has it, with any value
+    if not isinstance(vars(type(owner)).get(attribute), property):
+        set_private(owner, name, value)
+    with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
+        private_of(object(), name)
+    with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
+        set_private(torch.nn.Identity() if path != "torch.nn.Module" else Bare(), name, value)
+
+
+class Bare:
+    """An object that takes any attribute."""
+
+
+def said(name: str) -> str:
+    """Return a pattern for the beginning of the message about a name."""
+    return re.escape(PRIVATE[name].feature)
 
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_the_table_names_the_file_that_uses_it(name: str) -> None:
     text = (ROOT / "lightning_thd" / PRIVATE[name].place).read_text()
-    assert f'private("{name}")' in text
+    attribute = name.rpartition(".")[2]
+    assert "from lightning_thd._private import " in text
+    assert f'.{attribute}"' in text, f"{PRIVATE[name].place} takes no {attribute} by private(...)"
+
+
+def test_the_page_about_other_packages_shows_the_table() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.replaced()
+    for name, row in PRIVATE.items():
+        assert f"| `{name}` | `lightning_thd/{row.place}` | {row.checked} | {row.feature} |" in page
 
 
 def test_without_any_of_them_the_package_imports_and_trains() -> None:
+    gone = [name for name in IMPORTED if name not in NEEDED_BY_TORCH]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRAIN],
+        [sys.executable, "-W", "ignore", "-c", TRAIN, *gone],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
-from lightning_thd.parallel.mesh import AxisSizes
+from lightning_thd.parallel.mesh import DATA, AxisSizes
 
 # torch 2.13 renamed the function and warns about the old name; torch 2.11 lacks the new name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,8 +32,12 @@ def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> l
 
 def group_size(group: Any) -> int:
     """Return the number of ranks in ``group``, None being the world; 1 if nothing is distributed."""
-    distributed = group is not ALONE and dist.is_available() and dist.is_initialized()
-    return dist.get_world_size(group) if distributed else 1
+    return 1 if _is_alone(group) else dist.get_world_size(group)
+
+
+def _is_alone(group: Any) -> bool:
+    """Return whether a group is this rank only, in a job of several or without one."""
+    return group is ALONE or not (dist.is_available() and dist.is_initialized())
 
 
 def data_parallel_group(strategy: Any) -> Any:
@@ -43,9 +47,12 @@ def data_parallel_group(strategy: Any) -> Any:
     group = getattr(strategy, "data_parallel_group", None)
     if group is not None:
         return group
-    mesh = getattr(strategy, "_device_mesh", None)
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    return mesh.get_group("data_parallel") if mesh is not None and "data_parallel" in names else None
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None  # all ranks read different data, also those of an FSDPStrategy's mesh
+    mesh = strategy.device_mesh
+    return mesh.get_group(DATA) if DATA in (mesh.mesh_dim_names or ()) else None
 
 
 def stage_group(strategy: Any) -> Any:
@@ -54,13 +61,16 @@ def stage_group(strategy: Any) -> Any:
         return ALONE
     axes: Any = getattr(strategy, "_axes", None)
     meshes = getattr(axes, "meshes", None)
-    return None if meshes is None or axes.sizes.pipeline == 1 else meshes.stage.get_group()
+    if meshes is None or axes.sizes.pipeline == 1:
+        return None
+    return meshes.stage.get_group()
 
 
 def communication_device(group: Any, device: torch.device) -> torch.device:
     """Return the device of tensors for a collective over ``group``: the CPU under gloo or without groups."""
-    alone = group is ALONE or not (dist.is_available() and dist.is_initialized())
-    return torch.device("cpu") if alone or dist.get_backend(group) == "gloo" else device
+    if _is_alone(group) or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return device
 
 
 def host_group(ranks: list[int], timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -74,15 +84,16 @@ def host_group(ranks: list[int], timeout_s: float | None = None) -> dist.Process
 
 def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks that communicates in CPU memory: itself under gloo, else a new one."""
-    gloo = dist.get_backend(group) == "gloo"
-    return group if gloo else host_group(dist.get_process_group_ranks(group))
+    if dist.get_backend(group) == "gloo":
+        return group
+    return host_group(dist.get_process_group_ranks(group))
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
     """Return the object of the global rank ``source`` on every rank of a group."""
-    found = [value]
-    dist.broadcast_object_list(found, source, group=group)
-    return found[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, source, group=group)
+    return objects[0]
 
 
 def all_agree(agrees: bool, device: torch.device, group: Any = None) -> bool:
@@ -94,7 +105,8 @@ def require_same(
     value: int, device: torch.device, message: str, group: dist.ProcessGroup | None = None
 ) -> None:
     """Raise ValueError with the message, on every rank of a group, unless all have the same number."""
-    if len({found for (found,) in gather_ints([value], group=group, device=device)}) > 1:
+    rows = gather_ints([value], group=group, device=device)
+    if len({number for (number,) in rows}) > 1:
         raise ValueError(message)
 
 
@@ -104,11 +116,14 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
     everything = hashlib.sha256()
     for each in microbatches:
         everything.update(repr((each.sequence_ids, each.lengths)).encode())
-        optional = {**each.extras, **({} if each.weights is None else {"weights": each.weights})}
-        everything.update(repr([*optional]).encode())
-        rows = (each.input_ids, each.token_targets, each.token_offsets, each.position_ids, *optional.values())
-        for row in rows:
-            everything.update(row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        optional = dict(each.extras)
+        if each.weights is not None:
+            optional["weights"] = each.weights
+        everything.update(repr(list(optional)).encode())
+        tensors = (each.input_ids, each.token_targets, each.token_offsets, each.position_ids)
+        for tensor in (*tensors, *optional.values()):
+            # As bytes, because numpy has no bfloat16.
+            everything.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     scales = [each.loss_scale for each in microbatches]
     everything.update(repr(scales).encode())
     # All ranks have one loss scale in a step; without steps, as in evaluation, each batch has its own.
@@ -118,18 +133,18 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
 
 def check_agreement(batches: Sequence[THDBatch | THDStep], sizes: AxisSizes, device: torch.device) -> None:
     """Raise, on every rank, unless peers read the same packs and all steps have one size and loss scale."""
-    parts = zip(*map(digests, batches), strict=True)
-    own = [int63(hashlib.sha256(repr(part).encode()).digest()) for part in parts]
-    found = gather_ints(own, group=None, device=device)
+    everything, shared = zip(*(digests(batch) for batch in batches), strict=True)
+    hashes = [int63(hashlib.sha256(repr(part).encode()).digest()) for part in (everything, shared)]
+    of_ranks = gather_ints(hashes, group=None, device=device)
     for data in range(sizes.data):
         ranks = sizes.readers(data)
-        if len({found[rank][0] for rank in ranks}) > 1:
+        if len({of_ranks[rank][0] for rank in ranks}) > 1:
             raise ValueError(
                 f"Ranks {', '.join(map(str, ranks))} share one pack ({sizes.context} context-parallel x "
                 f"{sizes.tensor} tensor-parallel x {sizes.pipeline} pipeline ranks) but read different "
                 "ones. Give samplers and datasets the rank and size of strategy.distributed_sampler_kwargs."
             )
-    if len({shared for _, shared in found}) > 1:
+    if len({hash_of_shared for _, hash_of_shared in of_ranks}) > 1:
         raise ValueError(
             "Ranks have steps with different numbers of microbatches or loss scales. Plan steps from the "
             "same lengths and seed on every rank, as THDDataModule does."

@@ -15,13 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# torch's modules that drop out; it has no public class for all of them.
+_DROPOUTS = (
+    nn.AlphaDropout,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.FeatureAlphaDropout,
+)
+
 
 class SharedDraws:
     """Gives every microbatch a random stream, the same on all ranks that see the same tokens."""
 
     def __init__(self, seed: int, place: int) -> None:
-        self._seed, self._step, self._count = seed, -1, 0
+        self._seed = seed
         self._place = place  # this rank's index among the ranks that see different tokens
+        self._step = -1
+        self._count = 0  # microbatches of the step that have begun
 
     @contextmanager
     def microbatch(self, step: int) -> Generator[None]:
@@ -35,17 +47,22 @@ class SharedDraws:
 
     def begin(self, step: int) -> None:
         """Seed the global stream for the next microbatch of a step, or for a step of a pipeline."""
-        self._count = self._count + 1 if step == self._step else 0
-        self._step = step
-        named = f"{self._seed} {self._place} {step} {self._count}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big") >> 1)
+        if step == self._step:
+            self._count += 1
+        else:
+            self._step = step
+            self._count = 0
+        name = f"{self._seed} {self._place} {step} {self._count}".encode()
+        digest = hashlib.blake2b(name, digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)  # a seed is an int64, and not negative
 
 
 def states() -> list[Tensor]:
     """Return the states of the global random streams: the CPU's, and the current GPU's if CUDA is in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_device = [torch.cuda.get_rng_state()] if in_use else []
-    return [torch.get_rng_state(), *on_device]
+    of_streams = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # reading it would initialise CUDA
+        of_streams.append(torch.cuda.get_rng_state())
+    return of_streams
 
 
 def restore(saved: list[Tensor]) -> None:
@@ -57,10 +74,11 @@ def restore(saved: list[Tensor]) -> None:
 
 def has_dropout(model: Any) -> bool:
     """Return whether a model has dropout: in a module, or as an option above 0 of its config."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
-    options = model.config.get_text_config(decoder=True).to_dict().items()
-    return any("drop" in name and isinstance(p, float) and p > 0 for name, p in options)
+    # Attention functions and residuals drop out by such options, without a module.
+    options = model.config.get_text_config(decoder=True).to_dict()
+    return any("drop" in name and isinstance(p, float) and p > 0 for name, p in options.items())
 
 
 def draw_from_own_stream(layer: nn.Module, index: int) -> None:

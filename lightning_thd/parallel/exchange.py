@@ -58,12 +58,14 @@ def stacked(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather as ``stacked`` does, and count the bytes of other ranks' rows."""
     out = stacked(rows, group)
     traffic.count("bytes", out[rows.shape[0] :].nbytes)
     return out
 
 
 def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's ``[N, ...]`` of the sum over ranks of ``[P * N, ...]``; count the bytes."""
     out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     _reduce_scatter(out, rows.contiguous(), group=group)
     traffic.count("bytes", rows[out.shape[0] :].nbytes)
@@ -74,12 +76,17 @@ def _exchanged(
     rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
     """Return ``received[i]`` rows of rank i and send it ``sent[i]``; without lists, equally many each."""
-    out = rows.new_empty((rows.shape[0] if received is None else sum(received), *rows.shape[1:]))
+    if received is None:
+        num_rows = rows.shape[0]
+        num_kept = num_rows // group.size()  # rows that this rank sends itself
+    else:
+        num_rows = sum(received)
+        num_kept = received[group.rank()]
+    out = rows.new_empty((num_rows, *rows.shape[1:]))
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
-    own = out.shape[0] // group.size() if received is None else received[group.rank()]
-    traffic.count("bytes", out[own:].nbytes)
+    traffic.count("bytes", out[num_kept:].nbytes)  # as many rows as came from other ranks
     return out
 
 
@@ -91,6 +98,8 @@ def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
+    """Returns tensors unchanged, and sums their gradients over ranks."""
+
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -107,6 +116,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _KeepPath(torch.autograd.Function):
+    """Returns a tensor unchanged, and gives others a gradient of zeros."""
+
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
         ctx.shapes = [x.shape for x in inputs]
@@ -115,8 +126,11 @@ class _KeepPath(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        zeros = [grads[0].new_zeros(s, dtype=d) for s, d in zip(ctx.shapes, ctx.dtypes, strict=True)]
-        return grads[0], *zeros
+        grad = grads[0]
+        zeros = [
+            grad.new_zeros(shape, dtype=dtype) for shape, dtype in zip(ctx.shapes, ctx.dtypes, strict=True)
+        ]
+        return grad, *zeros
 
 
 def _gather_dim(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

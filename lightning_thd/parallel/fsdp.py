@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._find import has_parameters, models_in
+from lightning_thd._private import private_of
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path, local
 
@@ -28,10 +29,11 @@ def shard_parameters(
     module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
 ) -> None:
     """Shard each model of a LightningModule by FSDP2: layers one by one, and all other weights together."""
-    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+    outside = [name for name, _ in module.named_parameters(recurse=False)]
+    if outside:
         raise ValueError(
-            f"{type(module).__name__} holds the parameters {own} itself, but FSDP2 gathers only the weights "
-            "of submodules, when their forward is called. Move them into a submodule."
+            f"{type(module).__name__} holds the parameters {outside} itself, but FSDP2 gathers only the "
+            "weights of submodules, when their forward is called. Move them into a submodule."
         )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for root in models_of(module):
@@ -56,21 +58,29 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     ModuleLists. Layers of a vision tower may run on some ranks only, so FSDP2 gathers them with the model.
     """
     towers = towers_of(model)
-    names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
+    names = _names_of_layers(model)
+    layers: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
             if child in towers:
                 continue
-            if type(child).__name__ in names or (not names and isinstance(module, nn.ModuleList)):
-                if has_parameters(child):
-                    found.append(child)
-            else:
+            is_layer = type(child).__name__ in names if names else isinstance(module, nn.ModuleList)
+            if not is_layer:
                 walk(child)
+            elif has_parameters(child):
+                layers.append(child)
 
     walk(model)
-    return found
+    return layers
+
+
+def _names_of_layers(model: nn.Module) -> set[str]:
+    """Return the names of the classes of a transformers model's layers; none for other models."""
+    name = "transformers.PreTrainedModel._no_split_modules"
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        return set(private_of(model, name) or ())
+    return set(getattr(model, name.rpartition(".")[2], None) or ())  # PEFT's wrappers hand it on
 
 
 def reshard(module: nn.Module) -> None:
@@ -89,24 +99,35 @@ def is_sharded(module: nn.Module) -> bool:
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """List a multimodal model's parts with weights besides language model and head, like a vision tower."""
     model = _with_embedding(model)
-    embedding, head = (_result_of(model, f"get_{side}_embeddings") for side in ("input", "output"))
-    # The language model is the innermost transformers model that holds the input embedding.
-    around = [x for _, x in models_in(model) if any(inner is embedding for inner in x.modules())]
-    language: nn.Module | None = around[-1] if around else None
-    found: list[nn.Module] = []
+    embedding = _result_of(model, "get_input_embeddings")
+    head = _result_of(model, "get_output_embeddings")
+    language = _innermost_around(embedding, model)
+    if language is None or language is model:
+        return []
+
+    towers: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
             if child in (language, head):
                 continue
-            if any(inner in (language, head) for inner in child.modules()):
+            if any(part in (language, head) for part in child.modules()):
                 walk(child)
             elif has_parameters(child):
-                found.append(child)
+                towers.append(child)
 
-    if language is not None and language is not model:
-        walk(model)
-    return found
+    walk(model)
+    return towers
+
+
+def _innermost_around(embedding: nn.Module | None, model: nn.Module) -> nn.Module | None:
+    """Return the innermost transformers model that holds the input embedding: the language model."""
+    around = [
+        inner
+        for _, inner in models_in(model)  # from the outside in
+        if any(part is embedding for part in inner.modules())
+    ]
+    return around[-1] if around else None
 
 
 def _with_embedding(model: nn.Module) -> Any:
@@ -117,8 +138,12 @@ def _with_embedding(model: nn.Module) -> Any:
 
 
 def _result_of(model: Any, getter: str) -> nn.Module | None:
+    """Return the module that a model's method of this name returns, or None."""
+    method = getattr(model, getter, None)
+    if method is None:
+        return None
     try:
-        part = getattr(model, getter, lambda: None)()
+        part = method()
     except NotImplementedError:  # the model has no such module
         return None
     return part if isinstance(part, nn.Module) else None
@@ -133,6 +158,7 @@ class TowerPaths:
         _with_embedding(model).get_input_embeddings().register_forward_hook(self._tie)
 
     def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Return the embedding's output with the towers' weights in its graph; a forward hook."""
         if not (self.active and torch.is_grad_enabled()):
             return out
         # Look the weights up only now, inside the model's forward call, in which FSDP2 has gathered them.
@@ -145,7 +171,8 @@ def tower_paths(module: nn.Module) -> Iterator[TowerPaths]:
     for model in models_of(module):
         paths = model.__dict__.get(_PATHS)
         if paths is None and trains_towers(model) and _is_gathered_with_model(model):
-            paths = model.__dict__[_PATHS] = TowerPaths(model)
+            paths = TowerPaths(model)
+            model.__dict__[_PATHS] = paths
         if paths is not None:
             yield paths
 
@@ -170,8 +197,8 @@ def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
 def _sees(batch: object) -> bool:
     """Return whether a batch may have inputs of a tower, which are extras without one value per slot."""
     if isinstance(batch, THDStep):
-        return any(map(_sees, batch.microbatches))
+        return any(_sees(microbatch) for microbatch in batch.microbatches)
     if not isinstance(batch, THDBatch):
-        return True
+        return True  # unknown; zeros for a tower that runs change nothing
     slots = batch.input_ids.shape[-1]
     return any(value.shape[:2] != (1, slots) for name, value in batch.extras.items() if name != "labels")

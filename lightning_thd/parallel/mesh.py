@@ -14,9 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_thd._checks import whole_number
+from lightning_thd._private import private
 
-DATA, CONTEXT, TENSOR = AXES = ("data_parallel", "context_parallel", "tensor_parallel")
+DATA = "data_parallel"
+CONTEXT = "context_parallel"
+TENSOR = "tensor_parallel"
 PIPELINE = "pipeline_parallel"
+AXES = (DATA, CONTEXT, TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,19 +60,19 @@ def resolve_sizes(
     world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1, pipeline: int = 1
 ) -> AxisSizes:
     """Check sizes against the number of processes; ``data="auto"`` is that number over the other sizes."""
-    given = {"pipeline": pipeline, "context": context, "tensor": tensor}
-    check_sizes(data=data, **given)
-    shown = " x ".join(
-        f"{name}_parallel_size={size}" for name, size in given.items() if name != "pipeline" or size > 1
-    )
-    model = pipeline * context * tensor
+    check_sizes(data=data, pipeline=pipeline, context=context, tensor=tensor)
+    shown = f"context_parallel_size={context} x tensor_parallel_size={tensor}"
+    if pipeline > 1:
+        shown = f"pipeline_parallel_size={pipeline} x {shown}"
+
     if data == "auto":
-        if world % model:
+        peers = pipeline * context * tensor
+        if world % peers:
             raise ValueError(
-                f"{shown} does not divide the {world} processes of the job. Start a multiple of {model} "
+                f"{shown} does not divide the {world} processes of the job. Start a multiple of {peers} "
                 "processes, or lower a size."
             )
-        data = world // model
+        data = world // peers
     sizes = AxisSizes(data=data, context=context, tensor=tensor, pipeline=pipeline)
     if sizes.world != world:
         raise ValueError(
@@ -111,36 +115,48 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
             f"data_parallel_replicas={replicas!r} does not divide the {sizes.data} data-parallel ranks. Set "
             "it to the number of nodes, or to a divisor of the data-parallel ranks."
         )
+
     shape: tuple[int, ...] = (sizes.data, sizes.context, sizes.tensor)
-    names: tuple[str, ...] = AXES
-    shared: tuple[str, ...] = (CONTEXT, TENSOR)
+    names: tuple[str, ...] = (DATA, CONTEXT, TENSOR)
+    names_of_peers: tuple[str, ...] = (CONTEXT, TENSOR)
     if sizes.pipeline > 1:
-        shape, names, shared = (sizes.pipeline, *shape), (PIPELINE, *names), (PIPELINE, *shared)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    data_context = mesh[DATA, CONTEXT]._flatten("data_context_parallel")
-    shards, tensor = data_context, mesh[TENSOR]
-    if replicas > 1:  # this needs another mesh: torch cannot shard over two axes if one is flattened
-        sharing = (sizes.pipeline, replicas, sizes.data * sizes.context // replicas, sizes.tensor)
-        named = (PIPELINE, "replicas", "shards", TENSOR)
-        weights = init_device_mesh(device_type, sharing, mesh_dim_names=named)
-        shards, tensor = weights["replicas", "shards"], weights[TENSOR]
+        shape = (sizes.pipeline, *shape)
+        names = (PIPELINE, *names)
+        names_of_peers = (PIPELINE, *names_of_peers)
+    axes = init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+    # Users call fully_shard over device_mesh["data_context_parallel"]; only flattening gives that name.
+    flatten = private("torch.distributed.device_mesh.DeviceMesh._flatten")
+    data_context = flatten(axes[DATA, CONTEXT], "data_context_parallel")
+    peers = flatten(axes[names_of_peers], "peers")
+    stage = flatten(axes[DATA, CONTEXT, TENSOR], "stage")
+    shards, tensor = data_context, axes[TENSOR]
+    if replicas > 1:
+        shards, tensor = _replicated(sizes, device_type, replicas)
     return Meshes(
-        axes=mesh,
-        data_context=data_context,
-        shards=shards,
-        tensor=tensor,
-        peers=mesh[shared]._flatten("peers"),
-        stage=mesh[DATA, CONTEXT, TENSOR]._flatten("stage"),
+        axes=axes, data_context=data_context, shards=shards, tensor=tensor, peers=peers, stage=stage
     )
+
+
+def _replicated(sizes: AxisSizes, device_type: str, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return FSDP2's mesh, replicas x shards, and a mesh of the same root for tensor parallelism.
+
+    They have a root of their own: torch cannot shard over two axes if one is flattened.
+    """
+    shape = (sizes.pipeline, replicas, sizes.data * sizes.context // replicas, sizes.tensor)
+    names = (PIPELINE, "replicas", "shards", TENSOR)
+    weights = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return weights["replicas", "shards"], weights[TENSOR]
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Create one more process group of this rank's pipeline; all ranks of the job must call this."""
     rank = dist.get_rank()
-    own: dist.ProcessGroup | None = None
-    for place in range(sizes.stage):
+    group_of_rank: dist.ProcessGroup | None = None
+    for place in range(sizes.stage):  # torch wants every rank to create every group, in one order
         ranks = list(range(place, sizes.world, sizes.stage))
         group = dist.new_group(ranks, timeout=timeout)
-        own = group if rank in ranks else own
-    assert own is not None
-    return own
+        if rank in ranks:
+            group_of_rank = group
+    assert group_of_rank is not None
+    return group_of_rank

@@ -44,9 +44,12 @@ def router_sums(
     squared logsumexps. ``logits`` holds ``[T, E]`` for each layer. ``groups``, int64 ``[N]``, is the group of
     each token. ``slots``, int64 ``[N]``, is the slot of each token; None if token i is in slot i.
     """
-    wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
-    total = logits[0].shape[0] if logits else groups.numel()
-    rows = torch.zeros(total, 2 * experts + 1, dtype=wide, device=groups.device)
+    wide = torch.float32
+    num_slots = groups.numel()
+    if logits:  # a pipeline stage may have no layer with experts
+        wide = torch.promote_types(logits[0].dtype, torch.float32)
+        num_slots = logits[0].shape[0]
+    rows = torch.zeros(num_slots, 2 * experts + 1, dtype=wide, device=groups.device)
     for layer in logits:
         values = layer.to(groups.device, wide)
         if scores == "softmax":
@@ -56,40 +59,56 @@ def router_sums(
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         best = probabilities.topk(top_k, dim=-1).indices
         chosen = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
-        rows = rows + torch.cat([probabilities, chosen, values.logsumexp(-1, keepdim=True).square()], dim=1)
-    rows = rows if slots is None else rows.index_select(0, slots)
+        squared_logsumexp = values.logsumexp(-1, keepdim=True).square()
+        rows = rows + torch.cat([probabilities, chosen, squared_logsumexp], dim=1)
+
+    if slots is not None:
+        rows = rows.index_select(0, slots)
     return rows.new_zeros(size, rows.shape[1]).index_add(0, groups, rows)
 
 
 def balance_of(probabilities: Tensor, chosen: Tensor, top_k: int) -> Tensor:
     """Compute the balancing loss ``[G]`` of groups from their sums ``[G, E]``; 0 for an empty group."""
-    rows = (chosen.sum(1) / top_k).clamp_min(1.0)
-    return (chosen * probabilities).sum(1) / rows.square() * chosen.shape[1]
+    num_tokens = (chosen.sum(1) / top_k).clamp_min(1.0)  # [G], summed over layers
+    return (chosen * probabilities).sum(1) / num_tokens.square() * chosen.shape[1]
 
 
 def module_of_loss(inner: Any) -> Any:
     """Return the Python module in which a model's forward looks up its balancing-loss function, or None."""
-    modules = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
-    return next((module for module in modules if hasattr(module, FUNCTION)), None)
+    for kind in type(inner).__mro__:
+        module = sys.modules.get(kind.__module__)
+        if hasattr(module, FUNCTION):
+            return module
+    return None
 
 
 def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
     """Return the classes of layers that return router logits, each with the logits' index in its output."""
-    recorded = (getattr(type(part), "_can_record_outputs", None) or {} for part in inner.modules())
-    found = [spec for table in recorded if (spec := table.get("router_logits")) is not None]
-    flat = [one for spec in found for one in (spec if isinstance(spec, list) else [spec])]
-    classes = [(getattr(one, "target_class", one), getattr(one, "index", 0)) for one in flat]
+    recorders: list[Any] = []  # classes, or objects that name a class and an index
+    part: Any
+    for part in inner.modules():
+        if not hasattr(type(part), "can_record_outputs"):  # a property of transformers' models only
+            continue
+        of_logits = part.can_record_outputs.get("router_logits")
+        if isinstance(of_logits, list):
+            recorders += of_logits
+        elif of_logits is not None:
+            recorders.append(of_logits)
+
+    classes = [(getattr(each, "target_class", each), getattr(each, "index", 0)) for each in recorders]
     return [(kind, index) for kind, index in dict.fromkeys(classes) if isinstance(kind, type)]
 
 
 def require_gradients(inner: nn.Module, logits: Sequence[Tensor]) -> None:
     """Raise ValueError if routers are trained, but gave logits through which no gradient flows back."""
-    attached = sum(layer.requires_grad for layer in logits)
-    if attached == len(logits) or not torch.is_grad_enabled():
+    num_attached = sum(layer.requires_grad for layer in logits)
+    if num_attached == len(logits) or not torch.is_grad_enabled():
         return
+
     kinds = tuple(kind for kind, _ in routers_of(inner))
-    routers = (module for module in inner.modules() if isinstance(module, kinds))
-    if attached < sum(any(p.requires_grad for p in router.parameters()) for router in routers):
+    routers = [module for module in inner.modules() if isinstance(module, kinds)]
+    num_trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
+    if num_attached < num_trained:
         raise ValueError(
             f"{type(inner).__name__} returns router logits without a gradient, as activation checkpoints "
             "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False. See "
@@ -107,20 +126,23 @@ def scores_of(inner: Any) -> Scores | None:
     module = module_of_loss(inner)
     if module is not None:
         return "softmax" if _is_switch(getattr(module, FUNCTION)) else None
-    kinds = {_scores_in(kind) if not index else None for kind, index in routers_of(inner)}
-    return kinds.pop() if len(kinds) == 1 else None
+    # An index above 0 says that the router returns something else first, of which the source says nothing.
+    scores = {None if index else _scores_in(kind) for kind, index in routers_of(inner)}
+    return scores.pop() if len(scores) == 1 else None
 
 
 @functools.lru_cache(maxsize=32)
 def _is_switch(function: Callable[..., Any]) -> bool:
     """Return whether a family's balancing function computes the formula of ``balance_of``."""
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults
-    logits = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0), **kind).unbind()
+    generator = torch.Generator().manual_seed(0)
+    # dtype and device are given, because a user may have set other defaults.
+    logits = torch.randn(2, 7, 5, generator=generator, dtype=torch.float32, device="cpu").unbind()
     try:
         theirs = function(logits, 5, 2, None)
     except (TypeError, ValueError, RuntimeError, IndexError):  # the function has another signature
         return False
-    sums = router_sums(logits, torch.zeros(7, dtype=torch.int64, device="cpu"), 1, experts=5, top_k=2)
+    one_group = torch.zeros(7, dtype=torch.int64, device="cpu")
+    sums = router_sums(logits, one_group, 1, experts=5, top_k=2)
     ours = balance_of(sums[:, :5], sums[:, 5:10], 2)
     return math.isclose(float(ours), float(theirs), rel_tol=1e-5)
 
@@ -131,8 +153,10 @@ def _scores_in(kind: type[nn.Module]) -> Scores | None:
         source = inspect.getsource(kind)
     except (OSError, TypeError):
         return None
-    found: list[Scores] = [name for name in ("softmax", "sigmoid") if name in source]
-    return found[0] if len(found) == 1 and "return router_logits," in source else None
+    if "return router_logits," not in source:
+        return None
+    applied: list[Scores] = [name for name in ("softmax", "sigmoid") if name in source]
+    return applied[0] if len(applied) == 1 else None
 
 
 class RouterRelay:
@@ -144,20 +168,24 @@ class RouterRelay:
         self.group = group  # the ranks that hold the same layers; None is the world
         self.received: Tensor | None = None  # the sums of the stages before, in the running pass
 
-    def add(self, own: Tensor) -> Tensor:
-        """Return all stages' sums; in training, stages without the head get NaN that depends on ``own``."""
-        own, stage = own.to(self.channel.dtype(own.device)), self.stage
+    def add(self, sums: Tensor) -> Tensor:
+        """Return all stages' sums; in training, stages without the head get NaN that depends on ``sums``."""
+        sums = sums.to(self.channel.dtype(sums.device))
         if not torch.is_grad_enabled():
-            own = own.clone()
-            dist.all_reduce(own, group=self.channel.down)
-            return own
-        anchor = torch.zeros((), device=own.device, requires_grad=True)
-        if stage.has_stage_before:
+            sums = sums.clone()
+            dist.all_reduce(sums, group=self.channel.down)
+            return sums
+
+        anchor = torch.zeros((), device=sums.device, requires_grad=True)
+        if self.stage.has_stage_before:
             if self.received is None:  # a repeated call has received the sums already
-                self.received = Receive.apply(anchor, self.channel, own.shape)  # type: ignore[no-untyped-call]
-            own = own + self.received
+                self.received = Receive.apply(anchor, self.channel, sums.shape)  # type: ignore[no-untyped-call]
+            sums = sums + self.received
+        if self.stage.holds_head:
+            return sums
         send: Any = Send.apply
-        return own if stage.holds_head else send(anchor, own, self.channel)
+        not_a_number: Tensor = send(anchor, sums, self.channel)
+        return not_a_number
 
 
 def leave_to_losses(inner: Any) -> None:

@@ -36,12 +36,15 @@ def shard_batch(
     """
     check_batch(batch)
     batch.boundaries.refuse_cut()
-    known = cp is not None and rank is not None
-    if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
+    is_group = hasattr(group, "size") and hasattr(group, "rank")
+    needs_group = group is not None or cp is None or rank is None
+    if needs_group and not is_group:
         raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
     if cp is None or rank is None:
         assert group is not None
-        cp, rank = group.size(), group.rank()
+        cp = group.size()
+        rank = group.rank()
+
     shard_layout = ShardLayout(
         batch.padded_lengths,
         cp=cp,
@@ -53,23 +56,23 @@ def shard_batch(
     )
     shard_layout.longest = batch.boundaries.longest
     shard_layout.sequences = len(batch.lengths)
-    own = shard_layout.own
+    slots = shard_layout.own  # int64 [N], those of this rank
     traffic.count("slots", shard_layout.local_slots)
 
     def scaled(scale: float | None) -> float | None:
         return None if scale is None else scale * cp
 
     return batch.replace(
-        input_ids=batch.input_ids.index_select(-1, own),
-        targets=batch.targets.index_select(-1, own),
+        input_ids=batch.input_ids.index_select(-1, slots),
+        targets=batch.targets.index_select(-1, slots),
         max_targets=batch.max_targets,
-        position_ids=batch.position_ids.index_select(-1, own),
+        position_ids=batch.position_ids.index_select(-1, slots),
         boundaries=ShardBoundaries.of(batch.boundaries, shard_layout),
         loss_scale=batch.loss_scale * cp,
-        weights=None if batch.weights is None else batch.weights.index_select(-1, own),
+        weights=None if batch.weights is None else batch.weights.index_select(-1, slots),
         sequence_scale=scaled(batch.sequence_scale),
         token_scale=scaled(batch.token_scale),
-        extras=_cut_extras(batch, own),
+        extras=_cut_extras(batch, slots),
     )
 
 
@@ -78,7 +81,12 @@ def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
     group = batch.boundaries.group
     if group is None:
         return loss
-    return mapped(loss, lambda own: reduced(own, group) / group.size(), lambda gradient: gradient)
+
+    def mean_over_ranks(share: Tensor) -> Tensor:
+        mean: Tensor = reduced(share, group) / group.size()
+        return mean
+
+    return mapped(loss, mean_over_ranks, lambda gradient: gradient)
 
 
 def shard_step(step: THDStep, **options: Any) -> THDStep:
@@ -87,14 +95,15 @@ def shard_step(step: THDStep, **options: Any) -> THDStep:
     return THDStep([shard_batch(batch, **options) for batch in step.microbatches])
 
 
-def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
-    slots = batch.input_ids.shape[-1]
+def _cut_extras(batch: THDBatch, slots: Tensor) -> dict[str, Tensor]:
+    """Keep some slots of extras ``[1, T, ...]``; refuse others, such as images."""
+    num_slots = batch.input_ids.shape[-1]
     extras = {}
     for name, value in batch.extras.items():
-        if value.shape[:2] != (1, slots):
+        if value.shape[:2] != (1, num_slots):
             raise ValueError(
                 f"A batch carries {name!r} of shape {tuple(value.shape)}, which context parallelism cannot "
-                f"cut; wanted [1, {slots}, ...]. Leave it out, or set context_parallel_size=1."
+                f"cut; wanted [1, {num_slots}, ...]. Leave it out, or set context_parallel_size=1."
             )
-        extras[name] = value.index_select(1, own)
+        extras[name] = value.index_select(1, slots)
     return extras

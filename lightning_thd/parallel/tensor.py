@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_thd._find import has_parameters, model_config, model_with_head
+from lightning_thd._private import private_of, set_private
 from lightning_thd.parallel.exchange import (
     gather_same,
     keep_own,
@@ -32,6 +33,7 @@ from lightning_thd.parallel.exchange import (
 
 # Linear layers of feed-forward blocks, whose columns are not heads.
 _FEED_FORWARD = frozenset({"gate_proj", "up_proj", "w1", "w3", "proj_up_gate", "proj_up"})
+_IS_EXPERT_PARALLEL = "transformers.integrations.moe.use_experts_implementation._is_expert_parallel"
 _HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")  # norms of queries or keys: q_norm
 
 
@@ -46,23 +48,28 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
     for name, module, style in matched:
         if style in _CHECKS:
             _CHECKS[style](name, module, mesh.size())
-    shards, between = _Shards(mesh), _between_products(model, matched)
+    between = _between_products(model, matched)
+
+    shards = _Shards(mesh)
     for _, module, style in matched:
         _STYLES[style](module, shards)
     for module in between:
         sum_own_gradients(module, shards.group)
+
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
             if shards.was_cut(parameter):
                 raise ValueError(
-                    f"{name}.{own} is tied to a weight that the tensor-parallel plan cuts. Add {name!r} to "
-                    "the plan: an embedding as 'embedding_rowwise', a head as 'colwise_gather_output'."
+                    f"{name}.{parameter_name} is tied to a weight that the tensor-parallel plan cuts. Add "
+                    f"{name!r} to the plan: an embedding as 'embedding_rowwise', a head as "
+                    "'colwise_gather_output'."
                 )
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
+    """Return name, module and style of every module with weights that a plan names."""
     patterns = {_pattern(name): (name, style) for name, style in plan.items()}
-    found = []
+    matched = []
     for name, module in model.named_modules():
         for pattern, (entry, style) in patterns.items():
             if not pattern.match(name):
@@ -74,41 +81,50 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                 )
             # Placeholders for embeddings and heads of other pipeline stages have nothing to cut.
             if not isinstance(module, nn.ModuleList) and has_parameters(module):
-                found.append((name, module, style))
-    return found
+                matched.append((name, module, style))
+    return matched
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
+    """Return a pattern of a plan's entry: ``layers.*.mlp`` matches ``layers.3.mlp``."""
     return re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
     """Return activations and norms that act on a rank's own columns; refuse those that mix all columns."""
-    known = {id(module) for _, module, _ in matched}
-    whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
-    found = []
+    in_plan = {id(module) for _, module, _ in matched}
+    gathered = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
+    between = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name, _, style in matched if style == "colwise"):
         block: Any = model.get_submodule(path)
-        if sparsity := getattr(block, "activation_sparsity", 0.0):
+        sparsity = getattr(block, "activation_sparsity", 0.0)
+        if sparsity:
             raise ValueError(
                 f"{path} ({type(block).__name__}) has activation_sparsity={sparsity}: it compares "
                 "activations that tensor parallelism cuts. Set config.activation_sparsity_pattern to zeros."
             )
+
         for name, child in block.named_children():
-            if id(child) in known or not has_parameters(child):
+            if id(child) in in_plan or not has_parameters(child):
                 continue
-            if norm := _HEAD_NORM.fullmatch(name):
-                if id(getattr(block, f"{norm[1]}_proj", None)) in whole:
+            head_norm = _HEAD_NORM.fullmatch(name)
+            if head_norm is not None:
+                projection = getattr(block, f"{head_norm[1]}_proj", None)
+                if id(projection) in gathered:  # the norm sees all columns
                     continue
-                width = getattr(block, "head_dim", None)
-                if any(parameter.shape != (width,) for parameter in child.parameters()):
-                    raise ValueError(
-                        f"{path}.{name} ({type(child).__name__}) has weights for all heads, which tensor "
-                        "parallelism cuts. Take the projections of this block out of the plan."
-                    )
-            if norm or name.startswith("act"):
-                found.append(child)
-    return found
+                _check_head_norm(f"{path}.{name}", child, getattr(block, "head_dim", None))
+            if head_norm is not None or name.startswith("act"):
+                between.append(child)
+    return between
+
+
+def _check_head_norm(name: str, norm: nn.Module, head_dim: int | None) -> None:
+    """Refuse a norm of queries or keys over all heads at once, of which a rank has only some."""
+    if any(parameter.shape != (head_dim,) for parameter in norm.parameters()):
+        raise ValueError(
+            f"{name} ({type(norm).__name__}) has weights for all heads, which tensor parallelism cuts. Take "
+            "the projections of this block out of the plan."
+        )
 
 
 class _Shards:
@@ -117,40 +133,55 @@ class _Shards:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        # id -> the parameter, held so that its id is not used again, and its shard
+        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
-    def was_cut(self, parameter: nn.Parameter | None) -> bool:
+    def was_cut(self, parameter: nn.Parameter) -> bool:
         """Return whether ``cut`` has replaced this parameter in some module."""
-        return parameter is not None and id(parameter) in self._made
+        return id(parameter) in self._cut
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
         """Replace a parameter by this rank's shard of it, as a DTensor."""
-        parameter = module._parameters.get(name)
+        parameters = parameters_of(module)
+        parameter = parameters.get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return
-        if id(parameter) not in self._made:
+        if id(parameter) not in self._cut:
             shard = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
-            cut = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            self._made[id(parameter)] = (parameter, cut)  # keep the parameter, so that its id is not reused
-        module._parameters[name] = self._made[id(parameter)][1]
+            self._cut[id(parameter)] = (
+                parameter,
+                nn.Parameter(shard, requires_grad=parameter.requires_grad),
+            )
+        parameters[name] = self._cut[id(parameter)][1]
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dict in which a module keeps its direct parameters; None stands for a missing one.
+
+    Assigning to the module's attributes would refuse the plain tensors that stand there in a forward call.
+    """
+    parameters: dict[str, Any] = private_of(module, "torch.nn.Module._parameters")
+    return parameters
 
 
 @contextlib.contextmanager
 def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Generator[None]:
     """Replace a module's direct parameters by ``change(parameter)`` inside this context."""
-    own = {name: value for name, value in module._parameters.items() if value is not None}
-    parameters: dict[str, Any] = module._parameters
-    parameters.update({name: change(value) for name, value in own.items()})
+    parameters = parameters_of(module)
+    unchanged = {name: value for name, value in parameters.items() if value is not None}
+    parameters.update({name: change(value) for name, value in unchanged.items()})
     try:
         yield
     finally:
-        parameters.update(own)
+        parameters.update(unchanged)
 
 
 def _colwise(module: Any, shards: _Shards) -> None:
+    """Cut a layer by output features; every rank gets all input and returns its own features."""
     shards.cut(module, "weight", 0)
     shards.cut(module, "bias", 0)
-    forward, group = module.forward, shards.group
+    forward = module.forward
+    group = shards.group
 
     def colwise_forward(x: Tensor) -> Tensor:
         with parameters_as(module, local):
@@ -161,8 +192,10 @@ def _colwise(module: Any, shards: _Shards) -> None:
 
 
 def _colwise_gather_output(module: Any, shards: _Shards) -> None:
+    """Cut a layer by output features, and gather the features of all ranks."""
     _colwise(module, shards)
-    forward, group = module.forward, shards.group
+    forward = module.forward
+    group = shards.group
 
     def gathering_forward(x: Tensor) -> Tensor:
         return gather_same(forward(x), group, dim=x.ndim - 1)
@@ -173,11 +206,16 @@ def _colwise_gather_output(module: Any, shards: _Shards) -> None:
 def _rowwise(module: Any, shards: _Shards) -> None:
     """Cut a layer by input features, of which each rank has its part, and sum the ranks' outputs."""
     shards.cut(module, "weight", 1)
-    forward, group = module.forward, shards.group
+    forward = module.forward
+    group = shards.group
 
     def rowwise_forward(x: Tensor) -> Tensor:
-        bias = module._parameters.get("bias")
-        with parameters_as(module, lambda own: None if own is bias else local(own)):
+        bias = parameters_of(module).get("bias")  # whole on every rank; added once, after the sum
+
+        def without_bias(parameter: Tensor) -> Tensor | None:
+            return None if parameter is bias else local(parameter)
+
+        with parameters_as(module, without_bias):
             out = sum_ranks(forward(x), group)
         return out if bias is None else out + bias
 
@@ -185,8 +223,10 @@ def _rowwise(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise_split_input(module: Any, shards: _Shards) -> None:
+    """Cut a layer by input features, of which each rank takes its part, and sum the ranks' outputs."""
     _rowwise(module, shards)
-    forward, group = module.forward, shards.group
+    forward = module.forward
+    group = shards.group
 
     def splitting_forward(x: Tensor) -> Tensor:
         out: Tensor = forward(keep_own(x, group, dim=x.ndim - 1))
@@ -196,19 +236,21 @@ def _rowwise_split_input(module: Any, shards: _Shards) -> None:
 
 
 def _embedding(module: Any, shards: _Shards) -> None:
+    """Cut an embedding by rows; ids of other ranks' rows give zeros, and the ranks' outputs are summed."""
     rows = module.num_embeddings // shards.group.size()
     first = shards.group.rank() * rows
     shards.cut(module, "weight", 0)
     if module.padding_idx is not None:  # only one rank holds the padding row, which gets no gradient
         inside = first <= module.padding_idx < first + rows
         module.padding_idx = module.padding_idx - first if inside else None
-    forward, group = module.forward, shards.group
+    forward = module.forward
+    group = shards.group
 
     def embedding_forward(ids: Tensor) -> Tensor:
-        own = ids - first
-        missing = (own < 0) | (own >= rows)
+        row_ids = ids - first
+        missing = (row_ids < 0) | (row_ids >= rows)
         with parameters_as(module, local):
-            out: Tensor = forward(own.masked_fill(missing, 0))
+            out: Tensor = forward(row_ids.masked_fill(missing, 0))
         return sum_ranks(out.masked_fill(missing.unsqueeze(-1), 0), group)
 
     module.forward = embedding_forward
@@ -229,23 +271,26 @@ def _experts(experts: Any, shards: _Shards) -> None:
     """Give each rank some whole experts, and sum the ranks' outputs for every token."""
     count = experts.num_experts // shards.group.size()
     first = shards.group.rank() * count
-    for name in list(experts._parameters):
+    for name in list(parameters_of(experts)):
         shards.cut(experts, name, 0)
-    # With these attributes, transformers treats the index num_experts as an expert of another rank.
-    experts.num_experts, experts._is_expert_parallel = count, True
-    forward, group = experts.forward, shards.group
     skips_others = _skips_other_experts(experts)
+    # With these attributes, transformers treats the index num_experts as an expert of another rank.
+    experts.num_experts = count
+    if _chooses_implementation(experts):
+        set_private(experts, _IS_EXPERT_PARALLEL, True)
+    forward = experts.forward
+    group = shards.group
 
     def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        own = index - first
-        missing = (own < 0) | (own >= count)
+        expert_of_rank = index - first
+        missing = (expert_of_rank < 0) | (expert_of_rank >= count)
         hidden, weights = sum_all_gradients((hidden, weights), group)
         with parameters_as(experts, local):
             if skips_others:
                 masked = weights.masked_fill(missing, 0.0)
-                out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
+                out: Tensor = forward(hidden, expert_of_rank.masked_fill(missing, count), masked)
             else:
-                out = _run_wanted(forward, hidden, own, weights, ~missing)
+                out = _run_wanted(forward, hidden, expert_of_rank, weights, ~missing)
             # If no token chose an expert of this rank, the output has no gradient. But FSDP2 needs a gradient
             # for the same parameters on every rank.
             unused = () if out.requires_grad else tuple(experts.parameters(recurse=False))
@@ -257,10 +302,16 @@ def _experts(experts: Any, shards: _Shards) -> None:
 
 def _skips_other_experts(experts: Any) -> bool:
     """Return whether a class of experts skips tokens routed to index ``num_experts``."""
-    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    if chosen not in (None, "eager"):
-        return True
+    if _chooses_implementation(experts):
+        chosen = private_of(experts.config, "transformers.PreTrainedConfig._experts_implementation")
+        if chosen not in (None, "eager"):
+            return True
     return "num_experts + 1" in inspect.getsource(inspect.unwrap(type(experts).forward))
+
+
+def _chooses_implementation(experts: Any) -> bool:
+    """Return whether transformers' ``use_experts_implementation`` decorates a class of experts."""
+    return hasattr(type(experts).forward, "__wrapped__") and hasattr(experts, "config")
 
 
 def _run_wanted(
@@ -268,11 +319,14 @@ def _run_wanted(
 ) -> Tensor:
     """Run experts only for the wanted choices ``[T, K]``, one row each, and sum the rows of every token."""
     tokens, places = wanted.nonzero(as_tuple=True)
-    chosen, weight = index[tokens, places][:, None], weights[tokens, places][:, None]
-    return torch.zeros_like(hidden).index_add(0, tokens, forward(hidden[tokens], chosen, weight))
+    chosen = index[tokens, places][:, None]
+    weight = weights[tokens, places][:, None]
+    rows = forward(hidden[tokens], chosen, weight)
+    return torch.zeros_like(hidden).index_add(0, tokens, rows)
 
 
 def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
+    """Raise unless the ranks divide a number; gloo would abort the process on uneven shards."""
     if number % ranks:
         raise ValueError(
             f"{what}, which {ranks} tensor-parallel ranks do not divide; wanted a multiple of {ranks}. "
@@ -282,13 +336,17 @@ def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
 
 def _is_product(module: nn.Module) -> bool:
     """Return whether a module only multiplies by its weight and adds its bias, perhaps in FP8."""
+    if not isinstance(module, nn.Linear) or "forward" in vars(module):
+        return False
+    if not isinstance(parameters_of(module).get("weight"), Tensor):  # computed, as by a parametrization
+        return False
     kind = type(module)
-    own = isinstance(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor)
-    plain = kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
-    return own and plain and "forward" not in vars(module)
+    return kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
 
 
 def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
+    """Return a check of a linear layer whose weight is cut along ``dim``."""
+
     def check(name: str, module: nn.Module, ranks: int) -> None:
         weight: Any = getattr(module, "weight", None)
         if not _is_product(module):
@@ -296,9 +354,11 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
                 f"{name} is a {type(module).__name__}, whose forward may do more than a product with a "
                 "weight of its own. Take it out of the tensor-parallel plan."
             )
-        features, side = weight.shape[dim], "output" if dim == 0 else "input"
-        pad = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
-        other = pad if name.endswith("head") else "take the layer out of the plan."
+        features = weight.shape[dim]
+        side = "output" if dim == 0 else "input"
+        other = "take the layer out of the plan."
+        if name.endswith("head"):
+            other = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
         advice = f"Lower tensor_parallel_size, or {other}"
         _require_divided(f"{name} has {features} {side} features", features, ranks, advice)
 
@@ -317,14 +377,14 @@ def _check_embedding(name: str, module: nn.Module, ranks: int) -> None:
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
     count = getattr(module, "num_experts", None)
-    own = module._parameters.values()
-    whole = all(value is not None and value.ndim > 1 and value.shape[0] == count for value in own)
-    if not isinstance(count, int) or not own or not whole:
+    weights = parameters_of(module).values()
+    by_expert = all(value is not None and value.ndim > 1 and value.shape[0] == count for value in weights)
+    if not isinstance(count, int) or not weights or not by_expert:
         raise ValueError(
             f"{name} ({type(module).__name__}) does not keep its experts as parameters [num_experts, ...], "
             "so tensor parallelism cannot cut it. Take it out of the plan."
         )
-    if len(inspect.signature(type(module).forward).parameters) < 4:
+    if len(inspect.signature(type(module).forward).parameters) < 4:  # self, hidden, index, weights
         raise ValueError(
             f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so ranks "
             "cannot hold different experts. Take it out of the tensor-parallel plan."
@@ -354,24 +414,28 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
     """Return the tensor-parallel plan (names to styles) of a model, or of the model inside a wrapper."""
-    if (inner := model_with_head(model)) is not None and inner is not model:
+    inner = model_with_head(model)
+    if inner is not None and inner is not model:
         return _in_wrapper(model, inner, model_plan(inner, ranks))
-    theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
-    plan = _without_other_styles(model, theirs)
+
+    plan_of_transformers: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    plan = _without_other_styles(model, {**_experts_of(model, ranks), **plan_of_transformers})
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
             f"{type(model).__name__} comes without a tensor-parallel plan for its layers. Pass a plan as "
             "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}."
         )
-    embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
+
+    embedding = _name_of(model, "get_input_embeddings")
+    head = _name_of(model, "get_output_embeddings")
     if embedding is None or head is None:
         return plan
-    inputs, outputs = model.get_submodule(embedding), model.get_submodule(head)
-    if getattr(inputs, "weight", None) is getattr(outputs, "weight", 0):  # cut a tied weight in both modules
-        if head in plan:
-            plan[embedding] = "embedding_rowwise"
-        elif embedding in plan:
-            plan[head] = "colwise_gather_output"
+    weight = getattr(model.get_submodule(embedding), "weight", None)
+    is_tied = weight is not None and weight is getattr(model.get_submodule(head), "weight", None)
+    if is_tied and head in plan:  # cut a tied weight in both modules
+        plan[embedding] = "embedding_rowwise"
+    elif is_tied and embedding in plan:
+        plan[head] = "colwise_gather_output"
     return plan
 
 
@@ -380,58 +444,69 @@ def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> 
     path = next(name for name, module in model.named_modules() if module is inner)
     if not any(hasattr(module, "base_layer") for module in inner.modules()):
         return {f"{path}.{name}": style for name, style in plan.items()}
-    joined = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
-    return {
-        f"{path}.{name}{'.base_layer' if hasattr(module, 'base_layer') else ''}": joined.get(style, style)
-        for name, module, style in _match(inner, plan)
-        if style != "replicated_with_grad_allreduce"
-    }
+
+    uncut = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+    in_wrapper = {}
+    for name, module, style in _match(inner, plan):
+        if style == "replicated_with_grad_allreduce":  # for what lies between cut tensors
+            continue
+        if hasattr(module, "base_layer"):
+            name = f"{name}.base_layer"  # the layer inside the adapter
+        in_wrapper[f"{path}.{name}"] = uncut.get(style, style)
+    return in_wrapper
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Leave out blocks with unsupported styles, or styles for single parameters; these blocks stay whole."""
-    others = {name for name, style in plan.items() if style not in _STYLES}
-    blocks = set()
+    unsupported = {name for name, style in plan.items() if style not in _STYLES}
+    whole_blocks = set()
     for name, module in model.named_modules():
-        if (entry := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in others:
-            blocks.add(entry if [*module.children()] else entry.rpartition(".")[0])
-        elif entry not in plan and any(f"{entry}.{own}" in plan for own in module._parameters):
-            blocks.add(entry)
+        entry = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if entry in unsupported:
+            has_children = any(True for _ in module.children())
+            whole_blocks.add(entry if has_children else entry.rpartition(".")[0])
+        elif entry not in plan and any(f"{entry}.{parameter}" in plan for parameter in parameters_of(module)):
+            whole_blocks.add(entry)
     return {
         name: style
         for name, style in plan.items()
-        if name not in blocks and name.rpartition(".")[0] not in blocks
+        if name not in whole_blocks and name.rpartition(".")[0] not in whole_blocks
     }
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
     """Return a plan for experts in parameters ``[num_experts, ...]``, if ``ranks`` divides that number."""
     plan: dict[str, str] = {}
-    for name, style in (getattr(model, "_ep_plan", None) or {}).items():
+    for name, style in (getattr(model, "ep_plan", None) or {}).items():
         pattern = _pattern(name)
-        found: list[Any] = [module for path, module in model.named_modules() if pattern.match(path)]
-        counts = [getattr(module, "num_experts", None) for module in found]
-        whole = all(
-            isinstance(count, int) and value is not None and value.shape[:1] == (count,)
-            for module, count in zip(found, counts, strict=True)
-            for value in module._parameters.values()
-        )
-        if style == "ep_dispatch_experts" and found and whole and all(n % ranks == 0 for n in counts if n):
+        experts = [module for path, module in model.named_modules() if pattern.match(path)]
+        divided = all(_divides_experts(module, ranks) for module in experts)
+        if style == "ep_dispatch_experts" and experts and divided:
             plan[name] = "moe_tp_experts"
     return plan
+
+
+def _divides_experts(experts: nn.Module, ranks: int) -> bool:
+    """Return whether a module keeps experts as ``[num_experts, ...]``, and the ranks divide that number."""
+    count = getattr(experts, "num_experts", None)
+    weights = parameters_of(experts).values()
+    if not isinstance(count, int):
+        return count is None and not weights  # a module without experts of its own
+    by_expert = all(value is not None and value.shape[:1] == (count,) for value in weights)
+    return by_expert and count % ranks == 0
 
 
 def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
     """Refuse head counts that the tensor-parallel ranks do not divide, if the plan cuts heads."""
     config: Any = getattr(model, "config", None) or model_config(model)
-    cut = [
-        name
-        for name, style in plan.items()
-        if style == "colwise" and name.rpartition(".")[2] not in _FEED_FORWARD
-    ]
-    if config is None or not cut:
+    cuts_heads = any(
+        style == "colwise" and name.rpartition(".")[2] not in _FEED_FORWARD for name, style in plan.items()
+    )
+    if config is None or not cuts_heads:
         return
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int):
@@ -440,5 +515,7 @@ def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
 
 
 def _name_of(model: Any, getter: str) -> str | None:
-    wanted = getattr(model, getter, lambda: None)()
+    """Return the name of the module that a model's method of this name returns, or None."""
+    method = getattr(model, getter, None)
+    wanted = None if method is None else method()
     return next((name for name, module in model.named_modules() if module is wanted), None)

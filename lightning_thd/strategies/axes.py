@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd._private import private
+from lightning_thd._private import private_of, set_private
 from lightning_thd.parallel.across_ranks import communication_device
 from lightning_thd.parallel.context.shared_step import make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes, Meshes, make_meshes, resolve_sizes
@@ -47,18 +49,33 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
     """Start the process group and build the mesh; ``start`` is the base strategy's ``setup_environment``."""
     _refuse_axes(strategy)
     start_again(strategy)
-    cuts, meshes = cuts_weights(strategy), None
-    (strategy._setup_distributed if cuts else start)()
+    cuts = cuts_weights(strategy)
+    if cuts:
+        # The part of Lightning's setup_environment() before it builds a mesh, which would have other axes.
+        private_of(strategy, "lightning.pytorch.strategies.ModelParallelStrategy._setup_distributed")()
+    else:
+        start()
+
     sizes = sizes_of(strategy)
+    meshes = None
     if cuts or sizes.peers > 1:
         meshes = make_meshes(sizes, strategy.root_device.type, replicas=strategy.data_parallel_replicas)
-    if cuts and meshes is not None:
-        strategy._device_mesh = strategy.lightning_module._device_mesh = meshes.axes
+        if cuts:
+            _show_mesh(strategy, meshes)
+
     device = communication_device(None, strategy.root_device)
-    groups = None
-    if (sharing := strategy.sharing) is not None:
-        groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=device)
-    return Axes(sizes=sizes, collective_device=device, meshes=meshes, degree_groups=groups)
+    sharing = strategy.sharing
+    degree_groups = None
+    if sharing is not None:
+        degree_groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=device)
+    return Axes(sizes=sizes, collective_device=device, meshes=meshes, degree_groups=degree_groups)
+
+
+def _show_mesh(strategy: Any, meshes: Meshes) -> None:
+    """Make a mesh the ``device_mesh`` of the strategy, and of the module for its ``configure_model``."""
+    module = strategy.lightning_module
+    set_private(strategy, "lightning.pytorch.strategies.ModelParallelStrategy._device_mesh", meshes.axes)
+    set_private(module, "lightning.pytorch.LightningModule._device_mesh", meshes.axes)
 
 
 def sizes_of(strategy: Any) -> AxisSizes:
@@ -79,37 +96,67 @@ def fixed_context(strategy: Any) -> int:
 
 
 def _refuse_axes(strategy: Any) -> None:
+    """Refuse sizes that the base strategy was given, and sizes of axes that it does not have."""
     if cuts_weights(strategy):
-        given = {name: getattr(strategy, f"_{name}_parallel_size") for name in ("data", "tensor")}
-        if set(given.values()) != {"auto"}:
+        base = "lightning.pytorch.strategies.ModelParallelStrategy"
+        arguments = {
+            "data": private_of(strategy, f"{base}._data_parallel_size"),
+            "tensor": private_of(strategy, f"{base}._tensor_parallel_size"),
+        }
+        if set(arguments.values()) != {"auto"}:
             raise MisconfigurationException(
-                f"{type(strategy).__name__} was given sizes as arguments ({given}), which leave no ranks for "
-                "context parallelism. Set the attributes data_parallel_size and tensor_parallel_size instead."
+                f"{type(strategy).__name__} was given sizes as arguments ({arguments}), which leave no ranks "
+                "for context parallelism. Set the attributes data_parallel_size and tensor_parallel_size "
+                "instead."
             )
         return
+
     for name in ("data_parallel_replicas", "tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(strategy, name)) != 1:
+        size = getattr(strategy, name)
+        if size != 1:
             raise MisconfigurationException(
                 f"{name}={size} under {type(strategy).__name__}, which keeps all weights on every rank. Use "
                 "THDModelParallelStrategy, or leave it at 1."
             )
 
 
+def timeout_of(strategy: Any) -> timedelta | None:
+    """Return the ``timeout`` that a strategy of several ranks was given for collectives, or None."""
+    if not isinstance(strategy, DDPStrategy | FSDPStrategy | ModelParallelStrategy):
+        return None
+    timeout: timedelta | None = private_of(
+        strategy, "lightning.pytorch.strategies.ModelParallelStrategy._timeout"
+    )
+    return timeout
+
+
 def start_again(strategy: Any) -> None:
     """Start the process group of a restarted job under new keys, because torchrun's store keeps old ones."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     environment = getattr(strategy, "cluster_environment", None)
-    if restarts == "0" or not shared or environment is None or dist.is_initialized():
+    if restarts == "0" or not shares_store or environment is None or dist.is_initialized():
         return
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    options = {"timeout": timeout} if (timeout := getattr(strategy, "_timeout", None)) is not None else {}
+    timeout = timeout_of(strategy)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store = TCPStore(environment.main_address, environment.main_port, is_master=False, **options)
-    init_dist_connection = private("lightning.fabric.utilities.distributed._init_dist_connection")
-    init_dist_connection(
-        environment,
-        strategy._get_process_group_backend(),
+
+    backend = getattr(strategy, "process_group_backend", None)
+    if backend is None:
+        backend = dist.get_default_backend_for_device(strategy.root_device)
+    # Lightning leaves a process group that exists as it is.
+    dist.init_process_group(
+        backend,
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
         store=PrefixStore(f"start_{restarts}", store),
         **options,
     )
+    atexit.register(_end_process_group)  # torch warns of groups of NCCL that outlive the program
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

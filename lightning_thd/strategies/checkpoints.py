@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,6 +30,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -39,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_thd._private import private
+from lightning_thd._private import private, private_of
 from lightning_thd.strategies.axes import cuts_weights
 
 # The file of a folder that holds everything but weights and optimizer states, as Lightning names it.
@@ -56,13 +58,17 @@ class Checkpoints:
 
     def refuse_unsupported(self) -> None:
         """Refuse background saves of whole weights, and sharded weights saved as one file."""
-        strategy, name = self._strategy, type(self._strategy).__name__
-        if not cuts_weights(strategy) and strategy.asynchronous_checkpoints:
-            raise MisconfigurationException(
-                f"asynchronous_checkpoints=True under {name}, which writes one file of whole weights. Use "
-                "Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy."
-            )
-        if cuts_weights(strategy) and not strategy._save_distributed_checkpoint:
+        strategy = self._strategy
+        name = type(strategy).__name__
+        if not cuts_weights(strategy):
+            if strategy.asynchronous_checkpoints:
+                raise MisconfigurationException(
+                    f"asynchronous_checkpoints=True under {name}, which writes one file of whole weights. "
+                    "Use Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy."
+                )
+            return
+        base = "lightning.pytorch.strategies.ModelParallelStrategy"
+        if not private_of(strategy, f"{base}._save_distributed_checkpoint"):
             raise MisconfigurationException(
                 f"save_distributed_checkpoint=False under {name}, whose checkpoints are folders with a part "
                 "from every rank. Leave it True; save_pretrained(folder) writes whole weights."
@@ -71,12 +77,16 @@ class Checkpoints:
     def open(self) -> None:
         """Prepare for background saves, if the user wants them; a collective."""
         strategy = self._strategy
+        # Lightning's AsyncCheckpointIO writes single files; who passes it wants the same of folders.
         wanted = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
-        if wanted and self._background is None:
-            self._background = BackgroundSaves(is_first=strategy.is_global_zero)
-            self._savers = [x for x in strategy._trainer.callbacks if isinstance(x, ModelCheckpoint)]
-            for saver in self._savers:
-                saver.file_exists = partial(self._exists, saver)  # type: ignore[method-assign]
+        if not wanted or self._background is not None:
+            return
+        self._background = BackgroundSaves(is_first=strategy.is_global_zero)
+        self._savers = [
+            callback for callback in strategy._trainer.callbacks if isinstance(callback, ModelCheckpoint)
+        ]
+        for saver in self._savers:
+            saver.file_exists = partial(self._exists, saver)  # type: ignore[method-assign]
 
     def _exists(self, saver: ModelCheckpoint, *args: Any) -> bool:
         """Return whether a file exists, once the checkpoint before is complete under its final name."""
@@ -90,9 +100,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until this rank's part of the last checkpoint is written; no collective."""
-        background, self._background = self._background, None
-        while self._savers:
-            vars(self._savers.pop()).pop("file_exists", None)
+        background = self._background
+        self._background = None
+        for saver in self._savers:
+            vars(saver).pop("file_exists", None)  # the callback may outlive the job
+        self._savers = []
         if background is not None:
             background.close()
 
@@ -122,35 +134,39 @@ class Checkpoints:
 
     def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, and leave the optimizer without one if it has made no step."""
-        strategy, pipeline = self._strategy, self._strategy._pipeline
-        if not cuts_weights(strategy):
+        if not cuts_weights(self._strategy):
             return base(optimizer)
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        fresh = not inner.state
+
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        is_fresh = not inner.state
         with trained(inner.state):
             state = base(optimizer)
-        if fresh:  # to learn the state's form, torch made a step with zero gradients; Adam must not count it
+        if is_fresh:
+            # To learn the state's form, torch made a step with zero gradients; Adam must not count it.
             inner.state.clear()
             state["state"].clear()
+
+        pipeline = self._strategy._pipeline
         if pipeline is not None:
             state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)
         return state
 
     def load(
-        self, base: Callable[..., dict[str, Any]], given: Any, weights_only: bool | None
+        self, base: Callable[..., dict[str, Any]], filepath: Any, weights_only: bool | None
     ) -> dict[str, Any]:
         """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
-        strategy, pipeline = self._strategy, self._strategy._pipeline
+        strategy = self._strategy
         self.wait()
-        path = Path(strategy.broadcast(given))
-        is_folder = _is_sharded(path)
+        path = Path(strategy.broadcast(filepath))
         if not cuts_weights(strategy):
-            if is_folder and not isinstance(strategy, FSDPStrategy):
-                found = read_folder(path, weights_only=weights_only)
-                found["state_dict"] = as_named_in(strategy.lightning_module, found["state_dict"])
-                return found
-            return base(given, weights_only=weights_only)
-        if is_folder:
+            if not _is_sharded(path) or isinstance(strategy, FSDPStrategy):
+                return base(filepath, weights_only=weights_only)
+            checkpoint = read_folder(path, weights_only=weights_only)
+            checkpoint["state_dict"] = as_named_in(strategy.lightning_module, checkpoint["state_dict"])
+            return checkpoint
+
+        pipeline = strategy._pipeline
+        if _is_sharded(path):
             names = {} if pipeline is None else pipeline.head_name
             return self._load_folder(path, names, weights_only)
         if pipeline is not None:
@@ -158,14 +174,22 @@ class Checkpoints:
                 f"{path} is not a checkpoint folder, and a pipeline loads only folders. Load the file "
                 "without pipeline_parallel_size and save it with THDModelParallelStrategy() once."
             )
+        return self._load_file(base, path, weights_only)
+
+    def _load_file(
+        self, base: Callable[..., dict[str, Any]], path: Path, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load whole weights and optimizer states into a sharded model."""
+        strategy = self._strategy
         # Hide the optimizers from Lightning, which would number parameters in the order of the module.
-        optimizers, strategy.optimizers = strategy.optimizers, []
+        optimizers = strategy.optimizers
+        strategy.optimizers = []
         try:
-            loaded = base(path, weights_only=weights_only)
+            checkpoint = base(path, weights_only=weights_only)
         finally:
             strategy.optimizers = optimizers
-        load_whole_states(loaded.get("optimizer_states", ()), self._optimizers(), strategy.model)
-        return loaded
+        load_whole_states(checkpoint.get("optimizer_states", ()), self._optimizers(), strategy.model)
+        return checkpoint
 
     def _optimizers(self) -> list[Optimizer]:
         """Return the optimizers of a running fit; after a fit, the strategy keeps them."""
@@ -174,29 +198,34 @@ class Checkpoints:
 
     def _load_folder(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
         """Load weights and optimizer states; ``names`` maps the model's names to the folder's."""
-        model, strict = self._strategy.model, self._strategy.lightning_module.strict_loading
+        model = self._strategy.model
+        strict = self._strategy.lightning_module.strict_loading
         weights = {"state_dict": get_model_state_dict(model)}
         keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
         if strict:
             self._refuse_unknown(path, weights["state_dict"], keys)
         load(weights, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
         model.load_state_dict(as_named_in(model, weights["state_dict"]), strict=strict)
-        if not any(key.startswith("optimizer_") for key in keys):
-            return _rest_of(path, weights_only)  # no optimizer states: Lightning refuses to resume
-        for i, optimizer in enumerate(self._optimizers()):
-            drop_unknown_options(f"optimizer_{i}", optimizer, keys)
-            load_state_of_folder(path, f"optimizer_{i}", optimizer, model, names, keys)
+
+        if any(key.startswith("optimizer_") for key in keys):  # without states Lightning refuses to resume
+            for i, optimizer in enumerate(self._optimizers()):
+                drop_unknown_options(f"optimizer_{i}", optimizer, keys)
+                load_state_of_folder(path, f"optimizer_{i}", optimizer, model, names, keys)
         return _rest_of(path, weights_only)
 
-    def _refuse_unknown(self, path: Path, own: Mapping[str, Any], keys: Iterable[str]) -> None:
+    def _refuse_unknown(self, path: Path, weights: Mapping[str, Any], keys: Iterable[str]) -> None:
         """Refuse a folder with weights that the model lacks on all stages; a collective."""
-        stages, pipeline = [[*own]], self._strategy._pipeline
+        names_of_stages = [list(weights)]
+        pipeline = self._strategy._pipeline
         if pipeline is not None:
-            stages *= pipeline.channel.ranks
-            dist.all_gather_object(stages, [*own], group=pipeline.channel.down)
-        known = {f"state_dict.{name}" for names in stages for name in names}
-        saved = (key for key in keys if key.startswith("state_dict.") and "_extra_state" not in key)
-        if unknown := sorted({*saved} - known):
+            names_of_stages *= pipeline.channel.ranks
+            dist.all_gather_object(names_of_stages, list(weights), group=pipeline.channel.down)
+
+        of_model = {f"state_dict.{name}" for names in names_of_stages for name in names}
+        extra_state = private("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
+        saved = {key for key in keys if key.startswith("state_dict.") and extra_state not in key}
+        unknown = sorted(saved - of_model)
+        if unknown:
             raise ValueError(
                 f"{path} has weights that the model lacks, {unknown[:3]} among them. Build the saved model, "
                 "or set strict_loading=False on the LightningModule."
@@ -233,22 +262,27 @@ class BackgroundSaves:
             shutil.rmtree(part, ignore_errors=True)  # left by a job that was killed
             part.mkdir(parents=True)
         dist.barrier(group=self._group)
+
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{i}"] = state
-        meta = io.BytesIO()
+        meta = io.BytesIO()  # what is not sharded is copied here, because training goes on and changes it
         torch.save(checkpoint, meta)
         written: Any = dcp.state_dict_saver.async_save(sharded, checkpoint_id=part, process_group=self._group)
         self._running = self._thread.submit(self._finish, written, part, path, meta.getvalue())
 
     def _finish(self, written: Future[Any], part: Path, path: Path, meta: bytes) -> None:
+        """Complete a folder whose shards are being written, and give it its name."""
         written.result()  # on the first rank this waits for every rank's part
         if not self._is_first:
             return
+
         with (part / METADATA).open("wb") as file:
             file.write(meta)
             file.flush()
             os.fsync(file.fileno())
+
+        # At every moment the folder of before or the new one is complete, if under another name.
         old = path.with_name(f".{path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if path.is_symlink() or path.is_file():
@@ -279,7 +313,8 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """Wait until this rank's part is written, and on the first rank all parts; no collective."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running.result()
             self._thread.submit(lambda: None).result()  # this also waits for removals in the queue
@@ -291,23 +326,58 @@ def _is_sharded(path: Path) -> bool:
 
 def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder in the form that an unsharded strategy saves, with optimizer states by parameter name."""
-    state: dict[str, Any] = {}
-    planner = private("torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner")()
-    load_state_dict = private("torch.distributed.checkpoint.state_dict_loader._load_state_dict")
-    load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    found = _rest_of(path, weights_only)
-    optimizers = sorted(
-        (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
-    )
-    states = [{"state": {}, **state[name]} for name in optimizers]  # torch writes no empty dicts
-    found.update(state_dict=state["state_dict"], optimizer_states=states)
-    return found
+    state = _whole_state(path)
+    checkpoint = _rest_of(path, weights_only)
+    checkpoint["state_dict"] = state["state_dict"]
+
+    names = [name for name in state if name.startswith("optimizer_")]
+    names.sort(key=lambda name: int(name.removeprefix("optimizer_")))
+    # torch writes no empty dicts, and so no "state" of an optimizer that has made no step.
+    checkpoint["optimizer_states"] = [{"state": {}, **state[name]} for name in names]
+    return checkpoint
+
+
+def _whole_state(path: Path) -> dict[str, Any]:
+    """Read weights and optimizer states of a folder, whole and nested as they were saved, on this rank only.
+
+    torch saves a nested state under flat keys, ``optimizer_0.state.weight.step``, and keeps for each key its
+    path in the nested state: ``("optimizer_0", "state", "weight", "step")``, with the index of a list as int.
+    """
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    flat: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        flat[key] = None  # a number or another object, which load() replaces
+        if isinstance(entry, TensorStorageMetadata):
+            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load(flat, storage_reader=reader, no_dist=True)
+
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        _put_at(nested, metadata.planner_data[key], value)
+    return nested
+
+
+def _put_at(nested: dict[str, Any], place: Sequence[str | int], value: Any) -> None:
+    """Put a value at its path in a nested state; create the dicts and lists on the way."""
+    container: Any = nested
+    for part, following in zip(place, [*place[1:], None], strict=True):
+        if isinstance(part, int):
+            container.extend([None] * (part + 1 - len(container)))
+        if following is None:
+            container[part] = value
+            return
+        inside = container[part] if isinstance(part, int) else container.get(part)
+        if inside is None:
+            inside = [] if isinstance(following, int) else {}
+            container[part] = inside
+        container = inside
 
 
 def _rest_of(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read the file of a folder for all that is not sharded, such as the states of loops and callbacks."""
-    found: dict[str, Any] = torch.load(folder / METADATA, weights_only=bool(weights_only))
-    return found
+    rest: dict[str, Any] = torch.load(folder / METADATA, weights_only=bool(weights_only))
+    return rest
 
 
 def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
@@ -316,18 +386,22 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
         return state
     state = by_name(state, optimizer, module)
     refuse_others(state["state"], state["param_groups"], optimizer, module)
-    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-    settings = {name: group for group in state["param_groups"] for name in group["params"]}
+
+    name_of = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+    group_of = {name: group for group in state["param_groups"] for name in group["params"]}
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
-    count = 0
+    start = 0  # the number of the group's first parameter
     for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
-        for i, name in enumerate(own, start=count):
+        names = [name_of[id(parameter)] for parameter in group["params"]]
+        for number, name in enumerate(names, start=start):
             if name in state["state"]:
-                numbered["state"][i] = state["state"][name]
-        options = settings[own[0]] if own else {k: v for k, v in group.items() if k != "params"}
-        numbered["param_groups"].append({**options, "params": list(range(count, count + len(own)))})
-        count += len(own)
+                numbered["state"][number] = state["state"][name]
+
+        # The saved group is that of the first parameter; a group without parameters keeps its options.
+        options = group_of[names[0]] if names else group
+        numbers = list(range(start, start + len(names)))
+        numbered["param_groups"].append({**options, "params": numbers})
+        start += len(names)
     return numbered
 
 
@@ -336,19 +410,22 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
     if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
         return state
     if _is_numbered(state):
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        own = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != own:
+        saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if saved_sizes != sizes:
             raise ValueError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, but this optimizer has groups "
-                f"of {own}. Make it with the same groups, because the saved states are numbered."
+                f"The checkpoint's optimizer has groups of {saved_sizes} parameters, but this optimizer has "
+                f"groups of {sizes}. Make it with the same groups, because the saved states are numbered."
             )
         names = names_in(optimizer, module)
     else:  # Lightning's numbers follow the order of the module
         names = [plain_name(name) for name, _ in module.named_parameters()]
-    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
-    kept = {names[number]: value for number, value in state["state"].items()}
-    return {**state, "state": kept, "param_groups": groups}
+
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+    ]
+    named = {names[number]: value for number, value in state["state"].items()}
+    return {**state, "state": named, "param_groups": groups}
 
 
 def _is_numbered(state: Mapping[str, Any]) -> bool:
@@ -380,14 +457,17 @@ def refuse_others(
     saved: Iterable[str], groups: Iterable[Mapping[str, Any]], optimizer: Optimizer, module: nn.Module
 ) -> None:
     """Refuse ``saved`` states that the optimizer would lose, and parameters that no saved group has."""
-    held = set(names_in(optimizer, module))
-    lost = sorted(set(saved) & {plain_name(name) for name, _ in module.named_parameters()} - held)
+    in_optimizer = set(names_in(optimizer, module))
+    in_module = {plain_name(name) for name, _ in module.named_parameters()}
+    lost = sorted(set(saved) & in_module - in_optimizer)  # those of other stages are not in the module
     if lost:
         raise ValueError(
             f"The checkpoint has states of {len(lost)} parameters that the optimizer does not hold, "
             f"{lost[:3]} among them. Give the optimizer these parameters too; it does not update frozen ones."
         )
-    if new := sorted(held.difference(*(group["params"] for group in groups))):
+
+    new = sorted(in_optimizer.difference(*(group["params"] for group in groups)))
+    if new:
         raise ValueError(
             f"The optimizer holds {len(new)} parameters that the checkpoint's optimizer did not, {new[:3]} "
             "among them. Make it with the same parameters, or load only the weights."
@@ -397,8 +477,9 @@ def refuse_others(
 def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
     """Return an optimizer's parameters with the given names."""
     wanted = set(names)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [p for p, name in zip(held, names_in(optimizer, module), strict=True) if name in wanted]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    named = zip(parameters, names_in(optimizer, module), strict=True)
+    return [parameter for parameter, name in named if name in wanted]
 
 
 @contextmanager
@@ -422,8 +503,9 @@ def load_whole_states(
     for state, optimizer in zip(states, optimizers, strict=False):
         if not state["state"]:  # saved before the first step; torch would fail on an empty state
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-                group.update({name: value for name, value in saved.items() if name != "params"})
+                group.update(_options_of(saved))
             continue
+
         named = by_name(state, optimizer, model)
         refuse_others(named["state"], named["param_groups"], optimizer, model)
         with trained(parameters_in(optimizer, model, named["state"])):
@@ -434,71 +516,103 @@ def set_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
 ) -> None:
     """Load an optimizer's state; set groups without parameters here, because torch can load one at most."""
-    groups, saved = optimizer.param_groups, state["param_groups"]
+    groups = optimizer.param_groups
+    saved_groups = state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
     for i, group in empty.items():
-        given = saved[i] if i < len(saved) else {}
-        group.update({name: value for name, value in given.items() if name != "params"})
+        if i < len(saved_groups):
+            group.update(_options_of(saved_groups[i]))
+
     optimizer.param_groups = [group for i, group in enumerate(groups) if i not in empty]
     try:
         if optimizer.param_groups:
-            filled = [group for i, group in enumerate(saved) if i not in empty]
-            whole = {**state, "param_groups": filled}
-            set_optimizer_state_dict(model, optimizer, optim_state_dict=whole, options=options)
+            of_filled = [group for i, group in enumerate(saved_groups) if i not in empty]
+            set_optimizer_state_dict(
+                model, optimizer, optim_state_dict={**state, "param_groups": of_filled}, options=options
+            )
     finally:
         for i, group in empty.items():
             optimizer.param_groups.insert(i, group)
-    kept = set(parameters_in(optimizer, model, state["state"]))
-    for parameter in optimizer.state.keys() - kept:  # had no step yet, such as a tower without images
+
+    # torch gives every parameter a state. One that had no step yet, such as a tower's without images, must
+    # have none: Adam would correct its averages as after a step.
+    with_state = set(parameters_in(optimizer, model, state["state"]))
+    for parameter in optimizer.state.keys() - with_state:
         del optimizer.state[parameter]
 
 
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, such as ``lr``, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def load_state_of_folder(
-    path: Path, i: str, optimizer: Optimizer, model: nn.Module, names: Mapping[str, str], keys: Iterable[str]
+    path: Path,
+    optimizer_key: str,
+    optimizer: Optimizer,
+    model: nn.Module,
+    names: Mapping[str, str],
+    keys: Iterable[str],
 ) -> None:
-    """Load the state under the name ``i`` in a folder with these ``keys``; a collective."""
-    back, start = {value: name for name, value in names.items()}, f"{i}.state."
-    found = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
-    saved = {back.get(name, name) for name in found}
+    """Load the state that a folder with these ``keys`` holds under ``optimizer_key``; a collective.
+
+    ``names`` maps the model's names of parameters to the folder's, where they differ.
+    """
+    model_names = {in_folder: name for name, in_folder in names.items()}
+    start = f"{optimizer_key}.state."
+    saved = set()  # the model's names of the parameters that have a state
+    for key in keys:
+        if key.startswith(start):
+            in_folder = key.removeprefix(start).rpartition(".")[0]
+            saved.add(model_names.get(in_folder, in_folder))
+
     with trained(parameters_in(optimizer, model, saved)):
-        own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-        own["state"] = {name: state for name, state in own["state"].items() if name in saved}
-        held = [set(entry["params"]) for entry in own["param_groups"]]
-        wanted = {i: renamed(own, names)}
-        load(wanted, checkpoint_id=path)
-        loaded = renamed(wanted[i], back)
+        # torch loads into tensors of the right form: those of this optimizer, under the folder's names.
+        form: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        form["state"] = {name: state for name, state in form["state"].items() if name in saved}
+        names_of_groups = [set(group["params"]) for group in form["param_groups"]]
+        folder_state = {optimizer_key: renamed(form, names)}
+        load(folder_state, checkpoint_id=path)
+
+        loaded = renamed(folder_state[optimizer_key], model_names)
         refuse_others(saved, loaded["param_groups"], optimizer, model)
-        for entry, mine in zip(loaded["param_groups"], held, strict=True):
-            entry["params"] = [name for name in entry["params"] if name in mine]
+        for group, of_model in zip(loaded["param_groups"], names_of_groups, strict=True):
+            group["params"] = [name for name in group["params"] if name in of_model]
         set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True, strict=False))
 
 
 def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return an optimizer's state with some parameters renamed, in its parameter groups too."""
-    groups = state["param_groups"]
-    groups = [{**group, "params": [names.get(name, name) for name in group["params"]]} for group in groups]
-    kept = {names.get(name, name): value for name, value in state["state"].items()}
-    return {"state": kept, "param_groups": groups}
+    groups = [
+        {**group, "params": [names.get(name, name) for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    states = {names.get(name, name): value for name, value in state["state"].items()}
+    return {"state": states, "param_groups": groups}
 
 
 def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     """Add every pipeline stage's parameter names to an optimizer state's groups; a collective."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, [entry["params"] for entry in state["param_groups"]], group=group)
-    if len({len(groups) for groups in found}) > 1:
+    of_stages: list[Any] = [None] * group.size()
+    names = [entry["params"] for entry in state["param_groups"]]
+    dist.all_gather_object(of_stages, names, group=group)
+    numbers = [len(groups) for groups in of_stages]
+    if len(set(numbers)) > 1:
         raise ValueError(
-            f"The optimizer has {[len(groups) for groups in found]} parameter groups on the stages of the "
-            "pipeline. Make the same groups on every rank, empty ones included."
+            f"The optimizer has {numbers} parameter groups on the stages of the pipeline. Make the same "
+            "groups on every rank, empty ones included."
         )
+
     for i, entry in enumerate(state["param_groups"]):
-        entry["params"] = list(dict.fromkeys(name for groups in found for name in groups[i]))
+        every_name = (name for groups in of_stages for name in groups[i])
+        entry["params"] = list(dict.fromkeys(every_name))  # each once, in the order of the stages
     return state
 
 
-def drop_unknown_options(i: str, optimizer: Optimizer, keys: Collection[str]) -> None:
+def drop_unknown_options(optimizer_key: str, optimizer: Optimizer, keys: Collection[str]) -> None:
     """Drop groups' options without a key in the folder, such as a learning-rate finder's ``initial_lr``."""
-    for k, group in enumerate(optimizer.param_groups):
-        start = f"{i}.param_groups.{k}."
+    for i, group in enumerate(optimizer.param_groups):
+        start = f"{optimizer_key}.param_groups.{i}."
         if not any(key.startswith(start) for key in keys):
             raise ValueError(f"The checkpoint has no {start[:-1]}. Make the optimizers with the same groups.")
         for option in group.keys() - {"params"}:

@@ -7,16 +7,19 @@ choose different steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_thd.strategies.loop import StepLoop
 
+# The package of torch's own optimizers, without a private name: torch.optim.
 _TORCH = torch.optim.Optimizer.__module__.rpartition(".")[0]
 
 
@@ -52,6 +55,33 @@ def closure_of_step(
         return strategy.reduce(mean, reduce_op="mean")
 
     return loss_of_step
+
+
+@contextmanager
+def kept_results(closure: object) -> Generator[list[Any]]:
+    """Yield a list that holds, once Lightning's closure has run in this context, the result of its last run.
+
+    Callbacks get the fields of that result. ``Closure.consume_result()`` would take it away from Lightning's
+    loop, which calls that method itself after the optimizer's step. A closure that a module's own
+    ``optimizer_step`` has made leaves the list empty.
+    """
+    results: list[Any] = []
+    if not isinstance(closure, Closure):
+        yield results
+        return
+
+    run = closure.closure
+
+    def keeping_run(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        results[:] = [result]
+        return result
+
+    closure.closure = keeping_run  # type: ignore[method-assign]
+    try:
+        yield results
+    finally:
+        del closure.closure  # the closure and its batch would otherwise live until a garbage collection
 
 
 def _refuse_accumulation(strategy: Any, optimizer: Any) -> None:

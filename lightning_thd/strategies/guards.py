@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
+from lightning_thd._private import private_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import TENSOR, AxisSizes
 
@@ -33,23 +34,32 @@ _REFUSED_ENGINES = {
 def why_refused(engine: str) -> str | None:
     """Return why our steps cannot run in an engine of this name, or None if they can."""
     plain = engine.lower().replace("_", "")
-    return next((why for name, why in _REFUSED_ENGINES.items() if name in plain), None)
+    for name, why in _REFUSED_ENGINES.items():
+        if name in plain:
+            return why
+    return None
 
 
 def refused_engine(kind: type) -> tuple[str, str] | None:
     """Return the Lightning base of a strategy whose engine cannot run our steps, and why, or None."""
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0].startswith("lightning") and (why := why_refused(base.__name__)):
+        package = base.__module__.partition(".")[0]
+        if not package.startswith("lightning"):  # a user's class may be called "MyMegatronStrategy"
+            continue
+        why = why_refused(base.__name__)
+        if why is not None:
             return base.__name__, why
     return None
 
 
 def refuse_engine(strategy: type) -> None:
     """Refuse a class that puts ``THDStrategyMixin`` on a strategy whose engine cannot run our steps."""
-    if (found := refused_engine(strategy)) is not None:
+    refused = refused_engine(strategy)
+    if refused is not None:
+        base, why = refused
         raise TypeError(
-            f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on SingleDevice-, "
-            f"DDP-, FSDP- or ModelParallelStrategy, or use Packs(n) under {found[0]} without the mixin."
+            f"{strategy.__name__} puts THDStrategyMixin on {base}, {why}. Put it on SingleDevice-, "
+            f"DDP-, FSDP- or ModelParallelStrategy, or use Packs(n) under {base} without the mixin."
         )
 
 
@@ -57,8 +67,9 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
     """Refuse a model whose attention would see only the slots of one rank."""
     for name, child in module.named_modules():
         chosen = getattr(getattr(child, "config", None), "_attn_implementation", None)
-        other = chosen not in (None, "thd") and hasattr(child, "set_attn_implementation")
-        if other or isinstance(child, nn.MultiheadAttention | nn.Transformer):
+        # Only transformers' models choose an attention; other modules may hold such a config too.
+        chose_other = chosen not in (None, "thd") and hasattr(child, "set_attn_implementation")
+        if chose_other or isinstance(child, nn.MultiheadAttention | nn.Transformer):
             raise MisconfigurationException(
                 f"context_parallel_size={cp}, but the attention of {name or 'the model'} "
                 f"({type(child).__name__}, {chosen!r}) sees only the shard of its own rank. Set "
@@ -68,15 +79,17 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
 
 def packs(batch: Any) -> list[Any]:
     """Return the packs and steps in a batch: itself, or those in its dicts, lists and dataclasses."""
-    found: list[Any] = []
-    apply_to_collection(batch, (THDBatch, THDStep), found.append, allow_frozen=True)
-    return found
+    packs_and_steps: list[Any] = []
+    apply_to_collection(batch, (THDBatch, THDStep), packs_and_steps.append, allow_frozen=True)
+    return packs_and_steps
 
 
 def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on shards without an attention that sees other ranks' slots."""
-    several = [x for pack in packs(batch) for x in getattr(pack, "microbatches", (pack,))]
-    layouts = [pack.boundaries.layout for pack in several if pack.boundaries.ranks > 1]
+    microbatches: list[Any] = []
+    for pack_or_step in packs(batch):
+        microbatches += getattr(pack_or_step, "microbatches", (pack_or_step,))
+    layouts = [each.boundaries.layout for each in microbatches if each.boundaries.ranks > 1]
     if layouts and not any(layout.used for layout in layouts):
         raise MisconfigurationException(
             f"context_parallel_size={layouts[0].cp}, but the model ran without calling varlen_attention. "
@@ -86,11 +99,7 @@ def refuse_unused_layout(batch: object) -> None:
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
-    torch_cp: Any = sys.modules.get(_TORCH_CP)
-    # torch's context_parallel() wraps the attention function, or registers handlers of its operators.
-    wrapped = nn.functional.scaled_dot_product_attention in getattr(torch_cp, "_replaced_functions", {})
-    operators = getattr(torch_cp, "custom_ops", {}).keys()
-    if wrapped or operators & DTensor._op_dispatcher._custom_op_handlers.keys():
+    if _runs_torch_context_parallel():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
             "second time. Leave its context; after an error inside of it, start a new process."
@@ -102,18 +111,37 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
         )
 
 
+def _runs_torch_context_parallel() -> bool:
+    """Return whether torch has wrapped the attention function, or handles the operators of attention."""
+    torch_cp: Any = sys.modules.get(_TORCH_CP)
+    if torch_cp is None:  # nothing has imported it
+        return False
+
+    wrapped_functions = private_of(torch_cp, f"{_TORCH_CP}._replaced_functions")
+    if nn.functional.scaled_dot_product_attention in wrapped_functions:
+        return True
+
+    dispatcher = private_of(DTensor, "torch.distributed.tensor.DTensor._op_dispatcher")
+    handlers = private_of(dispatcher, "torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers")
+    attention_operators = private_of(torch_cp, f"{_TORCH_CP}.custom_ops")
+    return bool(attention_operators.keys() & handlers.keys())
+
+
 def _has_accelerate_hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(hook, "__module__", None) == "accelerate.big_modeling"
-        and "context_parallel" in getattr(hook, "__qualname__", "")
-        for child in module.modules()
-        for hook in child._forward_pre_hooks.values()
-    )
+    """Return whether Accelerate has hooked a module to cut its inputs over context-parallel ranks."""
+    for child in module.modules():
+        for hook in private_of(child, "torch.nn.Module._forward_pre_hooks").values():
+            name = getattr(hook, "__qualname__", "")
+            if getattr(hook, "__module__", None) == "accelerate.big_modeling" and "context_parallel" in name:
+                return True
+    return False
 
 
 def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
     """Refuse ``torch.compile(lightning_module)`` if ranks share packs: their collectives would hang."""
-    if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
+    if sizes.peers == 1:
+        return
+    if private_of(module, "lightning.pytorch.LightningModule._compiler_ctx") is not None:
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
             "collectives can wait for each other forever. Compile only its model: self.model.compile()."
@@ -144,15 +172,19 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
 def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
     """Refuse callbacks that copy cut weights, or unfreeze weights whose gradients would not be averaged."""
     shards = isinstance(strategy, ModelParallelStrategy)
-    refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
+    if not shards and not isinstance(strategy, DDPStrategy):
+        return
+
     for callback in callbacks:
-        if isinstance(callback, refused) and (shards or isinstance(strategy, DDPStrategy)):
+        if isinstance(callback, BaseFinetuning):
+            why = "unfreezes weights whose gradients ranks would not average"
+        elif shards and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             why = "copies weights that are cut over ranks"
-            if isinstance(callback, BaseFinetuning):
-                why = "unfreezes weights whose gradients ranks would not average"
-            raise MisconfigurationException(
-                f"{type(callback).__name__} under {type(strategy).__name__}: it {why}. Leave it out."
-            )
+        else:
+            continue
+        raise MisconfigurationException(
+            f"{type(callback).__name__} under {type(strategy).__name__}: it {why}. Leave it out."
+        )
 
 
 def refuse_unfrozen(frozen: Iterable[nn.Parameter]) -> None:
@@ -166,17 +198,26 @@ def refuse_unfrozen(frozen: Iterable[nn.Parameter]) -> None:
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
     """Refuse a model if the user's own sharding leaves some gradients without averaging."""
-    wanted = sizes.data * sizes.context
+    ranks_with_own_tokens = sizes.data * sizes.context
+    if ranks_with_own_tokens == 1:
+        return
+
     for name, parameter in model.named_parameters():
-        if wanted == 1 or not parameter.requires_grad:
+        if not parameter.requires_grad:
             continue
-        ranks = 1
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            named = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
-            ranks = math.prod(size for axis, size in named if axis != TENSOR)
-        if ranks != wanted:
+        ranks = _ranks_that_share(parameter)
+        if ranks != ranks_with_own_tokens:
             raise MisconfigurationException(
-                f"{name} was sharded over {ranks} ranks in configure_model(), but {wanted} ranks see "
-                "different tokens. Call fully_shard on the whole model over 'data_context_parallel'."
+                f"{name} was sharded over {ranks} ranks in configure_model(), but {ranks_with_own_tokens} "
+                "ranks see different tokens. Call fully_shard on the whole model over "
+                "'data_context_parallel'."
             )
+
+
+def _ranks_that_share(parameter: nn.Parameter) -> int:
+    """Return over how many ranks a parameter is sharded or copied, tensor-parallel ranks left out."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    axes = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return math.prod(size for axis, size in zip(axes, mesh.shape, strict=True) if axis != TENSOR)

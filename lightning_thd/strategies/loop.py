@@ -31,7 +31,7 @@ class StepLoop:
         self._strategy = strategy
         self._run = run  # the forward pass of one microbatch
         self._step: tuple[THDStep, tuple[Any, ...]] | None = None  # and what else training_step takes
-        self._losses: list[Tensor] = []  # of the microbatches that have run, without their graphs
+        self._losses: list[Tensor] = []  # one of each microbatch that has run, detached
         self._logs: StepLogs | None = None
         self._callbacks: list[Any] = strategy._trainer.callbacks
 

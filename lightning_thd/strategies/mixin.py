@@ -11,7 +11,6 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
 from lightning_thd.strategies.checkpoints import Checkpoints
-from lightning_thd.strategies.closure import closure_of_step
+from lightning_thd.strategies.closure import closure_of_step, kept_results
 from lightning_thd.strategies.guards import (
     refuse_callbacks,
     refuse_compiled_module,
@@ -38,7 +37,7 @@ from lightning_thd.strategies.guards import (
     refuse_unfrozen,
     refuse_unused_layout,
 )
-from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, refuse_sums, weigh
+from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, refuse_sums, results_of, weigh
 from lightning_thd.strategies.loop import StepLoop, local_gradients
 from lightning_thd.strategies.norms import refused_norms_of_a_stage
 from lightning_thd.strategies.pack_cut import (
@@ -53,6 +52,7 @@ from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, earlier_st
 from lightning_thd.strategies.shards import WeightShards
 
 _NOT_GIVEN: Any = object()
+_MEANS = ("mean", "avg")  # Lightning's two names of one reduction
 # The exit status of a process that a signal ended, as shells count it: 143.
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -61,11 +61,11 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
     """Reduce over ranks in place, as Lightning does, but without the barrier that makes the host wait."""
     if dist.get_world_size() == 1:
         return tensor
-    mean = reduce_op.lower() in ("mean", "avg")
-    dist.all_reduce(
-        tensor, op=dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, reduce_op.upper()), group=group
-    )
-    return tensor.div_(dist.get_world_size(group)) if mean else tensor
+    if reduce_op.lower() in _MEANS:  # not ReduceOp.AVG, which gloo lacks
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        return tensor.div_(dist.get_world_size(group))
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, reduce_op.upper()), group=group)
+    return tensor
 
 
 class THDStrategyMixin(Strategy):
@@ -126,8 +126,12 @@ class THDStrategyMixin(Strategy):
         context = fixed_context(self)
         if context == 1 and not self.sequence_parallel:
             return None
-        tp, layout = self.sizes.tensor, self.context_parallel_layout
-        return Alignment.for_(cp=context, tp=tp, sequence_parallel=self.sequence_parallel, layout=layout)
+        return Alignment.for_(
+            cp=context,
+            tp=self.sizes.tensor,
+            sequence_parallel=self.sequence_parallel,
+            layout=self.context_parallel_layout,
+        )
 
     @property
     def sharing(self) -> Sharing | None:
@@ -153,8 +157,8 @@ class THDStrategyMixin(Strategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return rank and num_replicas for samplers; ranks that read the same data count as one replica."""
         if self.sizes.peers == 1:
-            known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-            return known
+            of_base: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+            return of_base
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     @property
@@ -176,44 +180,58 @@ class THDStrategyMixin(Strategy):
 
     def setup_environment(self) -> None:
         """Start the process group, build the mesh of the axes, and create the strategy's parts."""
-        self._axes, self._checkpoints = None, Checkpoints(self)
-        axes = self._axes = start_axes(self, super().setup_environment)
-        shares = axes.sizes.peers > 1 or self.context_parallel_size != 1
-        self._cut = PackCut(self, axes) if shares else None
+        self._axes = None  # ``sizes`` must not answer by the axes of an earlier fit
+        self._checkpoints = Checkpoints(self)
+        axes = start_axes(self, super().setup_environment)
+        self._axes = axes
+
+        shares_packs = axes.sizes.peers > 1 or self.context_parallel_size != 1
+        self._cut = PackCut(self, axes) if shares_packs else None
         self._shards = WeightShards(self, axes) if cuts_weights(self) else None
         self._pipeline = Pipeline(self, axes) if self.pipeline_parallel_size > 1 else None
 
     @contextlib.contextmanager
     def _postponing_context(self) -> Generator[None]:
         """Delay ``from_pretrained``'s reading of weights until a pipeline has cut the model."""
-        waits = self.pipeline_parallel_size > 1 and available("transformers")
-        with postponed_reading() if waits else contextlib.nullcontext(), super().model_sharded_context():
+        with contextlib.ExitStack() as contexts:
+            if self.pipeline_parallel_size > 1 and available("transformers"):
+                contexts.enter_context(postponed_reading())
+            contexts.enter_context(super().model_sharded_context())
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
         """Cut and shard the model, if the strategy does, and create the optimizers."""
-        module, axes, pipeline = self.lightning_module, self._axes, self._pipeline
+        module = self.lightning_module
+        axes = self._axes
         assert module is not None
         assert axes is not None
         stage = earlier_stage(module, self.pipeline_parallel_size, self.stages_per_rank)
-        if pipeline is not None and stage is not None:
-            pipeline.reuse(stage)
-        refuse_compiled_module(module, axes.sizes)
+        if self._pipeline is not None and stage is not None:
+            self._pipeline.reuse(stage)
+        self._refuse_unsupported(trainer, module, axes)
         prepare_if_asked(module)
+
+        if axes.meshes is not None and axes.sizes.tensor * axes.sizes.pipeline > 1:
+            self._synced = SyncedMetrics(module, axes.meshes.data_context.get_group())
+        if self._pipeline is None:
+            self._loop = StepLoop(self, self._microbatch)
+        else:
+            self._loop = PipelineLoop(self, self._microbatch, self._pipeline)
+
+        if self._shards is not None:
+            self._shards.setup(trainer)
+            return
+        super().setup(trainer)
+        if isinstance(self.model, DistributedDataParallel):
+            self._frozen = tuple(p for p in self.model.parameters() if not p.requires_grad)
+
+    def _refuse_unsupported(self, trainer: L.Trainer, module: L.LightningModule, axes: Axes) -> None:
+        """Refuse what would change the numbers of a parallel layout, lose weights or hang."""
+        refuse_compiled_module(module, axes.sizes)
         self._checkpoints.refuse_unsupported()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
         refuse_callbacks(trainer.callbacks, self)  # type: ignore[attr-defined]
-        if axes.meshes is not None and axes.sizes.tensor * axes.sizes.pipeline > 1:
-            self._synced = SyncedMetrics(module, axes.meshes.data_context.get_group())
-        run = self._microbatch
-        self._loop = StepLoop(self, run) if pipeline is None else PipelineLoop(self, run, pipeline)
-        if self._shards is None:
-            super().setup(trainer)
-            if isinstance(self.model, DistributedDataParallel):
-                self._frozen = tuple(p for p in self.model.parameters() if not p.requires_grad)
-        else:
-            self._shards.setup(trainer)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make the optimizers as the base strategy does."""
@@ -232,7 +250,9 @@ class THDStrategyMixin(Strategy):
         """Wait for this rank's part of the last checkpoint, and release the state of the job."""
         if self._synced is not None:
             self._synced.close()
-        self._synced, self._frozen = None, ()
+        self._synced = None
+        self._frozen = ()
+
         super().teardown()
         traffic.read_and_reset()  # a later job logs only its own exchanges
         if cuts_weights(self):
@@ -244,19 +264,28 @@ class THDStrategyMixin(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Prepare a dataloader so that the ranks that share a pack read the same data."""
-        axes, reads = self._axes, getattr(dataloader, "reads_for_peers", False)
+        axes = self._axes
         assert axes is not None
-        meshes = axes.meshes if self.broadcast_data and axes.sizes.peers > 1 and not reads else None
-        set_data_rank(dataloader, self.data_rank, axes.sizes, one_reads=meshes is not None)
+        # THDDataModule reads on one rank by itself if the strategy asks for it.
+        reads_for_peers = getattr(dataloader, "reads_for_peers", False)
+        broadcasts = (
+            self.broadcast_data and axes.sizes.peers > 1 and axes.meshes is not None and not reads_for_peers
+        )
+        set_data_rank(dataloader, self.data_rank, axes.sizes, one_reads=broadcasts)
+
         processed = super().process_dataloader(dataloader)
-        return processed if meshes is None else BroadcastLoader(processed, meshes.peers.get_group())
+        if not broadcasts:
+            return processed
+        assert axes.meshes is not None
+        return BroadcastLoader(processed, axes.meshes.peers.get_group())
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device with the user's transfer hooks, and keep this rank's shard of packs."""
         if self._cut is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._cut.compare(batch)
-        return self._cut.cut(super().batch_to_device(batch, device, dataloader_idx), batch)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        return self._cut.cut(moved, batch)
 
     # -- steps
 
@@ -267,14 +296,18 @@ class THDStrategyMixin(Strategy):
         return self._microbatch(*args, **kwargs)
 
     def _microbatch(self, *args: Any, **kwargs: Any) -> Any:
-        batch, results = args[0], self._trainer._results
+        """Run the base strategy's ``training_step`` for one batch."""
+        batch = args[0]
+        results = results_of(self._trainer)
         if isinstance(batch, THDBatch) and results is not None:
             weigh(results, epoch_weight(batch))
+
         if self._shards is None:
             output = super().training_step(*args, **kwargs)
         else:
             with self._shards.microbatch(batch):
                 output = super().training_step(*args, **kwargs)
+
         if self._cut is not None:
             refuse_unused_layout(batch)
         return output
@@ -302,10 +335,14 @@ class THDStrategyMixin(Strategy):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update the weights as the base strategy does, and report the step's mean loss to callbacks."""
         run = closure_of_step(self, optimizer, closure, self._loop)
-        with contextlib.nullcontext() if self._pipeline is None else refused_norms_of_a_stage():
+        with contextlib.ExitStack() as contexts:
+            if self._pipeline is not None:
+                contexts.enter_context(refused_norms_of_a_stage())
+            results = contexts.enter_context(kept_results(closure))
             result = super().optimizer_step(optimizer, run, model, **kwargs)
-        if isinstance(closure, Closure) and closure._result is not None:
-            self._loop.report(closure._result)
+
+        for step_result in results:
+            self._loop.report(step_result)
         self._loop.end()
         if self.context_parallel_size != 1:
             log_traffic(self._trainer)
@@ -327,18 +364,22 @@ class THDStrategyMixin(Strategy):
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
         """Reduce over ranks; means of integers are floats; logged sums count each token once."""
-        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
+        name = reduce_op.lower() if isinstance(reduce_op, str) else None
+        if group is None and name == "sum":
             group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
-        group = None if group is _NOT_GIVEN else group
-        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+        if group is _NOT_GIVEN:
+            group = None
+
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if is_tensor and name in _MEANS and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
-        parallel = isinstance(self, ParallelStrategy) and dist.is_initialized()
-        if parallel and isinstance(tensor, torch.Tensor) and isinstance(reduce_op, str):
-            return _all_reduced(tensor, dist.group.WORLD if group is None else group, reduce_op)
+        runs_on_ranks = isinstance(self, ParallelStrategy) and dist.is_initialized()
+        if is_tensor and name is not None and runs_on_ranks:
+            return _all_reduced(tensor, dist.group.WORLD if group is None else group, name)
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
 
     def _group_of_sums(self) -> dist.ProcessGroup | None:
+        """Return the ranks over which a logged sum counts each token once, None being all."""
         if self.context_parallel_size != 1:
             raise MisconfigurationException(
                 "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs. Set sync_dist_group to "

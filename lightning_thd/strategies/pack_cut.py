@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import lightning.pytorch as L
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_thd._checks import choice, whole_number
 from lightning_thd._find import model_config
+from lightning_thd._private import private_of
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
@@ -30,85 +30,104 @@ from lightning_thd.parallel.shard import shard_batch, shard_step
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import Axes, gathers_once
 from lightning_thd.strategies.guards import packs, refuse_other_attention, refuse_second_context_parallelism
+from lightning_thd.strategies.logs import log_numbers, logs_this_step
 
 DYNAMIC = "dynamic"
+_TOKENS = 1024  # length of the sequence by which exchange and computing are compared
 
 
 class PackCut:
     """Compares the batches of ranks that share packs, and keeps this rank's slice of each."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
-        self._strategy, self._axes = strategy, axes
+        self._strategy = strategy
+        self._axes = axes
         self._size = strategy.context_parallel_size
-        self._max_size = strategy.max_context_parallel_size or (1 if axes.degree_groups else self._size)
-        layout, communication = strategy.context_parallel_layout, strategy.context_parallel_communication
-        self._options = {"layout": layout, "communication": communication}
-        self._checked_stage: object = None
+        # The largest number of ranks that share a pack; check_degrees requires it under "dynamic".
+        self._max_size = strategy.max_context_parallel_size or self._size
+        self._options = {
+            "layout": strategy.context_parallel_layout,
+            "communication": strategy.context_parallel_communication,
+        }
+        self._compared_stage: object = None
         self._checked_attention = False
 
     def compare(self, batch: Any) -> None:
         """Raise if ranks that share packs read different ones; checked when training or evaluation begins."""
-        axes, module = self._axes, self._strategy.lightning_module
+        axes = self._axes
+        module = self._strategy.lightning_module
         stage = (id(module), None if module is None else module.trainer.state.stage)
-        if stage == self._checked_stage:
+        if stage == self._compared_stage:
             return
-        found = packs(batch)
+
+        packs_and_steps = packs(batch)
         if isinstance(batch, SharedStep):
             assert axes.degree_groups is not None
             check_shared_agreement(batch, axes.degree_groups, axes.collective_device)
-        elif found and axes.sizes.peers > 1:
-            check_agreement(found, axes.sizes, axes.collective_device)
-        self._checked_stage = stage if found else self._checked_stage
+        elif packs_and_steps and axes.sizes.peers > 1:
+            check_agreement(packs_and_steps, axes.sizes, axes.collective_device)
+        if packs_and_steps:  # a batch without packs says nothing; wait for the next
+            self._compared_stage = stage
 
-    def cut(self, moved: Any, given: Any) -> Any:
-        """Keep this rank's slice of every pack in a moved batch; ``given`` is the dataloader's batch."""
+    def cut(self, moved: Any, loaded: Any) -> Any:
+        """Keep this rank's slice of every pack in a moved batch; ``loaded`` is the dataloader's batch."""
         if self._size == 1:
             return moved
+
         module = self._strategy.lightning_module
         if not self._checked_attention:
             assert module is not None
             refuse_other_attention(module, self._max_size)
             self._checked_attention = True
         refuse_second_context_parallelism(module, self._max_size)
-        if (groups := self._axes.degree_groups) is not None:
-            if isinstance(moved, SharedStep):
-                return cut_step(moved, groups, **self._options)
-            if isinstance(moved, THDBatch | THDStep) and (module is None or module.trainer.training):
-                raise MisconfigurationException(
-                    "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
-                    f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
-                )
-            return moved
-        found: list[Any] = []
 
-        def cut_one(batch: THDBatch | THDStep) -> THDBatch | THDStep:
-            found.append(batch)
-            if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
-                return batch
-            assert self._axes.meshes is not None
-            options = {"group": self._axes.meshes.group(CONTEXT), **self._options}
-            if isinstance(batch, THDStep):
-                return shard_step(batch, **options)
-            return shard_batch(batch, **options)
-
-        collection = apply_to_collection(moved, (THDBatch, THDStep), cut_one)
-        if not found:
+        if self._axes.degree_groups is not None:
+            return self._cut_to_degrees(moved)
+        if not packs(moved):
             raise MisconfigurationException(
-                f"context_parallel_size={self._size} cuts THDBatch, but the dataloader gave {type(given)}. "
+                f"context_parallel_size={self._size} cuts THDBatch, but the dataloader gave {type(loaded)}. "
                 "Use THDDataModule, or THDBatch.collate(samples, align=trainer.strategy.alignment)."
             )
-        return collection
+        return apply_to_collection(moved, (THDBatch, THDStep), self._cut_one)
+
+    def _cut_to_degrees(self, moved: Any) -> Any:
+        """Cut a step with a planned number of ranks for each microbatch; leave evaluation's packs whole."""
+        assert self._axes.degree_groups is not None
+        if isinstance(moved, SharedStep):
+            return cut_step(moved, self._axes.degree_groups, **self._options)
+
+        module = self._strategy.lightning_module
+        trains = module is None or module.trainer.training
+        if trains and isinstance(moved, THDBatch | THDStep):
+            raise MisconfigurationException(
+                "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
+                f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
+            )
+        return moved
+
+    def _cut_one(self, batch: THDBatch | THDStep) -> THDBatch | THDStep:
+        """Return this rank's part of a pack or step; a pack that is cut already stays as it is."""
+        if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
+            return batch
+        assert self._axes.meshes is not None
+        group = self._axes.meshes.group(CONTEXT)
+        if isinstance(batch, THDStep):
+            return shard_step(batch, group=group, **self._options)
+        return shard_batch(batch, group=group, **self._options)
 
 
 class BroadcastLoader:
     """Iterates a dataloader on the first rank of a group only, and sends every batch to the other ranks."""
 
     def __init__(self, dataloader: Any, group: dist.ProcessGroup) -> None:
-        self._dataloader, self._reads = dataloader, group.rank() == 0
+        self._dataloader = dataloader
+        self._reads = group.rank() == 0
         # Send through CPU memory: on a device, batches would wait for the work that is queued there.
-        self._group, self._source = on_host(group), dist.get_global_rank(group, 0)
+        self._group = on_host(group)
+        self._source = dist.get_global_rank(group, 0)
 
     def __getattr__(self, name: str) -> Any:
+        # A copy or pickle has no ``_dataloader`` yet and asks for dunder names: both would recur forever.
         if name.startswith("__") or name == "_dataloader":
             raise AttributeError(name)
         return getattr(self._dataloader, name)
@@ -121,6 +140,7 @@ class BroadcastLoader:
             while message := broadcast_object(None, self._group, self._source):
                 yield message[0]
             return
+
         for batch in self._dataloader:
             broadcast_object((batch,), self._group, self._source)
             yield batch
@@ -133,12 +153,12 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes, *, one_reads:
     if not isinstance(dataset, IterableDataset):
         return
     if hasattr(dataset, "data_rank") and hasattr(dataset, "data_size"):
-        dataset.data_rank, dataset.data_size = rank, sizes.data
+        dataset.data_rank = rank
+        dataset.data_size = sizes.data
         return
     if sizes.peers == 1 or one_reads:  # ranks may read different data, as under any strategy
         return
-    split = getattr(dataset, "_distributed", None)  # an attribute of datasets.IterableDataset
-    if split is not None and (split.rank, split.world_size) == (rank, sizes.data):
+    if _part_of(dataset) == (rank, sizes.data):
         return
     raise MisconfigurationException(
         f"{type(dataset).__name__} is iterable and does not say which part of the data it reads, but "
@@ -147,17 +167,23 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes, *, one_reads:
     )
 
 
+def _part_of(dataset: Any) -> tuple[int, int] | None:
+    """Return rank and world size of ``datasets.distributed.split_dataset_by_node``; None without a split."""
+    if not any(base.__module__.partition(".")[0] == "datasets" for base in type(dataset).__mro__):
+        return None
+    split = private_of(dataset, "datasets.IterableDataset._distributed")
+    return None if split is None else (split.rank, split.world_size)
+
+
 def log_traffic(trainer: L.Trainer) -> None:
     """When the Trainer logs, log the bytes received per slot since the last log, and each method's share."""
-    connector = trainer._logger_connector
-    if not connector.should_update_logs:
+    if not logs_this_step(trainer):
         return
-    found = traffic.read_and_reset()
-    if found.slots:
-        metrics = {f"context_parallel/{way}": share for way, share in found.shares.items()}
-        metrics["context_parallel/bytes_per_token"] = found.received_bytes / found.slots
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        connector.log_metrics(metrics)  # type: ignore[arg-type]  # it accepts floats
+    exchanged = traffic.read_and_reset()
+    if exchanged.slots:
+        numbers = {f"context_parallel/{way}": share for way, share in exchanged.shares.items()}
+        numbers["context_parallel/bytes_per_token"] = exchanged.received_bytes / exchanged.slots
+        log_numbers(trainer, numbers)
 
 
 def check_degrees(size: Any, largest: int | None) -> None:
@@ -180,44 +206,61 @@ def check_ways(layout: Any, communication: Any) -> None:
 
 def sharing_of(strategy: Any) -> Sharing:
     """Return how many ranks of a strategy may share a sequence, and at what cost."""
-    if (stages := strategy.pipeline_parallel_size) != 1:
+    stages = strategy.pipeline_parallel_size
+    if stages != 1:
         raise MisconfigurationException(
             f"context_parallel_size='dynamic' with pipeline_parallel_size={stages}: stages need "
             "microbatches of one degree. Set a fixed context_parallel_size."
         )
+
     largest = strategy.max_context_parallel_size
     check_tiling(strategy.sizes.data, largest)
+    # Ranks wait for each other once a step if DDP sums gradients or FSDP2 gathers once, else more often.
+    waits_once = isinstance(strategy, DDPStrategy) or gathers_once(strategy)
     return Sharing(
         max_degree=largest,
         layout=strategy.context_parallel_layout,
         tp=strategy.sizes.tensor,
         sequence_parallel=strategy.sequence_parallel,
         exchange=exchange_costs(strategy.lightning_module, largest),
-        # Ranks wait for each other once a step if DDP sums gradients or FSDP2 gathers once, else more often.
-        waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
+        waits="step" if waits_once else "microbatch",
     )
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return, for 2, 4, ... ranks, a slot's cheapest exchange time as a share of a token's training time."""
+    """Return, for 2, 4, ... ranks, a slot's cheapest exchange time as a share of a token's training time.
+
+    None if the FLOPs of the model are not known. ``largest`` is the most ranks, a power of two.
+    """
     config = model_config(module)
     if config is None:
         return None
-    text = config.get_text_config()
     try:
-        flops = float(FlopsModel.from_config(config).training_flops(SeqStats.from_lengths([1024])).hardware)
+        model = FlopsModel.from_config(config)
+        flops = float(model.training_flops(SeqStats.from_lengths([_TOKENS])).hardware)
     except ValueError:
         return None
+    token_s = flops / _TOKENS / FLOPS_PER_S
+
+    layer, num_layers = _layer_of(config.get_text_config())
+    costs = []
+    degree = 2
+    while degree <= largest:
+        layer_bytes = layer.gather_bytes(_TOKENS, degree)
+        if layer.heads % degree == 0:
+            layer_bytes = min(layer_bytes, layer.ulysses_bytes(_TOKENS, degree))
+        slot_bytes = 2 * num_layers * layer_bytes / _TOKENS  # forward and backward
+        costs.append(slot_bytes / BYTES_PER_S / token_s)
+        degree *= 2
+    return tuple(costs)
+
+
+def _layer_of(text: Any) -> tuple[LayerSizes, int]:
+    """Return the sizes of a layer's attention, whose activations are bf16, and the number of layers."""
     heads = getattr(text, "num_attention_heads", 0) or 0
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    layer = LayerSizes(heads=heads, kv_heads=kv_heads, head_size=size, value_size=size, element_bytes=2)
-    token_s = flops / 1024 / FLOPS_PER_S
-    found = []
-    for degree in (1 << i for i in range(1, largest.bit_length())):
-        moved = layer.gather_bytes(1024, degree)
-        if heads % degree == 0:
-            moved = min(moved, layer.ulysses_bytes(1024, degree))
-        slot_bytes = 2 * text.num_hidden_layers * moved / 1024  # forward and backward
-        found.append(slot_bytes / BYTES_PER_S / token_s)
-    return tuple(found)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    layer = LayerSizes(
+        heads=heads, kv_heads=kv_heads, head_size=head_size, value_size=head_size, element_bytes=2
+    )
+    return layer, text.num_hidden_layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from lightning_thd.parallel.pipeline import Op, make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, require_same_ends, sum_tied
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
-from lightning_thd.strategies.axes import Axes
-from lightning_thd.strategies.logs import RecordedLogs
+from lightning_thd.strategies.axes import Axes, timeout_of
+from lightning_thd.strategies.logs import RecordedLogs, logs_this_step, number_of_step
 from lightning_thd.strategies.loop import StepLoop, loss_of, warn_of_extras
 
 
@@ -36,11 +35,13 @@ class Pipeline:
     """The stage that this rank holds of a model cut by depth, and its messages to the other stages."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
-        self._strategy, self._axes = strategy, axes
+        self._strategy = strategy
+        self._axes = axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # Shares of the last step's time: this rank's measured wait (0 on a GPU), the schedule's ``bubble``.
-        self.waited = self.expected_wait = 0.0
+        # Shares of the last step's time.
+        self.waited = 0.0  # this rank's measured wait; 0 on a GPU
+        self.expected_wait = 0.0  # the schedule's ``bubble``
         self.compared = False  # whether the stages have compared how they make the loss
 
     @cached_property
@@ -50,12 +51,16 @@ class Pipeline:
 
     def _make_channel(self, dtype: torch.dtype | None = None) -> Channel:
         """Create a channel and its two or four process groups; all ranks of the job call this."""
-        timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
-        several = self._strategy.stages_per_rank > 1
-        groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
-        down, up, *wraps = groups
-        ends = (wraps[0], wraps[1]) if several else None
-        channel = Channel(down=down, up=up, wraps=ends, fixed_dtype=dtype)
+
+        def new_group() -> dist.ProcessGroup:
+            return another_group(self._axes.sizes, timeout=timeout_of(self._strategy))
+
+        down = new_group()
+        up = new_group()
+        wraps = None
+        if self._strategy.stages_per_rank > 1:
+            wraps = (new_group(), new_group())
+        channel = Channel(down=down, up=up, wraps=wraps, fixed_dtype=dtype)
         channel.meet(self._strategy.root_device)
         return channel
 
@@ -73,14 +78,16 @@ class Pipeline:
                 "in its own order, which automatic_optimization=False cannot. Use automatic optimisation."
             )
         _refuse_weights_outside(module, language_model_of(module))
-        names = tied_names(module)
+
+        names = tied_names(module)  # before the cut, which takes one of the two copies away
+        meshes = self._axes.meshes
         self.stage = cut_model(
             module,
             self.channel,
             stages_per_rank=strategy.stages_per_rank,
             split=strategy.pipeline_split,
             balance=lambda: self._make_channel(torch.float64),
-            peers=None if (meshes := self._axes.meshes) is None else meshes.stage.get_group(),
+            peers=None if meshes is None else meshes.stage.get_group(),
         )
         self.stage.tied_names = names
         rank_zero_info(self.stage.split.table())
@@ -115,12 +122,21 @@ class Pipeline:
 
     def gather_states(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather all stages' weights in the first stage's CPU memory, a tied weight once; a collective."""
-        own = {k: v for k, v in state.items() if not any(head.endswith(f".{k}") for head in self.head_name)}
+        # ``head_name`` begins at the LightningModule, the names of ``state`` at a model inside of it.
+        of_stage = {
+            name: value
+            for name, value in state.items()
+            if not any(head.endswith(f".{name}") for head in self.head_name)
+        }
         group = self.host_group
-        first = group.rank() == 0
-        parts: list[Any] | None = [None] * group.size() if first else None
-        dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
-        return {name: value for part in parts or [own] for name, value in part.items()}
+        first = dist.get_global_rank(group, 0)
+        if group.rank() != 0:
+            dist.gather_object(of_stage, None, dst=first, group=group)
+            return of_stage
+
+        parts: list[Any] = [None] * group.size()
+        dist.gather_object(of_stage, parts, dst=first, group=group)
+        return {name: value for part in parts for name, value in part.items()}
 
     def write_adapters(self, folder: Path, model: Any, state: Mapping[str, Tensor]) -> None:
         """Write all stages' adapters, of which PEFT writes only the first stage's; a collective."""
@@ -128,11 +144,12 @@ class Pipeline:
         from safetensors.torch import save_file
 
         for name in model.peft_config:
-            found = self.gather_states(get_peft_model_state_dict(model, dict(state), name))
+            adapter = self.gather_states(get_peft_model_state_dict(model, dict(state), name))
             if self.host_group.rank() == 0:
-                place = folder if name == "default" else folder / name  # as PEFT does
-                whole = {key: value.clone() for key, value in found.items()}
-                save_file(whole, place / "adapter_model.safetensors", metadata={"format": "pt"})
+                of_adapter = folder if name == "default" else folder / name  # as PEFT does
+                # safetensors refuses tensors that share memory with others.
+                copies = {key: value.clone() for key, value in adapter.items()}
+                save_file(copies, of_adapter / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def earlier_stage(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | None:
@@ -149,11 +166,12 @@ def earlier_stage(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage 
 
 
 def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
+    """Refuse trained weights of a LightningModule beside the model that is cut by depth."""
     cut = {id(parameter) for parameter in inner.parameters()}
-    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
-    if left:
+    beside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
+    if beside:
         raise MisconfigurationException(
-            f"{type(module).__name__} trains {left[:4]} beside the {type(inner).__name__} that "
+            f"{type(module).__name__} trains {beside[:4]} beside the {type(inner).__name__} that "
             "pipeline_parallel_size > 1 cuts by depth; no stage is known for them. Freeze them."
         )
 
@@ -178,7 +196,8 @@ class PipelineLoop(StepLoop):
     def first(self, batch: Any, *args: Any) -> Any:
         """Run the first forward pass of a step; the method ``rest`` runs all other passes."""
         strategy = self._strategy
-        if (accumulate := strategy._trainer.accumulate_grad_batches) != 1:
+        accumulate = strategy._trainer.accumulate_grad_batches
+        if accumulate != 1:
             raise MisconfigurationException(
                 f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in "
                 "one batch. Set it to 1, with THDDataModule(global_batch=Packs(n)) or THDStep batches."
@@ -188,6 +207,7 @@ class PipelineLoop(StepLoop):
                 f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs THDBatch, but the dataloader "
                 f"gave {type(batch).__name__}. Use THDDataModule."
             )
+
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin(strategy._trainer.global_step)
@@ -198,8 +218,9 @@ class PipelineLoop(StepLoop):
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
         """Run all passes of the step after the first."""
-        step, result = self._running, first_loss
+        step = self._running
         assert step is not None
+        result = first_loss
         for op in step.rest():
             if op.forward:
                 step.forward(op)
@@ -207,24 +228,29 @@ class PipelineLoop(StepLoop):
             loss = step.losses.pop((op.microbatch, op.chunk), first_loss)
             self._synchronise(step, op)
             result = backward(loss / len(step.step))
+
         self._losses = step.finish()
-        if (tied := step.stage.tied) is not None and tied.requires_grad:
+        tied = step.stage.tied
+        if tied is not None and tied.requires_grad:
             sum_tied(tied, self._pipeline.channel)
         self._running = None
         return result
 
     def _synchronise(self, step: PipelineStep, op: Op) -> None:
         """Reduce the gradients of a chunk, and free its weights, only in the chunk's last backward pass."""
-        # The embedding and the head are in no chunk. Reduce their gradients in the rank's last pass.
-        stage, last = step.stage, op is step.program[-1]
-        ends_chunk = op.microbatch == len(step.step) - 1
-        ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
-        layers = {id(m) for chunk in range(stage.chunks) for m in stage.modules_of(chunk)}
-        for child in self._strategy.model.modules():
-            if isinstance(child, FSDPModule):
-                ends = id(child) in ending if id(child) in layers else last
-                child.set_requires_gradient_sync(ends, recurse=False)
-                child.set_reshard_after_backward(ends, recurse=False)
+        ends_chunk = op.microbatch == len(step.step) - 1  # each chunk runs the microbatches in order
+        ends_step = op is step.program[-1]
+        in_layers: dict[int, bool] = {}  # id of a module of a layer -> whether this is its last pass
+        for chunk in range(step.stage.chunks):
+            ends_layers = ends_chunk and chunk == op.chunk
+            in_layers.update({id(module): ends_layers for module in step.stage.modules_of(chunk)})
+
+        for module in self._strategy.model.modules():
+            if isinstance(module, FSDPModule):
+                # The embedding and the head are in no chunk. Reduce their gradients in the rank's last pass.
+                ends = in_layers.get(id(module), ends_step)
+                module.set_requires_gradient_sync(ends, recurse=False)
+                module.set_reshard_after_backward(ends, recurse=False)
 
 
 class PipelineStep:
@@ -234,10 +260,15 @@ class PipelineStep:
         self, strategy: Any, pipeline: Pipeline, run: Callable[..., Any], step: THDStep, args: tuple[Any, ...]
     ) -> None:
         assert pipeline.stage is not None
-        self._strategy, self._pipeline, self._run, self._args = strategy, pipeline, run, args
-        self.step, self.stage, self.channel = step, pipeline.stage, pipeline.channel
-        self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
+        self._strategy = strategy
+        self._pipeline = pipeline
+        self._run = run  # the forward pass of one microbatch
+        self._args = args  # what training_step takes beside the batch
+        self.step = step
         self._batches = step.microbatches
+        self.stage = pipeline.stage
+        self.channel = pipeline.channel
+        self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
         self.program = self.schedule.programs[self.channel.rank]
         # With sequence parallelism, a message has only the slots of one tensor-parallel rank.
         self._slot_ranks = strategy.sizes.tensor if strategy.sequence_parallel else 1
@@ -246,7 +277,8 @@ class PipelineStep:
         self._values: dict[int, Tensor] = {}  # microbatch -> loss, on the stage with the head
         # (microbatch, chunk) -> names of the autograd nodes by which training_step made the loss
         self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._started, self.channel.waited_s = time.perf_counter(), 0.0
+        self._started_s = time.perf_counter()
+        self.channel.waited_s = 0.0
 
     def rest(self) -> Iterator[Op]:
         """Yield the passes after the first, and begin to receive each pass's input during the pass before."""
@@ -257,19 +289,22 @@ class PipelineStep:
             yield op
 
     def _expect(self, op: Op | None) -> None:
+        """Begin to receive the input of a pass, if there is one more."""
         if op is not None:
             ids = self._batches[op.microbatch].input_ids
             self.stage.expect(op, ids.numel() // self._slot_ranks, ids.device)
 
     def forward(self, op: Op) -> Any:
         """Run a forward pass through one chunk of this rank."""
-        stage, batch = self.stage, self._batches[op.microbatch]
+        stage = self.stage
         stage.begin(op.chunk)
         with self._logs.record(op.microbatch, op.chunk):
-            output = self._run(batch, *self._args)
+            output = self._run(self._batches[op.microbatch], *self._args)
+
         loss = loss_of(output)
         module = self._strategy.lightning_module
-        stage.require_one_call(_definition(module) if not stage.made else "")
+        # Without a loss of the model the message shows training_step, else the lines that made the losses.
+        stage.require_one_call("" if stage.made else _definition(module))
         self._graphs[op.microbatch, op.chunk] = require_only_loss(module, loss, stage.made)
         if stage.holds_head:
             self._values[op.microbatch] = loss.detach()
@@ -284,48 +319,62 @@ class PipelineStep:
         if self.stage.balance is not None:
             self.stage.balance.channel.finish()
         losses = self._share()
-        pipeline, trainer = self._pipeline, self._strategy._trainer
-        pipeline.waited = self.channel.waited_s / max(time.perf_counter() - self._started, 1e-9)
+
+        pipeline = self._pipeline
+        step_s = time.perf_counter() - self._started_s
+        pipeline.waited = self.channel.waited_s / max(step_s, 1e-9)
         pipeline.expected_wait = self.schedule.bubble
-        if trainer._logger_connector.should_update_logs:
-            found = {
+        trainer = self._strategy._trainer
+        if logs_this_step(trainer):
+            numbers = {
                 "pipeline/bubble_fraction": pipeline.waited,
                 "pipeline/expected_bubble_fraction": pipeline.expected_wait,
             }
             for logger in trainer.loggers:
-                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(numbers, step=number_of_step(trainer))
         return losses
 
     def _share(self) -> list[Tensor]:
         """Send the last stage's losses, logs and the losses' autograd nodes to all stages, in one message."""
-        n, chunk = len(self._batches), self.stage.chunks - 1
         message: Any = None
         if self.stage.holds_head:
-            numbers = self._logs.values([self._values[m] for m in range(n)])
-            message = (*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)
+            microbatches = range(len(self._batches))
+            last_chunk = self.stage.chunks - 1
+            losses, logged = self._logs.values([self._values[microbatch] for microbatch in microbatches])
+            graphs = [self._graphs[microbatch, last_chunk] for microbatch in microbatches]
+            message = (losses, logged, graphs, self._trains_tied)
+
         group = self._pipeline.host_group  # a GPU group would copy the objects to the GPU and back
-        last = dist.get_global_rank(group, self.channel.ranks - 1)
-        losses, logged, graphs, trains_tied = broadcast_object(message, group, last)
+        last_rank = dist.get_global_rank(group, self.channel.ranks - 1)
+        losses, logged, graphs, last_trains_tied = broadcast_object(message, group, last_rank)
         self._logs.log(self._batches, logged)
-        module = self._strategy.lightning_module
-        differs = next(
-            (_differing(module, own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]),
-            None,
-        )
-        if self.channel.rank == 0 and self._trains_tied != trains_tied:
-            differs = (
+        self._refuse_difference(graphs, last_trains_tied=last_trains_tied)
+        return list(uploaded(np.array(losses, np.float64), self._strategy.root_device))
+
+    def _refuse_difference(self, graphs: list[tuple[str, ...]], *, last_trains_tied: bool) -> None:
+        """Refuse a stage that makes its loss otherwise than the last, or trains one copy of a tied weight.
+
+        ``graphs`` has, for each microbatch, the names of the last stage's autograd nodes.
+        """
+        problem = None
+        for (microbatch, _), names in self._graphs.items():
+            if names != graphs[microbatch]:
+                problem = _differing(self._strategy.lightning_module, names, graphs[microbatch])
+                break
+        if self.channel.rank == 0 and self._trains_tied != last_trains_tied:
+            problem = (
                 "The weight that embedding and head share is now trained on the "
-                f"{'last' if trains_tied else 'first'} pipeline stage only, so its copies would differ. "
+                f"{'last' if last_trains_tied else 'first'} pipeline stage only, so its copies would differ. "
                 "Freeze and unfreeze both copies: the embedding's on the first stage, the head's on the last."
             )
+
         if not self._pipeline.compared:  # compare in the first step, so that all stages raise together
             self._pipeline.compared = True
-            found: list[Any] = [None] * self.channel.ranks
-            dist.all_gather_object(found, differs, group=group)
-            differs = next(filter(None, found), None)
-        if differs is not None:
-            raise MisconfigurationException(differs)
-        return list(uploaded(np.array(losses, np.float64), self._strategy.root_device))
+            problems: list[Any] = [None] * self.channel.ranks
+            dist.all_gather_object(problems, problem, group=self._pipeline.host_group)
+            problem = next((each for each in problems if each is not None), None)
+        if problem is not None:
+            raise MisconfigurationException(problem)
 
     @property
     def _trains_tied(self) -> bool:
@@ -334,36 +383,42 @@ class PipelineStep:
 
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
     """Name a loss's autograd nodes up to ``made``, the model's own; refuse other paths to weights."""
-    seen, left = {id(node) for node in made}, [loss.grad_fn]
-    held, leaves = [], set()  # ``held`` keeps nodes alive, because ids of freed nodes are used again
-    while left:
-        node: Any = left.pop()
+    seen = {id(node) for node in made}
+    nodes: list[Any] = []  # also keeps the nodes alive, because ids of freed nodes are used again
+    weights = set()  # ids of the parameters that the loss depends on beside the model
+    pending: list[Any] = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
-        held.append(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(id(leaf))
-        left += [following for following, _ in node.next_functions]
-    if leaves:
-        names = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
+        nodes.append(node)
+        weight = getattr(node, "variable", None)  # the parameter whose gradient the node adds up
+        if weight is not None:
+            weights.add(id(weight))
+        pending += [following for following, _ in node.next_functions]
+
+    if weights:
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in weights]
         raise MisconfigurationException(
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
             f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Return "
             "causal_lm_loss(self.model, batch), perhaps times a number: docs/reference/messages.md#pipelines."
         )
     # Stages may compute in different dtypes, so conversions do not count.
-    return tuple(node.name() for node in held if "ToCopy" not in node.name())
+    return tuple(node.name() for node in nodes if "ToCopy" not in node.name())
 
 
-def _differing(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
+def _differing(module: Any, here: tuple[str, ...], last: tuple[str, ...]) -> str:
+    """Return the message for a loss that this stage makes otherwise than the last one."""
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
-        f"and by {list(own)} on another ({_definition(module)}): it branches on the loss, and only the last "
+        f"and by {list(here)} on another ({_definition(module)}): it branches on the loss, and only the last "
         "stage has its value. Branch in on_train_batch_end: docs/reference/messages.md#pipelines."
     )
 
 
 def _definition(module: Any) -> str:
+    """Say in which file and line a module's ``training_step`` is defined."""
     code = getattr(type(module).training_step, "__code__", None)
     return "training_step" if code is None else described(code.co_filename, code.co_firstlineno)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd._checks import choice, flags, instance, whole_number
+from lightning_thd._private import private_of
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.fsdp import models_of, trains_towers
@@ -36,7 +37,13 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(device=device or "cpu", **kwargs)
+        # Empty until Lightning sets the device, which it does only if the list is empty.
         self._chosen = [] if device is None else [torch.device(device)]
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return the device of the model: the chosen one, which is the CPU until there is a choice."""
+        return self._chosen[0] if self._chosen else super().root_device
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -50,9 +57,7 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
                 f"strategy='thd' runs on one device, but the Trainer has {len(devices)}. "
                 "Use strategy='thd_ddp', or Trainer(devices=1)."
             )
-        self._chosen = list(devices or [])
-        if devices:
-            self._root_device = torch.device(devices[0])
+        self._chosen = [torch.device(device) for device in devices or ()]
 
 
 # What only the strategy that shards the model takes.
@@ -113,14 +118,21 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     ) -> None:
         _refuse_sharding(kwargs)
         super().__init__(**kwargs)
-        ways = context_parallel_layout, context_parallel_communication
-        _configure(self, context_parallel_size, max_context_parallel_size, ways, broadcast_data)
+        _configure(
+            self,
+            size=context_parallel_size,
+            max_size=max_context_parallel_size,
+            layout=context_parallel_layout,
+            communication=context_parallel_communication,
+            broadcast_data=broadcast_data,
+        )
 
     def configure_ddp(self) -> None:
         """Wrap the model in DDP; let DDP accept that a rank without images does not use a vision tower."""
         assert self.lightning_module is not None
-        if any(map(trains_towers, models_of(self.lightning_module))):
-            self._ddp_kwargs.setdefault("find_unused_parameters", True)
+        if any(trains_towers(model) for model in models_of(self.lightning_module)):
+            options = private_of(self, "lightning.pytorch.strategies.DDPStrategy._ddp_kwargs")
+            options.setdefault("find_unused_parameters", True)
         super().configure_ddp()
 
 
@@ -177,6 +189,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_split: Literal["auto"] | Sequence[int] = "auto",
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+
         check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
         _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
         if tensor_parallel_plan is not None:
@@ -187,8 +200,15 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         if reshard_after_forward != "auto":
             flags(reshard_after_forward=reshard_after_forward)
         flags(sequence_parallel=sequence_parallel, asynchronous_checkpoints=asynchronous_checkpoints)
-        ways = context_parallel_layout, context_parallel_communication
-        _configure(self, context_parallel_size, max_context_parallel_size, ways, broadcast_data)
+
+        _configure(
+            self,
+            size=context_parallel_size,
+            max_size=max_context_parallel_size,
+            layout=context_parallel_layout,
+            communication=context_parallel_communication,
+            broadcast_data=broadcast_data,
+        )
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
         self.tensor_parallel_size = tensor_parallel_size
@@ -208,24 +228,33 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         """
         assert self.lightning_module is not None
         if model is None:
-            found = [m for m in models_of(self.lightning_module) if hasattr(m, "save_pretrained")]
-            if len(found) != 1:
-                raise ValueError(
-                    f"{type(self.lightning_module).__name__} holds {len(found)} models with "
-                    "save_pretrained(), wanted one. Pass model=."
-                )
-            model = found[0]
-        axes, pipeline = self._axes, self._pipeline
-        first = axes is None or axes.meshes is None or axes.meshes.stage.get_local_rank() == 0
-        own = state = whole_state_dict(model, keep=first)
-        if pipeline is not None and first:
-            state = pipeline.gather_states(state)
+            model = _only_pretrained_model(self.lightning_module)
+
+        axes = self._axes
+        # The ranks of the pipeline that begins at this stage's first rank gather, stage by stage.
+        gathers = axes is None or axes.meshes is None or axes.meshes.stage.get_local_rank() == 0
+        of_stage = whole_state_dict(model, keep=gathers)
+        state = of_stage
+        if self._pipeline is not None and gathers:
+            state = self._pipeline.gather_states(of_stage)
+
         if self.is_global_zero:
             exporter: Any = model
             exporter.save_pretrained(str(folder), state_dict=state)
-        if pipeline is not None and first and hasattr(model, "get_base_model"):
-            pipeline.write_adapters(Path(folder), model, own)
+        if self._pipeline is not None and gathers and hasattr(model, "get_base_model"):
+            self._pipeline.write_adapters(Path(folder), model, of_stage)
         self.barrier()
+
+
+def _only_pretrained_model(module: nn.Module) -> nn.Module:
+    """Return the model of a LightningModule that has ``save_pretrained``; refuse none and several."""
+    models = [model for model in models_of(module) if hasattr(model, "save_pretrained")]
+    if len(models) != 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(models)} models with save_pretrained(), wanted one. Pass "
+            "model=."
+        )
+    return models[0]
 
 
 def register_strategies() -> None:
@@ -236,19 +265,29 @@ def register_strategies() -> None:
 
 
 def _configure(
-    strategy: Any, size: int | str, largest: int | None, ways: tuple[Layout, Communication], broadcast: bool
+    strategy: Any,
+    *,
+    size: int | str,
+    max_size: int | None,
+    layout: Layout,
+    communication: Communication,
+    broadcast_data: bool,
 ) -> None:
-    check_degrees(size, largest)
-    flags(broadcast_data=broadcast)
-    check_ways(*ways)
-    strategy.context_parallel_size, strategy.max_context_parallel_size = size, largest
-    strategy.context_parallel_layout, strategy.context_parallel_communication = ways
-    strategy.broadcast_data = broadcast
+    """Check the arguments of context parallelism, and set the attributes that ``THDStrategyMixin`` reads."""
+    check_degrees(size, max_size)
+    flags(broadcast_data=broadcast_data)
+    check_ways(layout, communication)
+    strategy.context_parallel_size = size
+    strategy.max_context_parallel_size = max_size
+    strategy.context_parallel_layout = layout
+    strategy.context_parallel_communication = communication
+    strategy.broadcast_data = broadcast_data
 
 
 def _check_pipeline(
     size: int, schedule: str, stages_per_rank: int, split: Literal["auto"] | Sequence[int]
 ) -> None:
+    """Refuse arguments of a pipeline that contradict each other."""
     whole_number(size, "pipeline_parallel_size", least=1)
     whole_number(stages_per_rank, "stages_per_rank", least=1)
     choice(schedule, "pipeline_schedule", *get_args(ScheduleName))

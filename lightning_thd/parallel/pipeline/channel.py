@@ -57,18 +57,23 @@ class Channel:
         if device.type == "cpu":
             return
         token = torch.zeros(1, device=device)
-        for group in (self.down, self.up, *(self.wraps or ())):
+        before = self._peer("down", -1)
+        behind = self._peer("down", 1)
+        wraps = self.wraps or ()
+        for group in (self.down, self.up, *wraps):
             dist.all_reduce(token, group=group)
+
+        # NCCL has a communicator of its own for each pair of ranks. The token goes from rank to rank.
         for group in (self.down, self.up):
-            if self.rank:
-                dist.recv(token, self._peer("down", -1), group=group)
-            if self.rank + 1 < self.ranks:
-                dist.send(token, self._peer("down", 1), group=group)
-        for group in self.wraps or ():
-            if self.rank + 1 == self.ranks:
-                dist.send(token, self._peer("down", 1), group=group)
-            elif not self.rank:
-                dist.recv(token, self._peer("down", -1), group=group)
+            if self.rank > 0:
+                dist.recv(token, before, group=group)
+            if self.rank < self.ranks - 1:
+                dist.send(token, behind, group=group)
+        for group in wraps:
+            if self.rank == self.ranks - 1:
+                dist.send(token, behind, group=group)
+            elif self.rank == 0:
+                dist.recv(token, before, group=group)
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
@@ -76,8 +81,12 @@ class Channel:
             self._send_dtype(tensor)
         data = tensor.detach().contiguous()
         group = self._group(direction, wraps=self.rank == self._end(direction))
-        self._sent.append((dist.isend(data, self._peer(direction, 1), group=group), data))
-        while self._sent and self._sent[0][0].is_completed():
+        work = dist.isend(data, self._peer(direction, 1), group=group)
+        self._sent.append((work, data))
+        while self._sent:
+            oldest, _ = self._sent[0]
+            if not oldest.is_completed():
+                break
             self._sent.popleft()
 
     def post(self, shape: torch.Size, device: torch.device, direction: Direction) -> None:
@@ -102,7 +111,8 @@ class Channel:
     def finish(self) -> None:
         """Wait until every message of this rank has been sent."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            work, _ = self._sent.popleft()
+            work.wait()
         assert not any(self._posted.values()), "a posted message was not received"
 
     @property
@@ -133,15 +143,19 @@ class Channel:
             )
 
     def _group(self, direction: Direction, *, wraps: bool) -> dist.ProcessGroup:
+        """Return the group of messages in a direction, ``wraps`` saying whether last and first rank talk."""
         if wraps and self.wraps is not None:
-            return self.wraps[direction == "up"]
-        return self.down if direction == "down" else self.up
+            down, up = self.wraps
+        else:
+            down, up = self.down, self.up
+        return down if direction == "down" else up
 
     def _end(self, direction: Direction) -> int:
         """Return the rank of the pipeline that messages of a direction reach last."""
         return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
+        """Return the global rank that is ``step`` ranks further in a direction."""
         along = step if direction == "down" else -step
         return dist.get_global_rank(self.down, (self.rank + along) % self.ranks)
 
@@ -168,7 +182,9 @@ class Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
         """Send hidden states to the next stage; ``anchor`` makes the result need a gradient."""
-        ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
+        ctx.channel = channel
+        ctx.shape = hidden.shape
+        ctx.device = hidden.device
         channel.send(hidden, "down")
         # A NaN can make gradients NaN. Nothing uses them, but anomaly detection would report them.
         value = 0.0 if torch.is_anomaly_enabled() else torch.nan
@@ -195,26 +211,27 @@ def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
     """Sum the gradients of a tied weight's two copies, each reduced over its stage; both stages call this."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
-    own = local(weight.grad)
-    other = torch.empty_like(own)
-    peer, group = _other_end(channel), channel.up
+    grad = local(weight.grad)
+    grad_of_other = torch.empty_like(grad)
+    peer = _other_end(channel)
     exchange = [
-        dist.P2POp(dist.isend, own.contiguous(), peer, group=group),
-        dist.P2POp(dist.irecv, other, peer, group=group),
+        dist.P2POp(dist.isend, grad.contiguous(), peer, group=channel.up),
+        dist.P2POp(dist.irecv, grad_of_other, peer, group=channel.up),
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    own.add_(other)
+    grad.add_(grad_of_other)
 
 
 def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], channel: Channel) -> None:
     """Refuse optimizers that treat the two copies of a tied weight differently; all stages call this."""
-    found: list[Any] = [None] * channel.ranks
-    dist.all_gather_object(found, _treatment(weight, optimizers), group=channel.down)
-    if found[0] != found[-1]:
+    treatments: list[Any] = [None] * channel.ranks
+    dist.all_gather_object(treatments, _treatment(weight, optimizers), group=channel.down)
+    first, last = treatments[0], treatments[-1]
+    if first != last:
         raise ValueError(
             "The weight that embedding and head share is treated as (optimizer, group, options, trained) "
-            f"{found[0]} on the first pipeline stage and {found[-1]} on the last. Treat both the same."
+            f"{first} on the first pipeline stage and {last} on the last. Treat both the same."
         )
 
 
@@ -222,10 +239,14 @@ def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> 
     """Return a weight's optimizer and group by index, the group's options and whether it is trained."""
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
-            if any(parameter is weight for parameter in group["params"]):
-                given = {name: value for name, value in group.items() if name != "params"}
-                options = {k: repr(v.tolist() if isinstance(v, Tensor) else v) for k, v in given.items()}
-                return i, k, options, weight is not None and weight.requires_grad
+            if not any(parameter is weight for parameter in group["params"]):
+                continue
+            options = {}
+            for name, value in group.items():
+                if name != "params":
+                    # As text: tensors, such as a learning rate, would compare to a tensor.
+                    options[name] = repr(value.tolist() if isinstance(value, Tensor) else value)
+            return i, k, options, weight is not None and weight.requires_grad
     return None
 
 

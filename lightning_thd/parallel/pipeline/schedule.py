@@ -51,9 +51,12 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     for extra in range(total + 1):
         warm_ups = [min(total, _warm_up(rank, ranks, chunks) + extra) for rank in range(ranks)]
         programs = tuple(_program(forwards, backwards, warm_up) for warm_up in warm_ups)
-        found = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
-        if (lines := timeline(found, lambda stage, microbatch: 1.0)) is not None:
-            return replace(found, bubble=1.0 - 3.0 * total / max(line[-1].end for line in lines))
+        schedule = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
+        lines = timeline(schedule, lambda stage, microbatch: 1.0)
+        if lines is not None:
+            busy = 3.0 * total  # time of a rank; a backward pass takes twice as long as a forward pass
+            step = max(line[-1].end for line in lines)
+            return replace(schedule, bubble=1.0 - busy / step)
     raise AssertionError("a schedule with all forward passes first must work")
 
 
@@ -74,7 +77,10 @@ def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[
 
 def _warm_up(rank: int, ranks: int, chunks: int) -> int:
     """Return how many forward passes come before forward and backward alternate, as in Megatron-LM."""
-    return ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    ranks_behind = ranks - rank - 1
+    if chunks == 1:
+        return ranks_behind
+    return 2 * ranks_behind + (chunks - 1) * ranks
 
 
 def _program(
@@ -97,8 +103,9 @@ class Timed(NamedTuple):
 
 def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
     """Simulate a step; return when passes start and end, or None if ranks wait for each other forever."""
-    p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
-    done: dict[tuple[bool, int, int], float] = {}
+    p = schedule.ranks
+    last_stage = p * schedule.chunks - 1
+    done: dict[tuple[bool, int, int], float] = {}  # (forward, stage, microbatch) -> when the pass ended
     lines: list[list[Timed]] = [[] for _ in range(p)]
     ended = [0] * p  # how many passes of each rank have ended
     progressed = True
@@ -108,24 +115,30 @@ def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
             while ended[rank] < len(program):
                 op = program[ended[rank]]
                 stage = op.chunk * p + rank
-                needs = _needs(op, stage, last)
+                needs = _needs(op, stage, last_stage)
                 if any(need not in done for need in needs):
                     break
+
                 cost = work(stage, op.microbatch) * (1.0 if op.forward else 2.0)
-                ready = max((done[need] for need in needs), default=0.0)
-                start = max(ready, lines[rank][-1].end if lines[rank] else 0.0)
+                free = lines[rank][-1].end if lines[rank] else 0.0
+                start = max([free, *(done[need] for need in needs)])
                 lines[rank].append(Timed(op, start, start + cost))
                 done[op.forward, stage, op.microbatch] = start + cost
                 ended[rank] += 1
                 progressed = True
-    return lines if ended == [len(program) for program in schedule.programs] else None
+    if ended != [len(program) for program in schedule.programs]:
+        return None
+    return lines
 
 
-def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
+def _needs(op: Op, stage: int, last_stage: int) -> list[tuple[bool, int, int]]:
+    """Return the passes (forward, stage, microbatch) that have to end before a pass begins."""
     if op.forward:
-        return [(True, stage - 1, op.microbatch)] if stage else []
-    own = (True, stage, op.microbatch)
-    return [own] if stage == last else [own, (False, stage + 1, op.microbatch)]
+        return [] if stage == 0 else [(True, stage - 1, op.microbatch)]
+    forward_here = (True, stage, op.microbatch)
+    if stage == last_stage:
+        return [forward_here]
+    return [forward_here, (False, stage + 1, op.microbatch)]
 
 
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:

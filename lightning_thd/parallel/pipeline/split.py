@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_thd._checks import host_ints, real_number, whole_number
 from lightning_thd.flops import FlopsModel
@@ -48,7 +48,7 @@ class Split:
         return "\n".join(
             f"stage {stage} on rank {stage % self.ranks}: layers {held.start}-{held.stop - 1}, "
             f"{self.flops[stage] / total:.1%} of FLOPs, {self.parameters[stage]:,} parameters"
-            for stage, held in enumerate(map(self.layers, range(self.stages)))
+            for stage, held in enumerate(self.layers(stage) for stage in range(self.stages))
         )
 
 
@@ -64,11 +64,13 @@ def split_layers(
     """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work."""
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
-    flops, sizes = [x.flops for x in layers], [x.parameters for x in layers]
-    for layer, extra in ((0, embedding), (-1, head)):
+    flops = [layer.flops for layer in layers]
+    sizes = [layer.parameters for layer in layers]
+    for end, extra in ((0, embedding), (-1, head)):  # they run on the stages of the first and the last layer
         if layers and extra is not None:
-            flops[layer] += extra.flops
-            sizes[layer] += extra.parameters
+            flops[end] += extra.flops
+            sizes[end] += extra.parameters
+
     if isinstance(split, str) and split == "auto":
         if stages > len(layers):
             raise ValueError(
@@ -77,36 +79,55 @@ def split_layers(
             )
         bounds = _even_bounds(flops, sizes, stages)
     else:
-        given = host_ints(split, "split", advice="Pass the layers of each stage, or 'auto'.").tolist()
-        if len(given) != stages or min(given) < 1 or sum(given) != len(layers):
+        numbers = host_ints(split, "split", advice="Pass the layers of each stage, or 'auto'.").tolist()
+        if len(numbers) != stages or min(numbers) < 1 or sum(numbers) != len(layers):
             raise ValueError(
-                f"pipeline_split={given} gives {len(given)} stages {sum(given)} layers; wanted {stages} "
-                f"numbers of 1 or more that add up to the model's {len(layers)} layers, or 'auto'."
+                f"pipeline_split={numbers} gives {len(numbers)} stages {sum(numbers)} layers; wanted "
+                f"{stages} numbers of 1 or more that add up to the model's {len(layers)} layers, or 'auto'."
             )
-        bounds = [0, *accumulate(given)]
+        bounds = [0, *accumulate(numbers)]
     return Split(
         bounds=tuple(bounds),
-        flops=tuple(sum(flops[a:b]) for a, b in pairwise(bounds)),
-        parameters=tuple(sum(sizes[a:b]) for a, b in pairwise(bounds)),
+        flops=tuple(sum(flops[start:stop]) for start, stop in pairwise(bounds)),
+        parameters=tuple(sum(sizes[start:stop]) for start, stop in pairwise(bounds)),
         ranks=ranks,
     )
 
 
+class _Cut(NamedTuple):
+    """The first layers cut into some stages; of two cuts, the smaller is the better."""
+
+    slowest_flops: float  # the FLOPs of the stage with the most
+    largest_parameters: int  # the parameters of the stage with the most
+    bounds: tuple[int, ...]
+
+
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    n = len(flops)
-    work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
-    # best[b]: (FLOPs of the slowest stage, parameters of the largest, bounds) if they hold the first b layers
-    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
+    """Cut layers into stages so that the slowest is as fast, then the largest as small, as can be.
+
+    By dynamic programming over the stages: the best cut of the first b layers into s stages ends a best cut
+    of the first a layers into s - 1 stages, for some a < b.
+    """
+    num_layers = len(flops)
+    flops_before = [0.0, *accumulate(flops)]  # item i: all layers before layer i
+    parameters_before = [0, *accumulate(sizes)]
+    best = {0: _Cut(0.0, 0, (0,))}  # number of layers -> their best cut into the stages so far
     for stage in range(stages):
-        after: dict[int, tuple[float, int, list[int]]] = {}
-        left = stages - stage - 1
-        for a, (slow, large, bounds) in best.items():
-            for b in range(a + 1, n - left + 1) if left else (n,):
-                found = (max(slow, work[b] - work[a]), max(large, held[b] - held[a]), [*bounds, b])
-                if b > a and (b not in after or found[:2] < after[b][:2]):
-                    after[b] = found
-        best = after
-    return best[n][2]
+        longer: dict[int, _Cut] = {}
+        stages_left = stages - stage - 1
+        for start, cut in best.items():
+            # Every stage that is left needs a layer; the last one takes all layers that are left.
+            stops = range(start + 1, num_layers - stages_left + 1) if stages_left else (num_layers,)
+            for stop in stops:
+                longer_cut = _Cut(
+                    max(cut.slowest_flops, flops_before[stop] - flops_before[start]),
+                    max(cut.largest_parameters, parameters_before[stop] - parameters_before[start]),
+                    (*cut.bounds, stop),
+                )
+                if stop > start and (stop not in longer or longer_cut[:2] < longer[stop][:2]):
+                    longer[stop] = longer_cut
+        best = longer
+    return list(best[num_layers].bounds)
 
 
 def layer_flops(
@@ -122,10 +143,10 @@ def layer_flops(
     if not set(names) <= set(paths):
         return None
 
-    def flops(wanted: Collection[str]) -> float:
-        part = replace(model, layers=tuple(layer for layer in model.layers if layer.path in wanted))
-        return float(part.training_flops(SeqStats.from_lengths(lengths, windows=part.windows)).model)
+    def flops_of(parts: Collection[str]) -> float:
+        some = replace(model, layers=tuple(layer for layer in model.layers if layer.path in parts))
+        return float(some.training_flops(SeqStats.from_lengths(lengths, windows=some.windows)).model)
 
     before = [path for path in paths[: paths.index(names[0])] if path not in names]
     behind = set(paths) - set(names) - set(before)
-    return [flops([name]) for name in names], flops(before), flops(behind)
+    return [flops_of([name]) for name in names], flops_of(before), flops_of(behind)

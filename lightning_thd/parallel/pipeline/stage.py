@@ -42,14 +42,15 @@ class Stage:
     def __init__(
         self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
     ) -> None:
-        self.split, self.channel = split, channel
+        self.split = split
+        self.channel = channel
         self.whole = whole  # the whole model on the meta device, for counting FLOPs
         self.draws = draws  # whether layers draw random numbers
         self.active: int | None = None  # chunk of the running pass; None without gradients and between steps
         self.tail: Tensor | None = None  # result of ``Send`` in the running pass, on stages without the head
         self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
         self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
-        self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
+        self.stack: StageLayers | None = None  # holds this rank's layers, once the model is cut
         self.balance: RouterRelay | None = None  # for experts: adds up the router sums of all layers
         self.device: torch.device | None = None  # device of the last hidden states
         self.made: list[Any] = []  # autograd nodes of the model's own loss values in the running pass
@@ -75,6 +76,16 @@ class Stage:
         return sorted(self._chunk_of)
 
     @property
+    def held(self) -> dict[str, nn.Module]:
+        """Return this rank's layers by name, as they are now: wrappers may have replaced them."""
+        return {} if self.stack is None else dict(self.stack.named_children())
+
+    @property
+    def is_on_last_rank(self) -> bool:
+        """Return whether this rank is the last of the pipeline, which holds the head."""
+        return self.channel.rank == self.split.ranks - 1
+
+    @property
     def holds_embedding(self) -> bool:
         """Return whether the running pass begins with the embedding on this rank."""
         return self.channel.rank == 0 and self.active in (None, 0)
@@ -87,12 +98,17 @@ class Stage:
     @property
     def holds_head(self) -> bool:
         """Return whether the running pass ends with the head on this rank."""
-        return self.channel.rank == self.split.ranks - 1 and self.active in (None, self.chunks - 1)
+        return self.is_on_last_rank and self.active in (None, self.chunks - 1)
 
     def begin(self, chunk: int | None) -> None:
         """Begin a forward pass through one chunk, or through all (None) without gradients."""
-        self.active, self.tail, self._calls, self.made = chunk, None, [], []
-        self._received, self._is_again, self.in_layers = None, False, False
+        self.active = chunk
+        self.in_layers = False
+        self.made = []
+        self.tail = None
+        self._calls = []
+        self._received = None
+        self._is_again = False
         if self.balance is not None:
             self.balance.received = None
 
@@ -141,6 +157,7 @@ class Stage:
             self._width = hidden.shape[-1]
             if torch.is_grad_enabled():
                 self.tail = Send.apply(_anchor(hidden), hidden, self.channel)  # type: ignore[no-untyped-call]
+                # The way back goes through the loss, which depends on ``tail``, not through what follows.
                 hidden = hidden.detach()
             else:
                 self.channel.send(hidden, "down")
@@ -153,7 +170,8 @@ class Stage:
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
-            values, self.tail = self.tail.expand(size), None
+            values = self.tail.expand(size)
+            self.tail = None
             self.made.append(values.grad_fn)
             return values
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -182,25 +200,28 @@ class Stage:
     def expect(self, op: Op, slots: int, device: torch.device) -> None:
         """Begin to receive the message that a coming pass needs, while another pass runs."""
         stage = self._stage(op.chunk)
-        waits = stage > 0 if op.forward else stage < self._last
-        if waits and self._width is not None:
+        is_sent_a_message = stage > 0 if op.forward else stage < self._last
+        if is_sent_a_message and self._width is not None:
             shape = torch.Size((1, slots, self._width))
             self.channel.post(shape, device, "down" if op.forward else "up")
 
     def _receive(self, like: Tensor) -> Tensor:
+        """Return the hidden states of the stage before; a repeated call gets those of the first."""
         self._width = like.shape[-1]
-        if torch.is_grad_enabled():
-            if self._received is None or not self._is_again:
-                self._received = Receive.apply(_anchor(like), self.channel, like.shape)  # type: ignore[no-untyped-call]
-            assert self._received is not None
-            return self._received
-        return self.channel.receive(like.shape, like.device, "down")
+        if not torch.is_grad_enabled():
+            return self.channel.receive(like.shape, like.device, "down")
+        if self._received is None or not self._is_again:
+            self._received = Receive.apply(_anchor(like), self.channel, like.shape)  # type: ignore[no-untyped-call]
+        assert self._received is not None
+        return self._received
 
     def _stage(self, chunk: int) -> int:
+        """Return the index of one of this rank's stages in the whole pipeline."""
         return chunk * self.split.ranks + self.channel.rank
 
 
 def _anchor(like: Tensor) -> Tensor:
+    """Return a scalar that needs a gradient, without which autograd would record no node."""
     return torch.zeros((), device=like.device, requires_grad=True)
 
 
@@ -217,7 +238,7 @@ class StageLayers(nn.ModuleList):
             layers[i].register_forward_hook(self._boundaries[i].require_same_form)
             if stage.draws:
                 draw_from_own_stream(layers[i], i)
-        stage.held = MappingProxyType(self._modules)
+        stage.stack = self
 
     def __len__(self) -> int:
         return len(self._boundaries)
@@ -228,9 +249,8 @@ class StageLayers(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        place = range(len(self))[index]
-        found: nn.Module | None = self._modules[str(place)] if self._stage.runs(place) else None
-        return self._boundaries[place] if found is None else found
+        place = range(len(self))[index]  # an index below 0 counts from the end
+        return getattr(self, str(place)) if self._stage.runs(place) else self._boundaries[place]
 
 
 class Boundary(nn.Module):
@@ -241,7 +261,8 @@ class Boundary(nn.Module):
         for name, value in vars(layer).items():  # such as attention_type, which models read
             if isinstance(value, str | int | float | bool) and not name.startswith("_"):
                 setattr(self, name, value)
-        self._index, self._stage = index, stage
+        self._index = index
+        self._stage = stage
         self._returns = returned_by(layer)
         self._checked = False
 
@@ -252,19 +273,26 @@ class Boundary(nn.Module):
             draw_number()
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if not self._checked:
-            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **kwargs})
+            other_inputs: dict[Any, Any] = dict(enumerate(args[1:], start=1))
+            other_inputs.update(kwargs)
+            require_own_inputs(self._index, other_inputs)
             self._checked = True
-        crossed: Tensor = self._stage.cross(self._index, hidden)
-        return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
+        crossed = self._stage.cross(self._index, hidden)
+        if self._returns is None:
+            return crossed
+        return (crossed, *[None] * (self._returns - 1))
 
-    def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Refuse an output of a layer that differs in form from its boundary's; a forward hook."""
         self._stage.in_layers = True
-        first, *rest = output if isinstance(output, tuple) else (output,)
-        length = len(rest) + 1 if isinstance(output, tuple) else None
-        if not isinstance(first, Tensor) or length != self._returns or any(x is not None for x in rest):
-            more = ", ".join(type(x).__name__ for x in (first, *rest))
-            form = f"{type(output).__name__} of {more}" if isinstance(output, tuple) else more
+        is_tuple = isinstance(output, tuple)
+        first, *rest = output if is_tuple else (output,)
+        length = len(output) if is_tuple else None
+        has_others = any(value is not None for value in rest)
+        if not isinstance(first, Tensor) or length != self._returns or has_others:
+            form = ", ".join(type(value).__name__ for value in (first, *rest))
+            if is_tuple:
+                form = f"{type(output).__name__} of {form}"
             raise ValueError(
                 f"{type(layer).__name__} returns a {form}; wanted only the hidden states, because other "
                 "values would not reach the next pipeline stage. Set pipeline_parallel_size=1."
@@ -277,12 +305,12 @@ def returned_by(layer: nn.Module) -> int | None:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
     except (OSError, TypeError):  # no source
         return None
-    found = {
+    lengths = {
         len(node.value.elts) if isinstance(node.value, ast.Tuple) else None
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Return)
     }
-    return found.pop() if len(found) == 1 else None
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
@@ -309,12 +337,16 @@ class NoEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return an empty tensor on the device of this stage's layers; Llama 4 moves ids to that device."""
-        held = next(p for layer in self._stage.held.values() for p in layer.parameters())
-        return torch.empty(0, self.embedding_dim, device=held.device, dtype=held.dtype)
+        weights = (weight for layer in self._stage.held.values() for weight in layer.parameters())
+        one = next(weights)
+        return torch.empty(0, self.embedding_dim, device=one.device, dtype=one.dtype)
 
     def forward(self, ids: Tensor | torch.Size, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN ``[..., T, H]`` in the dtype of hidden states, for ids or for their shape."""
-        shape, device = (ids.shape, ids.device) if isinstance(ids, Tensor) else (ids, self.weight.device)
+        if isinstance(ids, Tensor):
+            shape, device = ids.shape, ids.device
+        else:
+            shape, device = ids, self.weight.device
         dtype = self._stage.channel.dtype(device)
         return torch.full((*shape, self.embedding_dim), torch.nan, dtype=dtype, device=device)
 
@@ -332,7 +364,9 @@ class NoHead(nn.Module):
 
     def __init__(self, vocabulary: int, stage: Stage, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.out_features, self._stage, self._dtype = vocabulary, stage, dtype
+        self.out_features = vocabulary
+        self._stage = stage
+        self._dtype = dtype
 
     @property
     def weight(self) -> Tensor:
