@@ -202,5 +202,3 @@ test-kernels: $(KERNELS)/.installed ## Triton's kernels by its interpreter
 		tests/interpreter
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -p tests.loss.forced \
 		tests/loss/test_fused.py -k "cross_entropy or log_probabilities"
-
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m slow tests/interpreter

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.models.switching import NAME
 
@@ -34,13 +35,14 @@ _HONOURED = """
     do_predict resume_from_checkpoint local_rank model_init_kwargs trust_remote_code
     router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token
     max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss activation_offloading
+    use_liger_kernel liger_kernel_config
 """
 HONOURED = frozenset(_HONOURED.split())
 
 _IRRELEVANT = """
     per_device_train_batch_size per_device_eval_batch_size use_cache pad_token accelerator_config
     average_tokens_across_devices dataloader_persistent_workers remove_unused_columns length_column_name
-    eval_accumulation_steps eval_use_gather_object packing_strategy pad_to_multiple_of liger_kernel_config
+    eval_accumulation_steps eval_use_gather_object packing_strategy pad_to_multiple_of
 """
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 # Trainers change these themselves, so a changed value need not come from the user.
@@ -60,7 +62,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             "is another loss. Use prepare_thd(loss_fn=loss.dft_loss) for 'dft'",
         ),
         "neftune_noise_alpha": ((None,), "scales its noise by the pack's length. Leave it at None"),
-        "use_liger_kernel": (_OFF, "replaces the forward pass and the loss over packs. Leave it at False"),
         "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack. Lower capacity"),
         "train_sampling_strategy": (("random", None), "orders rows, but packs are planned. Use 'random'"),
         "dataloader_drop_last": (_OFF, "drops a last batch of rows. Use data_kwargs={'tail': 'drop'}"),
@@ -97,6 +98,45 @@ def refuse_options(args: Any) -> None:
             )
         elif value is not None:  # TRL turns pad_to_multiple_of="auto" into None
             rank_zero_info(f"{given} has no effect on packs.")
+
+
+# Liger's losses. Both make a mean over the row of slots.
+_LIGERS_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+
+
+def leave_out_ligers_losses(args: Any) -> None:
+    """Keep Liger from replacing the model's loss, because packs have a loss of their own; keep its layers."""
+    given = getattr(args, "liger_kernel_config", None) or {}
+    if not getattr(args, "use_liger_kernel", False):
+        if given:
+            raise ValueError(
+                f"{type(args).__name__}(liger_kernel_config={given!r}) without use_liger_kernel=True would "
+                "have no effect. Set use_liger_kernel=True, or leave both out."
+            )
+        return
+    if any(given.get(name) for name in _LIGERS_LOSSES):
+        rank_zero_info(f"liger_kernel_config={given!r}: the loss of packs takes the place of Liger's.")
+    args.liger_kernel_config = {**given, **dict.fromkeys(_LIGERS_LOSSES, False)}
+
+
+def refuse_ligers_gaps(args: Any, model: Any) -> None:
+    """Refuse a model that Liger has no layers for, and names that it would leave out without a word."""
+    if not getattr(args, "use_liger_kernel", False):
+        return
+    liger: Any = require("liger_kernel.transformers.monkey_patch", feature="use_liger_kernel=True")
+    kind = getattr(unwrapped(model).config, "model_type", None)
+    apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+    if apply is None:
+        raise ValueError(
+            f"{type(args).__name__}(use_liger_kernel=True): the installed liger-kernel has no layers for "
+            f"model_type={kind!r}. Leave it at False."
+        )
+    known = {*inspect.signature(apply).parameters, *_LIGERS_LOSSES} - {"model"}
+    if unknown := sorted(args.liger_kernel_config.keys() - known):
+        raise ValueError(
+            f"liger_kernel_config has {unknown}, which Liger does not know for model_type={kind!r}; it takes "
+            f"{sorted(known - {*_LIGERS_LOSSES})}."
+        )
 
 
 def refuse_engines(trainer: Any) -> None:

@@ -46,7 +46,8 @@ _NOT_FOR_ROWS = {
 # Options that are refused if set, and why. pad_to_multiple_of has no effect; all others keep TRL's meaning.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
-    "use_liger_kernel": "replaces parts of the model that run on packs here",
+    "use_liger_kernel": "replaces TRL's loss by Liger's over padded rows. For its layers only, call "
+    "apply_liger_kernel_to_<family>(model=model, fused_linear_cross_entropy=False)",
     "torch_compile": "compiles the model for rows of one shape, but every pack has another shape",
     "deepspeed": "runs the model in its own engine",
     "neftune_noise_alpha": "scales its noise by the row's length, which would be the whole pack's",

@@ -37,9 +37,11 @@ from lightning_thd.integrations.hf_evaluation import LOSS, OPTION, EvaluationMix
 from lightning_thd.integrations.hf_heads import head_loss, head_of, refuse_head
 from lightning_thd.integrations.hf_options import (
     choose_thd,
+    leave_out_ligers_losses,
     precision_of,
     refuse_attention,
     refuse_engines,
+    refuse_ligers_gaps,
     refuse_options,
     refuse_trainer,
     settings_for,
@@ -119,6 +121,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
         if settings is not None:
             refuse_options(settings)  # before the base class warns about them or acts on them
+            leave_out_ligers_losses(settings)
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, str):
             if settings is None:
@@ -341,6 +344,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def _refuse_settings(self) -> None:
         refuse_engines(self)
         refuse_attention(self.model)
+        refuse_ligers_gaps(self.args, self.model)
         refuse_head(
             self.model,
             label_smoothing=float(self.args.label_smoothing_factor),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from lightning_thd.integrations.hf_options import (
     refuse_engines,
     refuse_options,
 )
-from tests.tiny import sequences, tiny_llama
+from tests.tiny import largest_error, sequences, tiny_llama
 
 trl = pytest.importorskip("trl")
 # What TRL's own defaults make transformers say.
@@ -79,6 +81,73 @@ def test_options_are_refused_by_name(tmp_path: Path) -> None:
         refuse_options(later(output_dir=str(tmp_path), use_cpu=True, new_loss="focal"))
     mine: Any = dataclasses.make_dataclass("Mine", [("colour", str, "red")], bases=bases)
     refuse_options(mine(output_dir=str(tmp_path), use_cpu=True, colour="blue"))
+
+
+def apply_standin(rms_norm: bool = True, fused_linear_cross_entropy: bool = True, model: Any = None) -> None:
+    """Patch a model as Liger does: other code with the same results, and a loss that must not be used."""
+    APPLIED.append(("rms_norm", rms_norm))
+    for module in model.modules():
+        if rms_norm and type(module).__name__ == "LlamaRMSNorm":
+            module.forward = MethodType(norm_standin, module)
+    if fused_linear_cross_entropy:
+        raise AssertionError("Liger's loss would replace that of packs")
+
+
+def norm_standin(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    APPLIED.append(("norm", True))
+    return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+APPLIED: list[tuple[str, bool]] = []
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a stand-in of liger-kernel with the names that transformers and packed_trainer take."""
+
+    def to_instance(model: Any, **options: Any) -> None:
+        known = inspect.signature(apply_standin).parameters
+        apply_standin(model=model, **{name: value for name, value in options.items() if name in known})
+
+    APPLIED.clear()
+    patch: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    patch.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_standin}
+    package: Any = ModuleType("liger_kernel.transformers")
+    package.monkey_patch, package._apply_liger_kernel_to_instance = patch, to_instance
+    for module in (ModuleType("liger_kernel"), package, patch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+
+
+@pytest.mark.usefixtures("liger")
+def test_ligers_layers_train_and_its_losses_are_left_out(tmp_path: Path) -> None:
+    trained = []
+    for options in ({}, {"use_liger_kernel": True}):
+        torch.manual_seed(0)
+        trainer = make(tmp_path, args={"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **options})
+        trainer.train()
+        trained.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    assert APPLIED[0] == ("rms_norm", True)
+    assert len(APPLIED) > 1
+    assert largest_error(*trained) < 1e-5  # fp32
+
+
+@pytest.mark.usefixtures("liger")
+def test_what_liger_would_leave_out_without_a_word_is_refused(tmp_path: Path) -> None:
+    on: dict[str, Any] = {"use_liger_kernel": True}
+    with pytest.raises(ValueError, match=r"liger_kernel_config has \['ropes'\].*takes \['rms_norm'\]"):
+        make(tmp_path, args={**on, "liger_kernel_config": {"ropes": True}}).train()
+    with pytest.raises(ValueError, match="without use_liger_kernel=True would have no effect"):
+        make(tmp_path, args={"liger_kernel_config": {"rms_norm": True}})
+    sys.modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="has no layers for model_type='llama'. Leave it at False"):
+        make(tmp_path, args=on).train()
+
+
+def test_liger_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ModuleNotFoundError, match="use_liger_kernel=True needs the package 'liger_kernel"):
+        make(tmp_path, args={"use_liger_kernel": True}).train()
 
 
 class OwnLoss(Trainer):
