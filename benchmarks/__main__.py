@@ -43,6 +43,7 @@ NAMES = (
     "loss_counts",
     "loss_curves",
     "prefixes",
+    "contrastive",
     "profile_step",
     "import_time",
     "balance",
