@@ -40,11 +40,15 @@ def real_number(
     """Return one finite number as a float; raise if it is not ``above`` a bound, or below ``least``."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is {described(value)}; wanted a number. {advice}".rstrip())
-    number = float(value) if not isinstance(value, int) or abs(value) <= INT64_MAX else math.inf
-    low = (above is not None and number <= above) or (least is not None and number < least)
-    if low or not math.isfinite(number):
-        bound = "" if least is None else f" of {least} or more"
-        bound = bound if above is None else f" above {above}"
+    # The largest ints count as infinite, because float() raises OverflowError for them.
+    number = math.inf if isinstance(value, int) and abs(value) > INT64_MAX else float(value)
+    is_low = (above is not None and number <= above) or (least is not None and number < least)
+    if is_low or not math.isfinite(number):
+        bound = ""
+        if above is not None:
+            bound = f" above {above}"
+        elif least is not None:
+            bound = f" of {least} or more"
         raise ValueError(f"{name}={value}; wanted a finite number{bound}. {advice}".rstrip())
     return number
 
@@ -53,44 +57,48 @@ def host_ints(
     values: Any, name: str, *, ndim: int | None = 1, least: int | None = None, advice: str = "Pass integers."
 ) -> npt.NDArray[np.int64]:
     """Return integers as an int64 array on the host, or raise; ``ndim=None`` allows any number of axes."""
-    found = _as_array(values, name, advice)
-    if ndim is not None and found.ndim != ndim:
+    numbers = _as_array(values, name, advice)
+    if ndim is not None and numbers.ndim != ndim:
         wanted = {0: "one number", 1: "one row of integers"}.get(ndim, f"{ndim} dimensions")
-        raise ValueError(f"{name} has shape {found.shape}; wanted {wanted}. {advice}")
-    if not found.size:
-        return found.astype(np.int64)  # numpy turns an empty list into a float array
-    if found.dtype.kind not in "iu":
-        raise ValueError(f"{name} holds {found.dtype} values; wanted whole numbers. {advice}")
-    if found.dtype.kind == "u" and found.dtype.itemsize == 8 and int(found.max()) > INT64_MAX:
-        raise ValueError(f"{name} holds {int(found.max())}, past int64 ({INT64_MAX}). {advice}")
-    if least is not None and found.min() < least:
-        i = int(found.argmin())
-        raise ValueError(f"{name}[{i}] is {found.flat[i]}; wanted {least} or more. {advice}")
-    return found.astype(np.int64, copy=False)
+        raise ValueError(f"{name} has shape {numbers.shape}; wanted {wanted}. {advice}")
+    if not numbers.size:
+        return numbers.astype(np.int64)  # numpy turns an empty list into a float array
+    if numbers.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {numbers.dtype} values; wanted whole numbers. {advice}")
+    if numbers.dtype.kind == "u" and numbers.dtype.itemsize == 8 and int(numbers.max()) > INT64_MAX:
+        raise ValueError(f"{name} holds {int(numbers.max())}, past int64 ({INT64_MAX}). {advice}")
+    if least is not None and numbers.min() < least:
+        i = int(numbers.argmin())
+        raise ValueError(f"{name}[{i}] is {numbers.flat[i]}; wanted {least} or more. {advice}")
+    return numbers.astype(np.int64, copy=False)
 
 
 def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
+    """Return values as a numpy array on the host, of any dtype but object; a plain number is refused."""
     if isinstance(values, Tensor):
         if values.device.type == "meta":
             raise ValueError(f"{name} is on the meta device, which holds no values. {advice}")
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"{name} holds {values.dtype} values; wanted whole numbers. {advice}")
-        found: npt.NDArray[Any] = values.detach().cpu().numpy()
-        return found
+        from_tensor: npt.NDArray[Any] = values.detach().cpu().numpy()
+        return from_tensor
+
     if type(values) is list and values and type(values[0]) is int:
         try:  # three times as fast as np.asarray of a list
             return np.frombuffer(array("q", values), np.int64)
         except (TypeError, OverflowError):
             pass  # np.asarray below handles nested lists, floats and numbers past int64
+
     if isinstance(values, str | bytes) or not (isinstance(values, Sized) or hasattr(values, "__array__")):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     try:
-        found = np.asarray(values)
+        converted = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # such as rows of different lengths
         raise ValueError(f"{name} is not an array of integers ({err}). {advice}") from err
-    if found.dtype.kind == "O" or (found.ndim == 0 and not isinstance(values, np.ndarray)):
+    is_plain_number = converted.ndim == 0 and not isinstance(values, np.ndarray)
+    if converted.dtype.kind == "O" or is_plain_number:
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
-    return found
+    return converted
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
@@ -101,8 +109,9 @@ def int_tensor(values: Any, name: str) -> Tensor:
         return as_tensor(np.ascontiguousarray(host_ints(values, name, ndim=None)))
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(f"{name} is {values.dtype}; wanted an integer dtype. Call {name}.to(torch.int32).")
-    # torch implements few operators for the wide unsigned dtypes.
-    return values.long() if values.dtype in (torch.uint16, torch.uint32, torch.uint64) else values
+    if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return values.long()  # torch implements few operators for the wide unsigned dtypes
+    return values
 
 
 def as_tensor(values: Any) -> Tensor:
@@ -115,7 +124,9 @@ def described(value: object) -> str:
     """Describe a value for a message: arrays by dtype and shape, others by type and 40 characters."""
     if isinstance(value, Tensor | np.ndarray):
         return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
-    return f"a {type(value).__name__}, {value!r:.40}" if value is not None else "None"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}, {value!r:.40}"
 
 
 def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
@@ -134,8 +145,8 @@ def flags(**values: Any) -> None:
 def choice(value: Any, name: str, *wanted: str, advice: str = "") -> None:
     """Raise ValueError unless a value is one of the given words."""
     if not isinstance(value, str) or value not in wanted:
-        given = f"{name}={value!r:.40}" if isinstance(value, str) else f"{name} is {described(value)}"
-        raise ValueError(f"{given}; wanted one of {', '.join(wanted)}. {advice}".rstrip())
+        got = f"{name}={value!r:.40}" if isinstance(value, str) else f"{name} is {described(value)}"
+        raise ValueError(f"{got}; wanted one of {', '.join(wanted)}. {advice}".rstrip())
 
 
 def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
@@ -147,6 +158,7 @@ def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
 def refuse_missing(name: str, advice: str) -> None:
     """Raise ValueError if a name looks like a path, not like a model on a hub, but does not exist."""
     path = Path(name)
+    # A model on a hub is "name" or "owner/name".
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".json"
     if is_path and not path.exists():
         raise ValueError(f"{name} does not exist. {advice}")

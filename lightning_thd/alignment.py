@@ -22,7 +22,6 @@ from lightning_thd._checks import choice, flags, host_ints, whole_number
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
-
 # The multiples of slots on one rank, before sequence parallelism gathers them. Transformer Engine (main,
 # 2026) and torch 2.13 check them for a layer's input rows and for the product that gives a weight's gradient.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
@@ -69,8 +68,11 @@ class Alignment:
         if recipe is not None:
             advice = "Use 'tensorwise' for delayed scaling, current scaling and torchao."
             choice(recipe, "recipe", *TOKEN_MULTIPLE, advice=advice)
-        slot_ranks = cp * tp if sequence_parallel else cp
-        sequence_multiple = 2 * cp if cp > 1 and layout in ("dual_chunk", "mixed") else 1
+
+        # A rank gets two chunks of every sequence, one from each half.
+        cuts_sequences = cp > 1 and layout in ("dual_chunk", "mixed")
+        sequence_multiple = 2 * cp if cuts_sequences else 1
+        slot_ranks = cp * tp if sequence_parallel else cp  # ranks that share the slots of a pack
         token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
         return cls(
             sequence_multiple=sequence_multiple,
@@ -87,15 +89,18 @@ class Alignment:
 
     def padded_length(self, length: int) -> int:
         """Round a sequence's length up: 13 tokens become 16 slots if sequence_multiple is 8."""
-        return -(-whole_number(length, "length") // self.sequence_multiple) * self.sequence_multiple
+        length = whole_number(length, "length")
+        return -(-length // self.sequence_multiple) * self.sequence_multiple
 
     def padded_lengths(self, lengths: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
         """Round the lengths ``[S]`` of many sequences up, in one call."""
-        return -(-host_ints(lengths, "lengths", least=0) // self.sequence_multiple) * self.sequence_multiple
+        values = host_ints(lengths, "lengths", least=0)
+        return -(-values // self.sequence_multiple) * self.sequence_multiple
 
     def padded_total(self, total: int) -> int:
         """Round the slots of a pack up: 1,000 become 1,024 if total_multiple is 128."""
-        return -(-whole_number(total, "total") // self.total_multiple) * self.total_multiple
+        total = whole_number(total, "total")
+        return -(-total // self.total_multiple) * self.total_multiple
 
     def check(self, slots: int) -> None:
         """Raise ValueError if a pack's number of slots is not a multiple of ``total_multiple``."""

@@ -63,6 +63,7 @@ def seqlens_offsets(
     max_segments = whole_number(
         max_segments, "max_segments", least=1, most=most, advice="Pass the highest id."
     )
+
     same = ids_q is ids_kv and pos_q is pos_kv
     ids_q, pos_q = _check_side(ids_q, pos_q, mask, max_segments, "q")
     if same:
@@ -75,23 +76,26 @@ def seqlens_offsets(
             f"ids_q is {list(ids_q.shape)} on {ids_q.device} and ids_kv {list(ids_kv.shape)} on "
             f"{ids_kv.device}; wanted the same batch dimensions and device. Expand or move one of them."
         )
-    keys_q, keys_kv = _keys(ids_q, pos_q, mask), _keys(ids_kv, pos_kv, mask)
-    lowest_kv = _reduce(ids_kv, keys_kv, max_segments, "amin")
-    highest_q = _reduce(ids_q, keys_q, max_segments, "amax")
-    q_lengths, q_offsets, q_starts = _describe(
-        ids_q.where(keys_q >= lowest_kv.gather(-1, ids_q.long()), 0), max_segments
-    )
-    kv_lengths, kv_offsets, kv_starts = _describe(
-        ids_kv.where(keys_kv <= highest_q.gather(-1, ids_kv.long()), 0), max_segments
-    )
+
+    order_q = _order_numbers(ids_q, pos_q, mask)
+    order_kv = _order_numbers(ids_kv, pos_kv, mask)
+    lowest_kv = _reduce(ids_kv, order_kv, max_segments, "amin")
+    highest_q = _reduce(ids_q, order_q, max_segments, "amax")
+    # Slots that see nothing, or that nobody sees, count as padding.
+    sees_a_key = order_q >= lowest_kv.gather(-1, ids_q.long())
+    is_seen = order_kv <= highest_q.gather(-1, ids_kv.long())
+    q_lengths, q_offsets, q_starts = _describe(ids_q.where(sees_a_key, 0), max_segments)
+    kv_lengths, kv_offsets, kv_starts = _describe(ids_kv.where(is_seen, 0), max_segments)
     return SegmentLayout(q_lengths, kv_lengths, q_offsets, kv_offsets, q_starts, kv_starts)
 
 
-def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
+def _order_numbers(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
     """Return the order number of every slot; a query sees the keys of its id up to its own number."""
     if mask == "padding" or pos is None:
         return ids.new_zeros(()).expand(ids.shape)
-    return pos if mask == "causal" else pos - _run_lengths(ids)
+    if mask == "causal":
+        return pos
+    return pos - _run_lengths(ids)  # counted from the end of each run
 
 
 def _run_lengths(ids: Tensor) -> Tensor:
@@ -109,39 +113,45 @@ def _run_starts(ids: Tensor) -> Tensor:
     return starts
 
 
-def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
+def _reduce(ids: Tensor, order: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
     """Return the lowest or highest order number per id; for absent ids and id 0, the dtype's limit."""
-    limits = torch.iinfo(keys.dtype)
+    limits = torch.iinfo(order.dtype)
     unreachable = limits.max if reduce == "amin" else limits.min
-    bounds = keys.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
-    bounds.scatter_reduce_(-1, ids.long(), keys, reduce)
+    bounds = order.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
+    bounds.scatter_reduce_(-1, ids.long(), order, reduce)
     bounds[..., 0] = unreachable
     return bounds
 
 
 def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return lengths per id, starts of runs in order, and the first slot per id, without id 0."""
-    total, device = ids.shape[-1], ids.device
-    by_id = (*ids.shape[:-1], max_segments + 1)
+    total = ids.shape[-1]
+    device = ids.device
+    by_id = (*ids.shape[:-1], max_segments + 1)  # the shape of one number per id, 0 included
     index = ids.long()
+
     one = torch.ones((), dtype=torch.int32, device=device)
     lengths = torch.zeros(by_id, dtype=torch.int32, device=device)
     lengths.scatter_add_(-1, index, one.expand(ids.shape))
+    lengths = lengths[..., 1:]
+
     slots = torch.arange(total, dtype=torch.int32, device=device)
     starts = torch.full(by_id, total, dtype=torch.int32, device=device)
     starts.scatter_reduce_(-1, index, slots.expand(ids.shape), "amin")
-    del index, slots
+    starts = starts[..., 1:]
+    del index, slots  # 12 bytes per slot, before the next tensors are made
+
     # ``count`` grows by one at the start of each run, so run k starts at the first slot with the count k.
     count = torch.cumsum(_run_starts(ids) & (ids != 0), -1, dtype=torch.int32)
-    wanted = torch.arange(1, max_segments + 2, dtype=torch.int32, device=device).expand(by_id)
-    offsets = torch.searchsorted(count.contiguous(), wanted.contiguous(), out_int32=True)
-    starts, lengths = starts[..., 1:], lengths[..., 1:]
+    runs = torch.arange(1, max_segments + 2, dtype=torch.int32, device=device).expand(by_id)
+    offsets = torch.searchsorted(count.contiguous(), runs.contiguous(), out_int32=True)
     return lengths, offsets.where(offsets < total, -1), starts.where(starts < total, -1)
 
 
 def _check_side(
     ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the ids and positions of one side, "q" or "kv", as tensors; raise if they do not fit."""
     ids = int_tensor(ids, f"ids_{side}")
     pos = None if pos is None else int_tensor(pos, f"pos_{side}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -160,10 +170,12 @@ def _check_side(
             f"pos_{side} is {pos.dtype} {list(pos.shape)} on {pos.device}; wanted int32 or int64 "
             f"{list(ids.shape)} on {ids.device}, as ids_{side}. Pass one position per slot."
         )
+
     host = host_values(ids)
     if host is None or not host.size:
         return ids, pos
-    low, high = int(host.min()), int(host.max())
+    low = int(host.min())
+    high = int(host.max())
     if low < 0 or high > max_segments:
         raise ValueError(
             f"ids_{side} holds ids from {low} to {high}, but max_segments={max_segments}; wanted 0 for "

@@ -113,9 +113,11 @@ def cu_seqlens_from_position_ids(position_ids: Ints, *, num_sequences: int) -> T
     host = host_values(position_ids)
     if host is not None and host.size:
         _check_position_ids(host, num_sequences)
-    sequence_numbers = torch.cumsum(position_ids == 0, 0, dtype=torch.int32)
-    wanted = torch.arange(1, num_sequences + 2, dtype=torch.int32, device=position_ids.device)
-    return torch.searchsorted(sequence_numbers, wanted, out_int32=True)
+
+    # Sequence k begins at the first slot whose number is k; numbers that do not occur give T.
+    numbers = torch.cumsum(position_ids == 0, 0, dtype=torch.int32)
+    first_to_last = torch.arange(1, num_sequences + 2, dtype=torch.int32, device=position_ids.device)
+    return torch.searchsorted(numbers, first_to_last, out_int32=True)
 
 
 def pad_cu_seqlens(
@@ -143,31 +145,48 @@ def pad_cu_seqlens(
         int32 ``[num_sequences + 1]`` on the same device. ``([0, 3, 5], 4, 9)`` becomes ``[0, 3, 5, 7, 9]``,
         and ``([0, 3, 5], 4, 6)`` becomes ``[0, 3, 5, 6, 6]``.
     """
-    num_sequences, total = _count(num_sequences, "num_sequences"), _count(total, "total")
+    num_sequences = _count(num_sequences, "num_sequences")
+    total = _count(total, "total")
     cu_seqlens = _offsets(cu_seqlens, None)
-    known = _host_lengths(cu_seqlens, lengths)
-    kept, used = len(known), sum(known)
-    while kept and known[kept - 1] == 0:
-        kept -= 1
-    tail, spare = total - used, num_sequences - kept
-    if spare < 0 or tail < 0:
-        what = f"{used} tokens" if tail < 0 else f"{kept} sequences"
-        room = f"total={total}" if tail < 0 else f"num_sequences={num_sequences}"
-        raise ValueError(f"{what} do not fit into {room}; none may be cut off. Use a larger bucket.")
+    host_lengths = _host_lengths(cu_seqlens, lengths)
+    used = sum(host_lengths)
+    sequences = len(host_lengths)  # without empty ones at the end
+    while sequences and host_lengths[sequences - 1] == 0:
+        sequences -= 1
+
+    tail = total - used  # slots to fill
+    spare = num_sequences - sequences  # dummy sequences to fill them with
+    if tail < 0:
+        raise ValueError(
+            f"{used} tokens do not fit into total={total}; none may be cut off. Use a larger bucket."
+        )
+    if spare < 0:
+        raise ValueError(
+            f"{sequences} sequences do not fit into num_sequences={num_sequences}; none may be cut off. "
+            "Use a larger bucket."
+        )
     if tail and not spare:
         raise ValueError(
             f"A tail of {tail} slots needs a dummy sequence. Pass num_sequences={num_sequences + 1} or more."
         )
-    step = -(-tail // max(spare, 1))
-    longest = max(known, default=0)
-    if max_seqlen is not None and max(step, longest) > _count(max_seqlen, "max_seqlen"):
-        what, more = f"A sequence has {longest} tokens", ""
-        if longest <= max_seqlen:
-            what = f"A tail of {tail} slots over {spare} spare sequences makes them {step} long"
-            more = ", with more sequences or with fewer slots"
-        raise ValueError(f"{what}, but max_seqlen={max_seqlen}. Use a bucket with a larger max_seqlen{more}.")
+
+    step = -(-tail // max(spare, 1))  # the length of a dummy sequence
+    if max_seqlen is not None:
+        max_seqlen = _count(max_seqlen, "max_seqlen")
+        longest = max(host_lengths, default=0)
+        if longest > max_seqlen:
+            raise ValueError(
+                f"A sequence has {longest} tokens, but max_seqlen={max_seqlen}. Use a bucket with a larger "
+                "max_seqlen."
+            )
+        if step > max_seqlen:
+            raise ValueError(
+                f"A tail of {tail} slots over {spare} spare sequences makes them {step} long, but "
+                f"max_seqlen={max_seqlen}. Use a bucket with a larger max_seqlen, with more sequences or "
+                "with fewer slots."
+            )
     ends = torch.arange(1, spare + 1, device=cu_seqlens.device) * step + used
-    return torch.cat([cu_seqlens[: kept + 1], ends.clamp(max=total).to(torch.int32)])
+    return torch.cat([cu_seqlens[: sequences + 1], ends.clamp(max=total).to(torch.int32)])
 
 
 def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
@@ -194,6 +213,7 @@ def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
 
 
 def _row(values: Any, name: str) -> Tensor:
+    """Return integers as a tensor of one dimension."""
     tensor = int_tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
@@ -203,18 +223,19 @@ def _row(values: Any, name: str) -> Tensor:
 
 
 def _count(count: Any, name: str) -> int:
+    """Return a number of slots or sequences, which must fit int32."""
     return whole_number(count, name, most=INT32_MAX, advice="Pass the number that the host knows.")
 
 
 def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
     """Return checked offsets as an int32 tensor; lists and arrays of any integers become CPU tensors."""
     if not isinstance(cu_seqlens, Tensor):
-        found = int_tensor(cu_seqlens, "cu_seqlens")
-        if not torch.compiler.is_compiling() and found.numel():
-            most = max(int(found.max()), int(found.min()), key=abs)
+        values = int_tensor(cu_seqlens, "cu_seqlens")
+        if not torch.compiler.is_compiling() and values.numel():
+            most = max(int(values.max()), int(values.min()), key=abs)
             if abs(most) > INT32_MAX:
                 raise ValueError(f"cu_seqlens holds {most}, past int32. Make smaller packs.")
-        cu_seqlens = found.to(torch.int32)
+        cu_seqlens = values.to(torch.int32)
     assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(
@@ -229,6 +250,7 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
 
 
 def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
+    """Raise unless offsets start at 0, never decrease, and end at ``total`` if it is given."""
     if host[0] != 0:
         raise ValueError(f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0].")
     falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -239,13 +261,12 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
             "never decrease. Are they lengths, or did a sum overflow? Call cu_seqlens_from_lengths(lengths)."
         )
     if total is not None and host[-1] != total:
-        raise ValueError(
-            f"cu_seqlens ends with {host[-1]} but there are total={total} slots. "
-            + ("Use pad_cu_seqlens." if host[-1] < total else f"Pass total={host[-1]}.")
-        )
+        advice = "Use pad_cu_seqlens." if host[-1] < total else f"Pass total={host[-1]}."
+        raise ValueError(f"cu_seqlens ends with {host[-1]} but there are total={total} slots. {advice}")
 
 
 def _check_lengths(host: npt.NDArray[np.integer]) -> None:
+    """Raise if a length is below 0, or if their sum is past int32."""
     if host.size and host.min() < 0:
         i = int(host.argmin())
         raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Fix the lengths.")
@@ -257,20 +278,22 @@ def _check_lengths(host: npt.NDArray[np.integer]) -> None:
 
 
 def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> None:
+    """Raise unless positions count from 0 in at most ``num_sequences`` sequences."""
     starts = host == 0
-    bad = ~starts
-    bad[1:] &= host[1:] != host[:-1] + 1
-    if bad.any():
-        i = int(np.argmax(bad))
+    is_wrong = ~starts
+    is_wrong[1:] &= host[1:] != host[:-1] + 1
+    if is_wrong.any():
+        i = int(np.argmax(is_wrong))
+        before = f" after {host[i - 1]}" if i else ""
         raise ValueError(
-            f"position_ids[{i}] is {host[i]}{f' after {host[i - 1]}' if i else ''}; wanted 0 at the start "
+            f"position_ids[{i}] is {host[i]}{before}; wanted 0 at the start "
             "of a sequence and one more at each later slot. Pass the positions of the whole pack, before it "
             "is cut into context-parallel shards and without M-RoPE axes."
         )
-    found = int(starts.sum())
-    if found > num_sequences:
+    sequences = int(starts.sum())
+    if sequences > num_sequences:
         raise ValueError(
-            f"There are {found} sequences but num_sequences={num_sequences}. Pass {found} or more."
+            f"There are {sequences} sequences but num_sequences={num_sequences}. Pass {sequences} or more."
         )
 
 
@@ -279,20 +302,26 @@ def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int
     if lengths is None:
         if cu_seqlens.device.type == "meta":
             raise ValueError("cu_seqlens is on the meta device, which holds no values. Pass lengths=.")
-        read: list[int] = torch.diff(cu_seqlens).tolist()
-        return read
-    known = (
-        list(lengths) if torch.compiler.is_compiling() else host_ints(lengths, "lengths", least=0).tolist()
-    )
-    if len(known) + 1 != cu_seqlens.shape[0]:
+        from_device: list[int] = torch.diff(cu_seqlens).tolist()
+        return from_device
+
+    if torch.compiler.is_compiling():
+        values = list(lengths)
+    else:
+        values = host_ints(lengths, "lengths", least=0).tolist()
+    if len(values) + 1 != cu_seqlens.shape[0]:
         raise ValueError(
-            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass its lengths."
+            f"{len(values)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass its lengths."
         )
     host = host_values(cu_seqlens)
-    if host is not None and (bad := np.flatnonzero(np.diff(host) != np.asarray(known))).size:
-        here = slice(bad[0], bad[0] + 8)
+    if host is None:
+        return values
+    differences = np.flatnonzero(np.diff(host) != np.asarray(values))
+    if differences.size:
+        first = differences[0]
+        shown = slice(first, first + 8)
         raise ValueError(
-            f"lengths[{bad[0]}:] are {known[here]} but cu_seqlens gives {np.diff(host)[here].tolist()}. "
+            f"lengths[{first}:] are {values[shown]} but cu_seqlens gives {np.diff(host)[shown].tolist()}. "
             "Pass the same."
         )
-    return known
+    return values

@@ -148,7 +148,8 @@ class SeqStats:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
         """
         lengths = _lengths(lengths)
-        prefixes, shared = lengths[:0], 0
+        prefixes = lengths[:0]
+        shared = 0
         if prefix_lengths is not None:
             prefixes = _lengths(prefix_lengths, "prefix_lengths")
             if prefixes.shape != lengths.shape or (prefixes > lengths).any():
@@ -157,9 +158,13 @@ class SeqStats:
                     f"{_short(lengths.tolist())}. Pass one for each sequence, at most its length."
                 )
             shared = int(prefixes.sum())
-        real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
-        slots = real_tokens if slots is None else slots
-        loss_tokens = real_tokens + shared - sequences if loss_tokens is None else loss_tokens
+
+        real_tokens = int(lengths.sum()) - shared
+        sequences = int(np.count_nonzero(lengths))
+        if slots is None:
+            slots = real_tokens
+        if loss_tokens is None:
+            loss_tokens = real_tokens + shared - sequences
         if type(slots) is not int or type(loss_tokens) is not int:
             slots = whole_number(slots, "slots", least=None)
             loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
@@ -171,6 +176,13 @@ class SeqStats:
             raise ValueError(
                 f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. Leave out targets < 0."
             )
+
+        pairs = []
+        for window in dict.fromkeys(windows):  # each once, in their order
+            count = _pairs(lengths, window, _total)
+            if shared:
+                count -= _pairs(prefixes, window, _total)
+            pairs.append((window, count))
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _NO_PICTURES
         if image_grid_thw is not None or video_grid_thw is not None or vision_windows != ():
@@ -181,10 +193,7 @@ class SeqStats:
             loss_tokens=loss_tokens,
             sequences=sequences,
             sum_squares=int(lengths @ lengths - prefixes @ prefixes),
-            window_pairs=tuple(
-                (each, _pairs(lengths, each, _total) - (_pairs(prefixes, each, _total) if shared else 0))
-                for each in dict.fromkeys(windows)
-            ),
+            window_pairs=tuple(pairs),
             cross_tokens=cross_tokens,
             cross_pairs=cross_pairs,
             vision_patches=patches,
@@ -235,7 +244,10 @@ class SeqStats:
             else:  # not packed: each row of ``shape`` is one sequence
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
-        slots_of_offsets = sum(max(row, default=0) for row in (padded if unpadded else rows))
+
+        # The largest of three numbers, because any of the arguments may leave padding out.
+        rows_with_padding = padded if unpadded else rows
+        slots_of_offsets = sum(max(row, default=0) for row in rows_with_padding)
         slots_of_shape = 0 if shape is None else math.prod(_dense_shape(shape, []))
         return cls.from_lengths(
             lengths,
@@ -270,37 +282,41 @@ def combine(stats: Iterable[SeqStats]) -> SeqStats:
 def _join(
     counted: list[tuple[tuple[tuple[Any, int], ...], int]], argument: str
 ) -> tuple[tuple[Any, int], ...]:
-    """Sum the pairs of each window; raise if the stats of a nonempty batch lack a window."""
+    """Sum the pairs of each window; raise if the stats of a nonempty batch lack a window.
+
+    ``counted`` holds for each stats the pairs of its windows, and its slots or patches.
+    """
     totals: dict[Any, int] = {}
     for pairs, _ in counted:
         for window, count in pairs:
             totals[window] = totals.get(window, 0) + count
-    for pairs, held in counted:
-        if held and len(pairs) != len(totals):
-            have = [window for window, _ in pairs]
+    for pairs, size in counted:
+        if size and len(pairs) != len(totals):
+            counted_windows = [window for window, _ in pairs]
             raise ValueError(
-                f"Cannot add stats counted with {argument}={have} to stats counted with {list(totals)}. "
-                f"Build all of them with the same {argument}: those of FlopsModel."
+                f"Cannot add stats counted with {argument}={counted_windows} to stats counted with "
+                f"{list(totals)}. Build all of them with the same {argument}: those of FlopsModel."
             )
     return tuple(totals.items())
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     """Count a causal window's (query, key) pairs for each run, ``lengths[ends[i - 1] : ends[i]]``."""
-    values, runs = _lengths(lengths), host_ints(ends, "ends")
+    values = _lengths(lengths)
+    runs = host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(
             f"ends {_short(runs.tolist())} decrease, or do not end at the {values.size} lengths. Pass the "
             "number of lengths up to the end of each run."
         )
     starts = np.concatenate(([0], runs[:-1]))
-    full = starts < runs
+    has_lengths = starts < runs
 
     def sums(values: IntArray) -> IntArray:
-        found: IntArray = np.zeros(len(runs), dtype=np.int64)
-        if full.any():  # leave out empty runs, for which reduceat would return the next element
-            found[full] = np.add.reduceat(values, starts[full])
-        return found
+        totals: IntArray = np.zeros(len(runs), dtype=np.int64)
+        if has_lengths.any():  # leave out empty runs, for which reduceat would return the next element
+            totals[has_lengths] = np.add.reduceat(values, starts[has_lengths])
+        return totals
 
     return _pairs(values, window, sums)
 
@@ -308,24 +324,30 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
     """Count the (query, key) pairs of a window; ``sums`` adds one value per length, in total or per run."""
     if isinstance(window, Blocks):  # a block is seen by its last token and by all later tokens
-        seen: IntArray = lengths // window.size
-        seen = seen if window.most is None else np.minimum(seen, window.most)
-        # sum over j = 1 .. seen of (length - j x size + 1), the number of queries that see j blocks or more
-        return sums(seen * (lengths + 1) - window.size * (seen * (seen + 1) // 2))
+        blocks: IntArray = lengths // window.size
+        if window.most is not None:
+            blocks = np.minimum(blocks, window.most)
+        # sum over j = 1 .. blocks of (length - j x size + 1), the queries that see j blocks or more
+        return sums(blocks * (lengths + 1) - window.size * (blocks * (blocks + 1) // 2))
+
     if isinstance(window, Chunk):
         size = min(window.size, int(lengths.max(initial=0)) + 1)  # the square of a larger one may overflow
-        whole, rest = lengths // size, lengths % size
-        return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
+        chunks = lengths // size
+        rest = lengths % size
+        return sums(chunks) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
+
     advice = "Leave out windows that do not end."
     size = whole_number(window, "A window", least=1, most=_LARGEST, advice=advice)
     if lengths.max(initial=0) <= size:  # every query sees all earlier keys, so one sum is enough
         return sums(lengths * (lengths + 1)) // 2
-    seen = np.minimum(lengths, size)
-    within = sums(seen)
-    return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
+    # The first ``size`` queries of a sequence see 1, 2, 3, ... keys, all later ones ``size``.
+    first = np.minimum(lengths, size)
+    num_first = sums(first)
+    return (sums(first * first) + num_first) // 2 + (sums(lengths) - num_first) * size
 
 
 def _total(values: IntArray) -> int:
+    """Return the sum as a Python int, which does not overflow in what is computed of it."""
     return int(values.sum())
 
 
@@ -333,8 +355,9 @@ def _lengths(lengths: Ints, name: str = "lengths") -> IntArray:
     """Return lengths as int64 on the host, because int32 squares overflow above 46,340 tokens."""
     advice = "A sequence has zero or more tokens: pass real lengths."
     values: Any = lengths
-    known = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
-    if not known or values.min(initial=0) < 0:
+    # The monitor passes int64 arrays in every step; they need fewer checks.
+    is_int64 = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
+    if not is_int64 or values.min(initial=0) < 0:
         values = host_ints(lengths, name, least=0, advice=advice)
     squares = float(values.max(initial=0)) * float(values.sum(dtype=np.float64))
     _refuse_overflow(squares, name)
@@ -350,15 +373,16 @@ def _refuse_overflow(squares: float, name: str) -> None:
         )
 
 
-def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
+def _cross(lengths: IntArray, cross_lengths: Ints) -> tuple[int, int]:
     """Count cross-attention's keys and (query, key) pairs: ``([2, 3], [4, 5])`` gives ``(9, 23)``."""
-    there = host_ints(cross_lengths, "cross_lengths")
-    if here.shape != there.shape or there.min(initial=0) < 0:
+    keys = host_ints(cross_lengths, "cross_lengths")
+    if lengths.shape != keys.shape or keys.min(initial=0) < 0:
         raise ValueError(
-            f"cross_lengths {_short(there.tolist())} does not fit the {here.size} sequences. Pass 0 for none."
+            f"cross_lengths {_short(keys.tolist())} does not fit the {lengths.size} sequences. Pass 0 for "
+            "none."
         )
-    _refuse_overflow(float(here.astype(np.float64) @ there.astype(np.float64)), "cross_lengths")
-    return int(there.sum()), int(here @ there)
+    _refuse_overflow(float(lengths.astype(np.float64) @ keys.astype(np.float64)), "cross_lengths")
+    return int(keys.sum()), int(lengths @ keys)
 
 
 def _vision(
@@ -368,22 +392,26 @@ def _vision(
     for edge in windows:
         whole_number(edge, "A vision window", least=1, advice="Pass FlopsModel.vision_windows.")
     if image_grid_thw is None and video_grid_thw is None:
-        return 0, 0, ()
-    grid = np.concatenate([_grid(each) for each in (image_grid_thw, video_grid_thw) if each is not None])
+        return _NO_PICTURES
+
+    grids = [_grid(values) for values in (image_grid_thw, video_grid_thw) if values is not None]
+    grid = np.concatenate(grids)
     if grid.min(initial=1) < 1:
         raise ValueError(f"grid_thw holds {grid.min()}. Frames, rows and columns of patches are 1 or more.")
     frames, rows, columns = grid.T
-    most = [float(axis.max(initial=0)) for axis in (frames, rows, columns)]
-    _refuse_overflow(most[0] * (most[1] * most[2]) ** 2 * len(grid), "grid_thw")
-    area = rows * columns
-    in_windows = tuple(
-        (edge, int((frames * _edge_squares(rows, edge) * _edge_squares(columns, edge)).sum()))
-        for edge in dict.fromkeys(windows)
-    )
-    return int((frames * area).sum()), int((frames * area * area).sum()), in_windows
+    most_frames, most_rows, most_columns = (float(axis.max(initial=0)) for axis in grid.T)
+    _refuse_overflow(most_frames * (most_rows * most_columns) ** 2 * len(grid), "grid_thw")
+
+    patches = rows * columns  # patches of a frame
+    in_windows = []
+    for edge in dict.fromkeys(windows):
+        squares = frames * _edge_squares(rows, edge) * _edge_squares(columns, edge)
+        in_windows.append((edge, int(squares.sum())))
+    return int((frames * patches).sum()), int((frames * patches * patches).sum()), tuple(in_windows)
 
 
 def _grid(values: IntRows) -> IntArray:
+    """Return the frames, rows and columns of images or videos, int64 ``[N, 3]``."""
     grid = host_ints(values, "grid_thw", ndim=None)
     if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
         raise ValueError(
@@ -394,11 +422,13 @@ def _grid(values: IntRows) -> IntArray:
 
 def _edge_squares(patches: IntArray, edge: int) -> IntArray:
     """Cut ``patches`` into pieces of ``edge`` and sum their squares: 5 in pieces of 2 gives 4 + 4 + 1."""
-    whole, rest = patches // edge, patches % edge
+    whole = patches // edge
+    rest = patches % edge
     return whole * edge * edge + rest * rest
 
 
 def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
+    """Return the offsets of every row; an empty list for None."""
     if cu_seqlens is None:
         return []
     offsets = host_ints(cu_seqlens, name, ndim=None)
@@ -412,15 +442,18 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
     """Return offsets without a tail of -1 or 0; raise if they do not start at 0, or if they decrease."""
     if isinstance(argmin, Tensor | np.ndarray):  # Megatron stores it as a tensor of one number
         argmin = int(argmin.item())
-    argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
-    if argmin is not None and not 0 <= argmin <= len(row):
-        raise ValueError(
-            f"argmin={argmin} is outside the {len(row)} offsets. Pass the number of valid offsets."
-        )
+    if argmin is not None:
+        argmin = whole_number(argmin, "argmin", least=None)
+        if not 0 <= argmin <= len(row):
+            raise ValueError(
+                f"argmin={argmin} is outside the {len(row)} offsets. Pass the number of valid offsets."
+            )
     offsets = row[:argmin] if argmin else list(row)
+
+    # Offsets that are all 0 are empty sequences, not a tail.
     while len(offsets) > 1 and offsets[-1] in (-1, 0) and not all(value == 0 for value in offsets):
         offsets.pop()
-    falls = any(here > there for here, there in pairwise(offsets))
+    falls = any(start > stop for start, stop in pairwise(offsets))
     if falls or (offsets and offsets[0] != 0):
         raise ValueError(
             f"cu_seqlens {_short(row)} must start at 0 and never decrease, except for a tail of -1 or 0."
@@ -429,6 +462,7 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
 
 
 def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
+    """Return checked rows and row length; ``row`` is what described no sequence, for the message."""
     if shape is None:
         raise ValueError(
             f"cu_seqlens {_short(row)} describes no sequence. Pass shape=(rows, row length) of the tokens."
@@ -439,4 +473,5 @@ def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, in
 
 
 def _short(row: list[int]) -> str:
+    """Format at most eight numbers for a message."""
     return f"{row[:8]}..." if len(row) > 8 else f"{row}"

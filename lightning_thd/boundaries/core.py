@@ -24,7 +24,6 @@ _T = TypeVar("_T")
 # tokens; attends in chunks; reads one token of every sequence; computes a loss over the row of slots.
 Need = Literal["recurrent", "both_ways", "chunked", "pooled", "own_loss"]
 
-
 # What layers have computed on the boundaries, which a copy or another process computes again.
 _OF_LAYERS = ("_answers", "kernels", "shown_mask")
 
@@ -152,15 +151,18 @@ class Boundaries(Immutable):
         Returns:
             The boundaries. ``[3, 2]`` gives the offsets ``[0, 3, 5]``, 5 slots and the longest, 3.
         """
-        counts: list[int] = host_ints(lengths, "lengths", advice="Example: (24, 80).").tolist()
-        if not counts or min(counts) < 0:
+        tokens: list[int] = host_ints(lengths, "lengths", advice="Example: (24, 80).").tolist()
+        if not tokens or min(tokens) < 0:
             raise ValueError(
                 f"lengths is {described(lengths)}; wanted the tokens of one sequence or more, 0 or more."
             )
-        longest = max(1, *counts)
-        offsets = torch.from_numpy(np.array([0, *accumulate(counts)], np.int32)).to(checked_device(device))
+        offsets = torch.from_numpy(np.array([0, *accumulate(tokens)], np.int32))
         return cls(
-            offsets=offsets, slots=sum(counts), max_seqlen=longest, lengths=counts, sequence_lengths=counts
+            offsets=offsets.to(checked_device(device)),
+            slots=sum(tokens),
+            max_seqlen=max(1, *tokens),  # kernels refuse 0
+            lengths=tokens,
+            sequence_lengths=tokens,
         )
 
     @classmethod
@@ -197,7 +199,7 @@ class Boundaries(Immutable):
         """Return the slots of every entry; if the host does not know them, read the device once."""
         if self._lengths is None:
             offsets = self.offsets.tolist()
-            lengths = [there - here for here, there in pairwise(offsets)]
+            lengths = [stop - start for start, stop in pairwise(offsets)]
             if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
                 raise ValueError(
                     f"cu_seq_lens_q runs from {offsets[:1]} to {offsets[-1:]}, but must run from 0 to "
@@ -241,13 +243,16 @@ class Boundaries(Immutable):
             chunk: tokens of the chunks into which a layer cuts every sequence; None for whole sequences.
         """
         offsets = self.offsets
+        # A compiled model would be compiled again for every batch with other lengths.
         lengths = None if torch.compiler.is_compiling() else self._lengths
         if not causal and self.real_offsets is not None:
-            offsets, lengths = self.token_bounds, None
+            offsets = self.token_bounds
+            lengths = None
         if chunk is None:
             return KernelCall(
                 offsets, offsets, self.max_seqlen, self.max_seqlen, q_lengths=lengths, kv_lengths=lengths
             )
+
         longest = min(chunk, self.max_seqlen)
         offsets = self.chunks(chunk) if causal else chunk_offsets(offsets, self.slots, chunk)
         return KernelCall(offsets, offsets, longest, longest)
@@ -351,9 +356,10 @@ class Boundaries(Immutable):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Return the boundaries with their tensors on a device."""
-        if all(x.device == torch.device(device) for x in self.tensors().values()):
-            return self
-        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
+        tensors = self.tensors()
+        if all(tensor.device == torch.device(device) for tensor in tensors.values()):
+            return self  # keeps what layers have computed on it
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()}
         return self.with_tensors(moved)
 
     @property
@@ -363,9 +369,13 @@ class Boundaries(Immutable):
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model: these boundaries, and transformers' own names."""
-        found: dict[str, Any] = {"cu_seq_lens_q": self.offsets, "cu_seq_lens_k": self.offsets}
-        found |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen, "boundaries": self}
-        return found
+        return {
+            "cu_seq_lens_q": self.offsets,
+            "cu_seq_lens_k": self.offsets,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "boundaries": self,
+        }
 
     def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
         """Split rows of slots ``[T, ...]`` into one view per sequence, without padding."""
@@ -374,6 +384,7 @@ class Boundaries(Immutable):
         parts = torch.split(rows, list(self.padded_lengths))
         if self.padded_lengths == self.sequence_lengths:
             return list(parts)
+        # Not strict: the padding at the end of the pack is one more part.
         return [part[:length] for part, length in zip(parts, self.sequence_lengths, strict=False)]
 
     def check_rows(self, rows: Tensor) -> None:
@@ -406,10 +417,14 @@ class Boundaries(Immutable):
 
     @classmethod
     def _names(cls) -> list[str]:
+        """Return the names of all slots, those of parent classes included."""
         return [name for kind in cls.__mro__ for name in getattr(kind, "__slots__", ())]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.offsets.shape[0] - 1} entries in {self.slots} slots)"
+
+
+# What ``Boundaries.once`` computes: module functions, which are the keys of the answers.
 
 
 def _seq_idx(boundaries: Boundaries) -> Tensor:
@@ -421,9 +436,10 @@ def _positions(boundaries: Boundaries) -> Tensor:
 
 
 def _real_lengths(boundaries: Boundaries) -> tuple[int, ...]:
-    known = boundaries.sequence_lengths
-    if known is not None and boundaries.shard is None:
-        return (*known, *boundaries.lengths[len(known) :])
+    of_sequences = boundaries.sequence_lengths
+    if of_sequences is not None and boundaries.shard is None:
+        pads = boundaries.lengths[len(of_sequences) :]
+        return (*of_sequences, *pads)
     assert boundaries.real_offsets is not None
     return tuple(boundaries.real_offsets.diff().tolist())
 
@@ -431,16 +447,16 @@ def _real_lengths(boundaries: Boundaries) -> tuple[int, ...]:
 def _token_bounds(boundaries: Boundaries) -> Tensor:
     assert boundaries.real_offsets is not None
     starts = boundaries.offsets[:-1]
-    ends = starts + boundaries.real_offsets.diff()
-    bounds = torch.cat([torch.stack([starts, ends], dim=1).flatten(), boundaries.offsets[-1:]])
-    return bounds.to(torch.int32)
+    ends_of_tokens = starts + boundaries.real_offsets.diff()
+    in_turn = torch.stack([starts, ends_of_tokens], dim=1).flatten()
+    return torch.cat([in_turn, boundaries.offsets[-1:]]).to(torch.int32)
 
 
 def _real_slots(boundaries: Boundaries) -> Tensor:
     count = boundaries.sequences
     assert count is not None
-    real = boundaries.real_offsets
-    return sequence_of_slots(count, boundaries.slots, boundaries.offsets, real) < count
+    sequence = sequence_of_slots(count, boundaries.slots, boundaries.offsets, boundaries.real_offsets)
+    return sequence < count
 
 
 def _no_chunks(_: Boundaries) -> dict[int, Tensor]:
@@ -470,7 +486,9 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
     ``[0, 5, 7]``, 7 and 4 give ``[0, 4, 5, 7]``; empty chunks are at the end.
     """
     places = torch.arange(slots, device=cu_seqlens.device)
-    starts = cu_seqlens[:-1].long().index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, slots).long())
+    sequence = seq_idx_from_cu_seqlens(cu_seqlens, slots).long()
+    starts = cu_seqlens[:-1].long().index_select(0, sequence)  # where each slot's sequence begins
+    # Slots that begin a chunk come first after sorting; all others count as ``slots``.
     begins = torch.where((places - starts) % chunk == 0, places, slots).sort().values
-    offsets = begins[: cu_seqlens.shape[0] - 1 + slots // chunk]
-    return torch.cat([offsets, cu_seqlens[-1:]]).to(torch.int32)
+    most_chunks = cu_seqlens.shape[0] - 1 + slots // chunk
+    return torch.cat([begins[:most_chunks], cu_seqlens[-1:]]).to(torch.int32)

@@ -64,8 +64,10 @@ class KernelCall(NamedTuple):
 
 
 def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tuple[int, ...]:
+    """Return the offsets of one side, "q" or "kv", as ints; raise if they do not fit its ``total`` rows."""
     offsets, longest, fall = read_offsets(cu_seqlens)
     name = f"cu_seqlens_{side}"
+
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
             f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
@@ -89,10 +91,12 @@ def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
     return _parse(array.tobytes(), array.dtype.str)  # type: ignore[no-any-return]
 
 
+# Cached by value, because all layers, and often the next steps too, call with equal offsets.
 @lru_cache(maxsize=32)
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo takes no array over bytes
 def _parse(raw: bytes, dtype: str) -> tuple[tuple[int, ...], int, int | None]:
     offsets = np.frombuffer(raw, dtype)
     lengths = np.diff(offsets)
     lowest = int(lengths.argmin())
-    return tuple(offsets.tolist()), int(lengths.max()), lowest if lengths[lowest] < 0 else None
+    fall = lowest if lengths[lowest] < 0 else None
+    return tuple(offsets.tolist()), int(lengths.max()), fall

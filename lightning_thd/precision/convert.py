@@ -94,26 +94,27 @@ def replace_layers(
 ) -> Converted:
     """Replace the linear layers of a model by FP8 layers of a resolved recipe."""
     check_model(model, recipe)
-    names: list[str] = []
-    kept: dict[str, str] = {}
-    done: dict[int, nn.Module] = {}
     if recipe.engine == "torchao" and not recipe.emulate:
         _patch_inductor()
-    for name, child in list(model.named_modules(remove_duplicate=False))[1:]:  # without the model itself
+
+    names: list[str] = []
+    kept: dict[str, str] = {}
+    replacements: dict[int, nn.Module] = {}  # by the id of the layer that was replaced
+    # A list, because the loop changes the modules that it goes through; without the model itself.
+    for name, child in list(model.named_modules(remove_duplicate=False))[1:]:
         path, _, child_name = name.rpartition(".")
-        if id(child) in done:  # a layer under two names stays one layer
-            setattr(model.get_submodule(path), child_name, done[id(child)])
+        if id(child) in replacements:  # a layer under two names stays one layer
+            setattr(model.get_submodule(path), child_name, replacements[id(child)])
             continue
         reason = _reason(name, child, recipe, keep, convert, min_features)
         if reason is None and isinstance(child, nn.Linear):
-            replacement = done[id(child)] = _make_linear(child, recipe)
-            replacement.training = child.training
-            hooks = {name: vars(child)[name] for name in _HOOKS if vars(child).get(name) not in (None, {})}
-            replacement.__dict__.update(hooks, **{_MARK: recipe})
+            replacement = _replacement(child, recipe)
+            replacements[id(child)] = replacement
             setattr(model.get_submodule(path), child_name, replacement)
             names.append(name)
         elif reason:
             kept[name] = reason
+
     if isinstance(model, nn.Linear):
         kept[""] = "is the model itself, which cannot be replaced in place"
     model.__dict__[_MARK] = recipe
@@ -132,7 +133,9 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     statistics, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
     """
     recipe = recipe_of(model)
-    return autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
+    if recipe is None or recipe.engine != "te":
+        return nullcontext()
+    return autocast(recipe, group)
 
 
 def in_low_precision(
@@ -143,37 +146,52 @@ def in_low_precision(
     if recipe is None or recipe.engine != "te":
         return loss_fn
     check_whole(model, recipe)
-    if checkpointing(model)[0] != "none":
+    policy, _ = checkpointing(model)
+    if policy != "none":
         raise ValueError(
             "A model in Transformer Engine's FP8 would recompute checkpointed activations in bf16 in this "
             "loop. Use Lightning's Trainer with FP8Precision, or engine='torchao', or no checkpointing."
         )
 
     def run(called: nn.Module, batch: Any) -> torch.Tensor:
+        # An evaluation updates no statistics, so it needs no collective.
         with autocast(recipe, group if torch.is_grad_enabled() else None):
             return loss_fn(called, batch)
 
     return run
 
 
+def _replacement(child: nn.Linear, recipe: Recipe) -> nn.Module:
+    """Return an FP8 layer with the parameters, hooks and mode of a linear layer."""
+    layer = _make_linear(child, recipe)
+    layer.training = child.training
+    attributes = vars(child)
+    hooks = {name: attributes[name] for name in _HOOKS if attributes.get(name) not in (None, {})}
+    layer.__dict__.update(hooks)
+    layer.__dict__[_MARK] = recipe
+    return layer
+
+
 def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    made: nn.Module
+    """Make the engine's layer on the parameters of a linear layer."""
+    layer: nn.Module
     if recipe.engine == "torchao":
         module = require("torchao.float8.float8_linear", feature="engine='torchao'")
-        made = module.Float8Linear.from_float(child, config=recipe.config)
-        return made
+        layer = module.Float8Linear.from_float(child, config=recipe.config)
+        return layer
+
     engine = require("transformer_engine.pytorch", feature="engine='te'")
-    made = _without_extra_state(engine.Linear)(
+    layer = _without_extra_state(engine.Linear)(
         child.in_features,
         child.out_features,
         bias=child.bias is not None,
         params_dtype=child.weight.dtype,
         device="meta",  # so that no second weight is allocated
     )
-    made.weight = child.weight
+    layer.weight = child.weight
     if child.bias is not None:
-        made.bias = child.bias
-    return made
+        layer.bias = child.bias
+    return layer
 
 
 @cache
@@ -189,11 +207,12 @@ def _without_extra_state(linear: type[nn.Module]) -> type[nn.Module]:
 
 def is_converted(module: nn.Module) -> bool:
     """Return whether a layer multiplies in FP8, by this package's conversion or an engine's own."""
+    # An engine that was never imported has made no layer, and its import takes seconds.
     te = sys.modules.get("transformer_engine.pytorch")
+    if te is not None and isinstance(module, te.Linear):
+        return True
     torchao = sys.modules.get("torchao.float8.float8_linear")
-    return (te is not None and isinstance(module, te.Linear)) or (
-        torchao is not None and isinstance(module, torchao.Float8Linear)
-    )
+    return torchao is not None and isinstance(module, torchao.Float8Linear)
 
 
 def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
@@ -234,12 +253,14 @@ def _reason(
         return f"is a {type(child).__name__}, not a plain nn.Linear"
     if "forward" in child.__dict__:
         return "has a forward of its own, patched onto the layer"
-    sizes = child.in_features, child.out_features
-    if any(size % recipe.features for size in sizes):
-        return f"has {sizes[0]} inputs and {sizes[1]} outputs, not multiples of {recipe.features}"
-    if min(sizes) < min_features:
-        return f"has {min(sizes)} features, fewer than min_features={min_features}"
-    return "convert= returned False" if convert is not None and not convert(name, child) else None
+    inputs, outputs = child.in_features, child.out_features
+    if inputs % recipe.features or outputs % recipe.features:
+        return f"has {inputs} inputs and {outputs} outputs, not multiples of {recipe.features}"
+    if min(inputs, outputs) < min_features:
+        return f"has {min(inputs, outputs)} features, fewer than min_features={min_features}"
+    if convert is not None and not convert(name, child):
+        return "convert= returned False"
+    return None
 
 
 def product_reason(child: nn.Module) -> str:

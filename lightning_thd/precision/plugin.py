@@ -86,6 +86,7 @@ class FP8Precision(Precision):
         self._module = module
         if self._is_converted(module):
             return module
+
         self._rules = alignment_of(strategy, self)
         # All ranks share statistics, because the ranks of a data or context axis have the same layers.
         self._group = dist.group.WORLD if group_size(strategy and stage_group(strategy)) > 1 else None
@@ -93,6 +94,7 @@ class FP8Precision(Precision):
         check_device(self.recipe, device)
         check_weights(module)
         self._device_type = device.type
+
         module.to(dtype=self.weights_dtype)
         self.converted = replace_layers(
             module, self.recipe, keep=self.keep, convert=self.convert, min_features=self.min_features
@@ -148,10 +150,15 @@ class FP8Precision(Precision):
                 layer.reset_fp8_meta_tensors(state_dict[name])
 
     def _layers_with_history(self) -> Iterator[tuple[str, Any]]:
-        if self.recipe.has_history and self._module is not None:
-            yield from ((name, child) for name, child in self._module.named_modules() if is_converted(child))
+        """Yield the layers, by name, that hold statistics of earlier steps."""
+        if not self.recipe.has_history or self._module is None:
+            return
+        for name, child in self._module.named_modules():
+            if is_converted(child):
+                yield name, child
 
     def _region(self, group: Any) -> AbstractContextManager[Any]:
+        """Return the contexts of a step; the ranks of ``group`` share statistics, None updates none."""
         stack = ExitStack()
         stack.enter_context(_default_dtype(self.weights_dtype))
         if not self.recipe.emulate:  # emulation may run on a CPU, on which torchao ignores autocast
@@ -161,13 +168,14 @@ class FP8Precision(Precision):
         return stack
 
     def _is_converted(self, module: nn.Module) -> bool:
+        """Return whether a module has FP8 layers already; raise if ``convert_linear`` made others."""
         if not any(is_converted(child) for child in module.modules()):
             return False
-        if self.converted is None:
-            found = recipe_of(module)
-            if found is not None and (found.engine, found.name) != (self.recipe.engine, self.recipe.name):
+        if self.converted is None:  # not by this plugin
+            other = recipe_of(module)
+            if other is not None and (other.engine, other.name) != (self.recipe.engine, self.recipe.name):
                 raise MisconfigurationException(
-                    f"The model was converted to {found.engine} {found.name!r} by convert_linear, and "
+                    f"The model was converted to {other.engine} {other.name!r} by convert_linear, and "
                     f"FP8Precision is set to {self.recipe.engine} {self.recipe.name!r}, so packs and MFU "
                     "would be wrong. Give both the same recipe, or leave convert_linear out."
                 )
@@ -176,6 +184,7 @@ class FP8Precision(Precision):
         return True
 
     def _check_converted(self, module: nn.Module) -> None:
+        """Raise if no layer is in FP8, or if checkpointing would change statistics; note if it recomputes."""
         if not any(is_converted(child) for child in module.modules()):
             kept = {} if self.converted is None else self.converted.kept
             reasons = "; ".join(f"{name} {reason}" for name, reason in list(kept.items())[:3])
@@ -199,10 +208,12 @@ class FP8Precision(Precision):
 
     def _check_batch(self, data: Any) -> None:
         """Check the slots of a batch's packs, because a kernel's own error would not say what to do."""
-        for batch in data.microbatches if isinstance(data, THDStep) else [data]:
+        batches = data.microbatches if isinstance(data, THDStep) else [data]
+        for batch in batches:
+            if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
+                continue  # a shard of a pack, whose slots were checked before it was cut
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-            whole = not isinstance(batch, THDBatch) or batch.boundaries.ranks == 1
-            if isinstance(ids, Tensor) and whole:
+            if isinstance(ids, Tensor):
                 assert self._rules is not None
                 self._rules.check(ids.numel())
 

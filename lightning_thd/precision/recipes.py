@@ -48,20 +48,18 @@ class Recipe:
 
 
 # ``features``: Transformer Engine needs whole blocks of 128 or 32; other products need multiples of 16.
-_KNOWN: dict[tuple[Engine, str], Recipe] = {
-    (recipe.engine, recipe.name): recipe
-    for recipe in (
-        Recipe(name="delayed", engine="te"),
-        Recipe(name="current", engine="te"),
-        Recipe(
-            name="blockwise", engine="te", rules="blockwise", features=128, capability=(9, 0), cuda=(12, 9)
-        ),
-        Recipe(name="mxfp8", engine="te", rules="mxfp8", features=32, capability=(10, 0), below=(12, 0)),
-        Recipe(name="nvfp4", engine="te", rules="nvfp4", features=32, capability=(10, 0), dtype="fp4"),
-        Recipe(name="tensorwise", engine="torchao"),
-        Recipe(name="rowwise", engine="torchao", capability=(9, 0)),
-        Recipe(name="rowwise_with_gw_hp", engine="torchao", capability=(9, 0), gradients=2),
-    )
+_RECIPES = (
+    Recipe(name="delayed", engine="te"),
+    Recipe(name="current", engine="te"),
+    Recipe(name="blockwise", engine="te", rules="blockwise", features=128, capability=(9, 0), cuda=(12, 9)),
+    Recipe(name="mxfp8", engine="te", rules="mxfp8", features=32, capability=(10, 0), below=(12, 0)),
+    Recipe(name="nvfp4", engine="te", rules="nvfp4", features=32, capability=(10, 0), dtype="fp4"),
+    Recipe(name="tensorwise", engine="torchao"),
+    Recipe(name="rowwise", engine="torchao", capability=(9, 0)),
+    Recipe(name="rowwise_with_gw_hp", engine="torchao", capability=(9, 0), gradients=2),
+)
+KNOWN_RECIPES: dict[tuple[Engine, str], Recipe] = {
+    (recipe.engine, recipe.name): recipe for recipe in _RECIPES
 }
 _TE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -79,26 +77,31 @@ def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
     choice(engine, "engine", "te", "torchao", advice="'te' is Transformer Engine.")
     if emulate and engine == "te":
         raise ValueError("emulate=True: Transformer Engine cannot emulate FP8. Use engine='torchao' with it.")
+
     if isinstance(recipe, str):
         return _named(recipe, engine, emulate)
-    return _te_object(recipe) if engine == "te" else _torchao_object(recipe, emulate)
+    if engine == "te":
+        return _te_object(recipe)
+    return _torchao_object(recipe, emulate)
 
 
 def _named(name: str, engine: str, emulate: bool) -> Recipe:
+    """Return the recipe of a name, with the engine's own object for it."""
     if engine == "torchao" and name == "current":  # both names mean the same arithmetic
         name = "tensorwise"
-    recipes_of = {known.name: known for (its_engine, _), known in _KNOWN.items() if its_engine == engine}
-    choice(name, "recipe", *recipes_of, advice=f"These are the recipes of engine={engine!r}.")
-    known = recipes_of[name]
+    by_name = {recipe.name: recipe for recipe in _RECIPES if recipe.engine == engine}
+    choice(name, "recipe", *by_name, advice=f"These are the recipes of engine={engine!r}.")
+    recipe = by_name[name]
     if engine == "torchao":
         float8 = require("torchao.float8", feature=f"engine='torchao' (recipe={name!r})")
         config = float8.Float8LinearConfig.from_recipe_name(name)
-        return replace(known, config=replace(config, emulate=emulate), emulate=emulate)
-    recipes = require("transformer_engine.common.recipe", feature=f"engine='te' (recipe={name!r})")
-    return replace(known, config=getattr(recipes, _TE_CLASSES[name])())
+        return replace(recipe, config=replace(config, emulate=emulate), emulate=emulate)
+    te_recipes = require("transformer_engine.common.recipe", feature=f"engine='te' (recipe={name!r})")
+    return replace(recipe, config=getattr(te_recipes, _TE_CLASSES[name])())
 
 
 def _te_object(config: Any) -> Recipe:
+    """Return the recipe of a Transformer Engine object, by the name of its class or of a parent."""
     lineage = [cls.__name__ for cls in type(config).__mro__]
     for name, cls in _TE_CLASSES.items():
         if cls in lineage:
@@ -111,18 +114,25 @@ def _te_object(config: Any) -> Recipe:
 
 
 def _torchao_object(config: Any, emulate: bool) -> Recipe:
+    """Return the recipe that a torchao config describes; its own ``emulate`` counts too."""
     if type(config).__name__ != "Float8LinearConfig":
         raise ValueError(
             f"recipe={config!r} is not a torchao recipe. Give 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' "
             "or a torchao.float8.Float8LinearConfig."
         )
-    rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
-    high = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
-    name = ("rowwise_with_gw_hp" if high else "rowwise") if rowwise else "tensorwise"
-    known = _KNOWN["torchao", name]
+    is_rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
+    # "gw_hp": the gradient of the weight is multiplied in high precision.
+    has_gw_hp = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
+    name = "tensorwise"
+    if is_rowwise:
+        name = "rowwise_with_gw_hp" if has_gw_hp else "rowwise"
+    recipe = KNOWN_RECIPES["torchao", name]
     emulate = emulate or bool(config.emulate)
     return replace(
-        known, config=replace(config, emulate=emulate), emulate=emulate, gradients=2 if high else 3
+        recipe,
+        config=replace(config, emulate=emulate),
+        emulate=emulate,
+        gradients=2 if has_gw_hp else 3,
     )
 
 
@@ -141,18 +151,19 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
                 "engine='te' is NVIDIA's. On an AMD GPU of the MI300 series or later use engine='torchao'."
             )
         return
+
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    other = _EMULATE if capability < (8, 9) else "Use recipe='current', which runs from 8.9 on."
+    advice = _EMULATE if capability < (8, 9) else "Use recipe='current', which runs from 8.9 on."
     if capability < recipe.capability:
         raise MisconfigurationException(
             f"{name} has compute capability {_dotted(capability)}; recipe={recipe.name!r} needs "
-            f"{_dotted(recipe.capability)}. {other}"
+            f"{_dotted(recipe.capability)}. {advice}"
         )
     if recipe.below is not None and capability >= recipe.below:
         raise MisconfigurationException(
             f"{name} has compute capability {_dotted(capability)}; Transformer Engine has no "
-            f"{recipe.name!r} products from {_dotted(recipe.below)} on. {other}"
+            f"{recipe.name!r} products from {_dotted(recipe.below)} on. {advice}"
         )
     cuda = tuple(int(part) for part in str(torch.version.cuda or "0.0").split(".")[:2])
     if cuda < recipe.cuda:
@@ -178,9 +189,11 @@ def fastest_precision(
     The default device is the GPU if torch finds one, else the CPU. GPUs with bf16 hardware, such as an H100,
     give ``"bf16-mixed"``, others with tensor cores, such as a T4, ``"16-mixed"``. The rest is ``"32-true"``.
     """
-    gpu = torch.cuda.is_available()
-    device = checked_device(("cuda" if gpu else "cpu") if device is None else device)
-    if device.type != "cuda" or not gpu:
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_gpu else "cpu"
+    device = checked_device(device)
+    if device.type != "cuda" or not has_gpu:
         return "32-true"
     with torch.cuda.device(device):
         if torch.cuda.is_bf16_supported(including_emulation=False):

@@ -29,12 +29,13 @@ class FP8Report:
     def __str__(self) -> str:
         names = [*self.converted, *self.reasons]
         width = max([len(name) for name in names], default=5)
+        low_precision = f"{self.engine} {self.recipe}" if self.recipe else "FP8"
         lines = [f"{'layer':<{width}}  {'inputs':>7} {'outputs':>7}  runs in"]
         for name in sorted(names):
+            # Experts whose weights are in one tensor have neither inputs nor outputs of their own.
             inputs, outputs = self.converted.get(name) or self.kept.get(name) or ("", "")
-            low = f"{self.engine} {self.recipe}" if self.recipe else "FP8"
-            runs = low if name in self.converted else f"bf16: {self.reasons[name]}"
-            lines.append(f"{name:<{width}}  {inputs:>7} {outputs:>7}  {runs}")
+            runs_in = low_precision if name in self.converted else f"bf16: {self.reasons[name]}"
+            lines.append(f"{name:<{width}}  {inputs:>7} {outputs:>7}  {runs_in}")
         lines.append(
             f"{len(self.converted)} layers in FP8, {len(self.reasons)} not; {self.share:.1%} of the FLOPs of "
             "projections, MLPs and experts."
@@ -48,15 +49,15 @@ def fp8_report(model: nn.Module) -> FP8Report:
     converted: dict[str, tuple[int, int]] = {}
     linear: dict[str, tuple[int, int]] = {}
     reasons: dict[str, str] = {}
-    known = model.__dict__.get("_thd_fp8_kept", {})
+    noted_reasons = model.__dict__.get("_thd_fp8_kept", {})  # by the conversion
     for name, child in model.named_modules():
         if is_converted(child):
             converted[name] = _sizes(child)
         elif isinstance(child, nn.Linear):
             linear[name] = _sizes(child)
-            reasons[name] = known.get(name, "was not converted")
-        elif product := product_reason(child):
-            reasons[name] = known.get(name, product)
+            reasons[name] = noted_reasons.get(name, "was not converted")
+        elif product_reason(child):
+            reasons[name] = noted_reasons.get(name, product_reason(child))
     return FP8Report(
         recipe=recipe.name if recipe else None,
         engine=recipe.engine if recipe else None,
@@ -72,13 +73,22 @@ def fp8_share(model: nn.Module, work: Work = "training") -> float:
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0
-    active, low, top = share_of_experts(model), 0.0, model_with_head(model)
+
+    model_of_head = model_with_head(model)
+    head = None if model_of_head is None else model_of_head.get_output_embeddings()
+    active = share_of_experts(model)
+    low = 0.0  # multiply-adds per token in low precision
     for name, child in model.named_modules():
-        if is_converted(child) and (top is None or child is not top.get_output_embeddings()):
-            trained = any(weight.requires_grad and weight.dim() > 1 for weight in child.parameters())
-            products = 2 + trained if work == "training" else 1  # a frozen weight needs no gradient
-            share = active if ".experts." in f".{name}." else 1.0
-            low += math.prod(_sizes(child)) * share * min(1.0, recipe.gradients / products)
+        if not is_converted(child) or child is head:
+            continue
+        is_trained = any(weight.requires_grad and weight.dim() > 1 for weight in child.parameters())
+        products = 1
+        if work == "training":
+            products = 3 if is_trained else 2  # a frozen weight needs no gradient
+        share_of_tokens = active if ".experts." in f".{name}." else 1.0
+        share_of_products = min(1.0, recipe.gradients / products)
+        low += math.prod(_sizes(child)) * share_of_tokens * share_of_products
+
     total = _linear_macs(model, active)
     return min(1.0, low / total) if total else 0.0
 
@@ -88,13 +98,14 @@ def _linear_macs(model: nn.Module, active: float) -> float:
     configs = [child.config for child in model.modules() if getattr(child, "config", None) is not None]
     try:
         flops = FlopsModel.from_config(configs[0])
-    except (IndexError, ValueError):
+    except (IndexError, ValueError):  # no config, or no family that is known: count the module's weights
         groups = weights_by_layer(model, active)
-        return sum(w.macs for path, weights in groups.items() if path != "lm_head" for w in weights)
+        return sum(weight.macs for path, weights in groups.items() if path != "lm_head" for weight in weights)
     terms = [term for layer in flops.layers for term in layer.terms]
     macs = sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear")
     return float(macs) / 2
 
 
 def _sizes(child: nn.Module) -> tuple[int, int]:
+    """Return a layer's inputs and outputs."""
     return int(getattr(child, "in_features", 0)), int(getattr(child, "out_features", 0))

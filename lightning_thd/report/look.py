@@ -53,11 +53,13 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
     axes.set_xlabel(x, color=look.ink)
     axes.set_ylabel(y, color=look.ink)
     axes.tick_params(colors=look.ink, labelsize=9)
+
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(short)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(look.quiet)
+
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
     axes.set_axisbelow(True)
     if grid:
@@ -66,9 +68,10 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
 
 def short(value: float, _: int | None = None) -> str:
     """Format a number with few characters, so that tick labels do not overlap: 131072 as 131.072k."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
+    # (from, unit, letter): thousands begin at ten thousand, because 1,024 is as short as 1.024k.
+    for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:g}{letter}"
     return f"{value:g}"
 
 

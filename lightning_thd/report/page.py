@@ -82,7 +82,9 @@ $colours
 
 def number(value: float) -> str:
     """Format a number with few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def read_metrics(folder: str | Path) -> Series:
@@ -97,15 +99,17 @@ def read_metrics(folder: str | Path) -> Series:
             f"logger=CSVLogger({str(folder)!r}) or TensorBoardLogger({str(folder)!r}), or with a list of it "
             "and other loggers. See docs/reference/messages.md#report."
         )
-    found: dict[str, dict[int, float]] = {}
+
+    metrics: dict[str, dict[int, float]] = {}  # metric -> step -> value
     for file in files:
         run = _read_table(file) if file.suffix == ".csv" else _read_events(file)
         for name, values in run.items():  # a resumed run repeats the steps after its checkpoint
-            before = {step: value for step, value in found.get(name, {}).items() if step < min(values)}
-            found[name] = before | values
-    if "train/loss_step" in found:  # logged with on_step=True and on_epoch=True
-        found.setdefault("train/loss", found["train/loss_step"])
-    return {name: sorted(values.items()) for name, values in found.items()}
+            first = min(values)
+            before = {step: value for step, value in metrics.get(name, {}).items() if step < first}
+            metrics[name] = before | values
+    if "train/loss_step" in metrics:  # logged with on_step=True and on_epoch=True
+        metrics.setdefault("train/loss", metrics["train/loss_step"])
+    return {name: sorted(values.items()) for name, values in metrics.items()}
 
 
 def _files(folder: str | Path, pattern: str) -> list[Path]:
@@ -144,7 +148,8 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
+        if models:
+            name = models[0].partition(":")[2].strip()
     return f"{name}, {os.cpu_count()} cores"
 
 
@@ -161,9 +166,12 @@ def table(series: Series) -> Table:
     """Build a table of the first, median and last values that a training run logged, and MFU's peak."""
     rows = []
     for name, row in ROWS.items():
-        if values := [value for _, value in _finite(series, name, last=True)]:
-            cells = (values[0], median(values), series[name][-1][1] * row.factor)  # the last may be NaN
+        values = [value for _, value in _finite(series, name, last=True)]
+        if values:
+            last = series[name][-1][1] * row.factor  # may be NaN, which a reader must see
+            cells = (values[0], median(values), last)
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
+
     peak = peak_tflops(series)
     foot = "" if peak is None else f"MFU is the share of {number(peak)} TFLOP/s, the peak of a device."
     return Table(columns=("", "first", "median", "last"), rows=rows, foot=foot)
@@ -176,14 +184,15 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
     follows the reader's setting.
     """
     series = read_metrics(folder)
-    if not (found := table(series)).rows:
+    metrics = table(series)
+    if not metrics.rows:
         raise ValueError(
             f"The logs below {folder} have none of {', '.join(ROWS)}. Log train/loss, or give the Trainer "
             "THDThroughputMonitor(). See docs/reference/messages.md#report."
         )
-    print(f"\n{found}\n")  # noqa: T201
+    print(f"\n{metrics}\n")  # noqa: T201
     if installed("matplotlib"):
-        png = picture(series, Path(folder) / "report.png", theme="light" if theme == "auto" else theme)
+        png = picture(series, Path(folder) / "report.png", theme=_first_theme(theme))
         page(series, Path(folder) / "report.html", theme=theme)
         print(f"Picture: {png}, to share: {png.with_suffix('.html')}")  # noqa: T201
 
@@ -197,48 +206,64 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
 
 def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
     """Write a run's picture and table as one HTML file; ``auto`` is the reader's theme. Needs matplotlib."""
-    found, first = table(series), "light" if theme == "auto" else theme
-    colours, image = _colours(first), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
-    images = f'{image}src="{_data_of(series, first)}">'
+    first = _first_theme(theme)
+    colours = _colours(first)
+    alternative = html.escape("; ".join(map(_title, _shown(series))))  # for readers who see no picture
+    images = f'<img alt="{alternative}" src="{_data_of(series, first)}">'
     if theme == "auto":
         colours += f" @media {_DARK} {{ {_colours('dark')} }}"
         images = f'<source media="{_DARK}" srcset="{_data_of(series, "dark")}">{images}'
+
+    metrics = table(series)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in (found.columns, *found.rows)
+        for row in (metrics.columns, *metrics.rows)
     )
-    if found.foot:
-        rows += f"<tr><td colspan=4>{html.escape(found.foot)}</td></tr>"
+    if metrics.foot:
+        rows += f"<tr><td colspan=4>{html.escape(metrics.foot)}</td></tr>"
     Path(file).write_text(_PAGE.substitute(colours=colours, images=images, rows=rows))
     return Path(file)
 
 
+def _first_theme(theme: PageTheme) -> Theme:
+    """Return the theme of a page where the reader's setting is not known."""
+    return "light" if theme == "auto" else theme
+
+
 def _colours(theme: Theme) -> str:
+    """Return the page's colours as CSS."""
     return f"body {{ background: {look_of(theme).paper}; color: {look_of(theme).ink} }}"
 
 
 def _data_of(series: Series, theme: Theme) -> str:
-    figure, image = draw_page(series, theme), io.BytesIO()
+    """Return a run's picture as the URL of its data, so that the page is one file."""
+    figure = draw_page(series, theme)
+    image = io.BytesIO()
     figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's dpi
     return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
 
 
 def draw_page(series: Series, theme: Theme) -> Any:
     """Draw a run's headline numbers, its curves, the parts of a step's time, and the installed versions."""
-    look, shown = look_of(theme), _shown(series)
-    panels = len(shown) + bool(step_times(series))
+    look = look_of(theme)
+    curves = _shown(series)
+    panels = len(curves)
+    if step_times(series):
+        panels += 1
     rows = max(math.ceil(panels / 2), 1)
     figure = new_figure(9, 1.4 + 2.5 * rows, theme)
     grid = figure.add_gridspec(rows, 2)
     for i in range(panels):
-        single = i == panels - 1 and panels % 2  # an odd last panel takes the whole row
-        axes = figure.add_subplot(grid[i // 2, slice(None) if single else i % 2])
-        if i < len(shown):
-            _draw_curve(axes, series, shown[i], theme)
+        row, column = divmod(i, 2)
+        takes_row = i == panels - 1 and column == 0  # the last panel, if it has no neighbour
+        axes = figure.add_subplot(grid[row, slice(None) if takes_row else column])
+        if i < len(curves):
+            _draw_curve(axes, series, curves[i], theme)
         else:
             draw_waterfall(axes, series, theme=theme)
+
     headlines = "      ".join(_headlines(series))
-    size = min(12.0, 1100 / max(1, len(headlines)))
+    size = min(12.0, 1100 / max(1, len(headlines)))  # so that the line is not wider than the figure
     figure.suptitle(headlines, color=look.ink, fontsize=size, x=0.02, ha="left")
     figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
@@ -246,17 +271,20 @@ def draw_page(series: Series, theme: Theme) -> Any:
 
 def step_times(series: Series) -> dict[str, float]:
     """Return the mean of each logged part of a step over a run, in milliseconds by title."""
-    found = {}
+    means = {}
     for part, title in PARTS.items():
-        if values := [s for _, s in series.get(f"train/step_time/{part}", []) if math.isfinite(s)]:
-            found[title] = 1e3 * sum(values) / len(values)
-    return found
+        logged = series.get(f"train/step_time/{part}", [])
+        seconds = [value for _, value in logged if math.isfinite(value)]
+        if seconds:
+            means[title] = 1e3 * sum(seconds) / len(seconds)
+    return means
 
 
 def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
     """Draw the parts of a mean step as bars; each bar starts at the end of the bar above."""
-    times, start = step_times(series), 0.0
-    total = max(sum(times.values()), 1e-9)
+    times = step_times(series)
+    total = max(sum(times.values()), 1e-9)  # above 0, because the shares divide by it
+    start = 0.0
     for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
         axes.barh(row, ms, left=start, color=colour, height=0.4)
         label = f"{title}  {ms:,.1f} ms, {ms / total:.0%}"
@@ -269,51 +297,79 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
-    found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
-    return [names for names in found if names]
+    """Return the metrics of each panel that has finite values."""
+    panels = []
+    for names in _CURVES:
+        shown = tuple(name for name in names if _finite(series, name))
+        if shown:
+            panels.append(shown)
+    return panels
 
 
 def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -> None:
+    """Draw one or two metrics over the steps."""
+    all_values = []
     for colour, line, name in zip(CYCLE, ("-", "--"), names, strict=False):
         points = _finite(series, name)
-        steps, heights = [step for step, _ in points], [value for _, value in points]
+        steps = [step for step, _ in points]
+        values = [value for _, value in points]
+        all_values += values
         marker = "o" if len(steps) < 3 else None  # a line with one point is invisible
-        axes.plot(steps, heights, color=colour, linestyle=line, marker=marker, label=ROWS[name].title)
+        axes.plot(steps, values, color=colour, linestyle=line, marker=marker, label=ROWS[name].title)
+
     dress(axes, theme, title=_title(names), x="step")
-    values = [v for name in names for _, v in _finite(series, name)]
-    axes.set_ylim(min(0.0, 1.08 * min(values)), max(0.0, 1.08 * max(values)) or None)
+    bottom = min(0.0, 1.08 * min(all_values))
+    top = max(0.0, 1.08 * max(all_values))
+    axes.set_ylim(bottom, top or None)  # matplotlib chooses the top if all values are 0
     axes.xaxis.get_major_locator().set_params(nbins=6)
     if len(names) > 1:
         legend(axes, theme)
 
 
 def _title(names: Sequence[str]) -> str:
+    """Return the title of a panel: its metrics, which have one unit."""
+    title = " and ".join(ROWS[name].title for name in names)
     unit = ROWS[names[0]].unit
-    return " and ".join(ROWS[name].title for name in names) + (f" [{unit}]" if unit else "")
+    return f"{title} [{unit}]" if unit else title
 
 
 def _finite(series: Series, name: str, *, last: bool = False) -> list[tuple[int, float]]:
     """Return a metric's finite values in its unit; if it has none, [], or with ``last`` its last value."""
-    found, factor = series.get(name, []), ROWS[name].factor
+    logged = series.get(name, [])
     # HFU equal to MFU, and an imbalance of 1, say nothing new.
-    same = name == "train/device/hfu" and found == series.get("train/device/mfu")
-    if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
+    if name == "train/device/hfu" and logged == series.get("train/device/mfu"):
         return []
-    return [(step, value * factor) for step, value in found if math.isfinite(value)] or found[-1:] * last
+    if name == "train/packing/imbalance" and all(value == 1 for _, value in logged):
+        return []
+
+    factor = ROWS[name].factor
+    finite = [(step, value * factor) for step, value in logged if math.isfinite(value)]
+    if not finite and last:
+        return logged[-1:]
+    return finite
 
 
 def _headlines(series: Series) -> list[str]:
-    found = []
+    """Return the numbers at the top of a page: the last loss, and medians of what varies around a level."""
+    headlines = []
     for name in _TOP:
-        if values := [value for _, value in _finite(series, name, last=True)]:
-            kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", median(values))
-            found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
-    return found
+        values = [value for _, value in _finite(series, name, last=True)]
+        if not values:
+            continue
+        if "loss" in name:
+            kind = "last"
+            value = series[name][-1][1]
+        else:
+            kind = "median"
+            value = median(values)
+        headlines.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
+    return headlines
 
 
 def _versions() -> str:
-    found = [time.strftime("%Y-%m-%d %H:%M"), f"Python {platform.python_version()}"]
+    """Return the time, and the versions of Python and of the installed packages that decide a run's speed."""
+    parts = [time.strftime("%Y-%m-%d %H:%M"), f"Python {platform.python_version()}"]
     for name in ("lightning_thd", "torch", "lightning", "transformers"):
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)
+            parts.append(f"{name} {version(name)}")
+    return ", ".join(parts)

@@ -17,16 +17,19 @@ class Table:
     foot: str = ""
 
     def __str__(self) -> str:
-        lines = [self.columns, *self.rows] if any(self.columns) else list(self.rows)
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        body = [
-            "  ".join(
-                cell.ljust(size) if i in self.text else cell.rjust(size)
-                for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in lines
-        ]
-        return "\n".join(part for part in (*body, self.foot) if part)
+        rows = list(self.rows)
+        if any(self.columns):
+            rows.insert(0, self.columns)
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = [self._line(row, widths) for row in rows]
+        return "\n".join(line for line in (*lines, self.foot) if line)
+
+    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        """Return the cells of a row, each filled up to the width of its column."""
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if i in self.text else cell.rjust(width))
+        return "  ".join(cells).rstrip()
 
 
 def show_table(table: Table) -> None:

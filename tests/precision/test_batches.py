@@ -10,7 +10,7 @@ import torch
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.batch import THDBatch
-from lightning_thd.precision.recipes import _KNOWN, Recipe
+from lightning_thd.precision.recipes import KNOWN_RECIPES, Recipe
 
 # What is asserted of the slots of one rank, said again from Transformer Engine 2.20 and torch 2.13: "local"
 # slots are those before sequence parallelism gathers them, T / (cp x tp), "gathered" ones T / cp.
@@ -71,7 +71,7 @@ def violations(batch: THDBatch, recipe: Recipe, layout: tuple[int, int, bool]) -
 
 @pytest.mark.parametrize("wanted", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_batches_of_a_data_module_break_no_rule(wanted: int) -> None:
-    cells = [(recipe, layout) for recipe in _KNOWN.values() for layout in LAYOUTS]
+    cells = [(recipe, layout) for recipe in KNOWN_RECIPES.values() for layout in LAYOUTS]
     each, seen, found = -(-wanted // len(cells)), 0, []
     sizes = set()
     for seed, (recipe, layout) in enumerate(cells):

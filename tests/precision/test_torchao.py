@@ -20,7 +20,7 @@ from lightning_thd.callbacks.cuda_graph import CaptureError
 from lightning_thd.cuda_graph.buckets import choose
 from lightning_thd.precision import FP8Precision, convert_linear, fastest_precision, fp8_report
 from lightning_thd.precision.convert import is_converted
-from lightning_thd.precision.recipes import _KNOWN
+from lightning_thd.precision.recipes import KNOWN_RECIPES
 from lightning_thd.precision.report import fp8_share
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, padded_eager, random_batch
 from tests.precision.runs import DATA, Module, fit, llama, mixtral
@@ -253,7 +253,7 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     assert step.stats.replays >= 3
     for holder in (model, model.model.layers[0].mlp.up_proj):
-        holder.__dict__["_thd_fp8"] = _KNOWN["te", "delayed"]
+        holder.__dict__["_thd_fp8"] = KNOWN_RECIPES["te", "delayed"]
     with pytest.raises(CaptureError, match="follow a history"):
         graphed(model)(random_batch(0))
 
