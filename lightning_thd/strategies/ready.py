@@ -60,17 +60,19 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
         self._chosen = [torch.device(device) for device in devices or ()]
 
 
-# What only the strategy that shards the model takes.
+# The arguments that THDModelParallelStrategy has and THDDDPStrategy has not.
 _SHARDING = (
     "data_parallel_size",
     "data_parallel_replicas",
     "tensor_parallel_size",
     "tensor_parallel_plan",
     "sequence_parallel",
+    "reshard_after_forward",
+    "asynchronous_checkpoints",
     "pipeline_parallel_size",
     "pipeline_schedule",
+    "stages_per_rank",
     "pipeline_split",
-    "expert_parallel_size",
 )
 
 

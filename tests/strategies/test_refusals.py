@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -467,3 +468,13 @@ def test_a_module_may_be_built_in_init_module() -> None:
             nn.Linear(1, 1)
     own = THDModelParallelStrategy.model_sharded_context
     assert own is not ModelParallelStrategy.model_sharded_context
+
+
+def test_ddp_refuses_every_argument_for_sharded_weights_when_it_is_made() -> None:
+    of_ddp = inspect.signature(DDPStrategy.__init__).parameters
+    of_ours = inspect.signature(THDDDPStrategy.__init__).parameters
+    for name in inspect.signature(THDModelParallelStrategy.__init__).parameters:
+        if name in of_ddp or name in of_ours:
+            continue
+        with pytest.raises(TypeError, match=f"THDDDPStrategy has no {name}="):
+            THDDDPStrategy(**{name: 2})
