@@ -209,12 +209,15 @@ class PackedLoop:
             self._meter.reduce(whole=True)
             self._flops.follow()
         self._meter.resume()
-        self._flops.stop()  # ends the count of a step that raised an error
         step = step.to(self._engine.device)
         self._flops.begin("train", step)
-        loss = sum_over_packs(
-            step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
-        )
+        try:
+            loss = sum_over_packs(
+                step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
+            )
+        except BaseException:
+            self._flops.stop()  # else torch's counter would see what the process runs next
+            raise
         self._meter.add(step, self._flops.calls())
         self.loader.report_run()
         self._end_step()

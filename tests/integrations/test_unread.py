@@ -189,6 +189,7 @@ def test_loops_refuse_the_first_step_and_evaluations(engine: str) -> None:
         UnreadBoundariesError, match="needs_boundaries=False in prepare_fabric or prepare_thd"
     ):
         loop.backward(next(iter(loop.loader)))
+    assert torch._C._len_torch_function_stack() == 0  # the counter of FLOPs has stopped
     with pytest.raises(UnreadBoundariesError, match=REFUSED):
         loop.evaluate(data())
     for off in ({"needs_boundaries": False}, {"data": data(needs_boundaries=False)}):
