@@ -128,6 +128,12 @@ def unnoted(batch: THDBatch) -> THDBatch:
     return plain
 
 
+def note_mean_of_sequences(batch: THDBatch) -> None:
+    """Note that a loss is a mean over sequences or queries, so that loops weigh it by their number."""
+    if isinstance(batch, NotedBatch):
+        batch._read.add("sequence_scale")
+
+
 def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
     """Raise UnreadBoundariesError if a step ran on several sequences and asked for none of their boundaries.
 

@@ -25,7 +25,7 @@ from lightning_thd._find import models_in, text_config
 from lightning_thd._static import trial_runs
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.examples import Places, places_of
-from lightning_thd.batch.noted import unnoted
+from lightning_thd.batch.noted import note_mean_of_sequences, unnoted
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.preparing import is_prepared, prepare
@@ -318,6 +318,7 @@ def info_nce(
     )
     choice(pooling, "pooling", *get_args(Pooling))
     check_batch(batch)
+    note_mean_of_sequences(batch)
     found = batch.step
     step, place = (None, 0) if found is None else found
     microbatches = (batch,) if step is None else step.microbatches

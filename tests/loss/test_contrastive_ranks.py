@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDThroughputMonitor
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDThroughputMonitor, prepare_thd
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.loss.contrastive import info_nce
 from lightning_thd.strategies import THDModelParallelStrategy
@@ -156,6 +156,32 @@ def test_flops_and_epoch_means_count_each_microbatch_once() -> None:
     assert float(trainer.callback_metrics["train/total_flops"]) == pytest.approx(wanted, rel=1e-6)
     mean = sum(module.losses) / 3  # all steps have ten queries
     assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:No peak FLOP")  # other warnings are errors here
+def test_a_loop_of_accelerate_equals_texts_alone() -> None:
+    from accelerate import Accelerator
+
+    model = encoder("qwen3")
+    data = THDDataModule(EXAMPLES, capacity=48, global_batch=Sequences(10), val=EXAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loop = prepare_thd(
+        Accelerator(cpu=True),
+        model,
+        data,
+        optimizer,
+        loss_fn=lambda model, batch: info_nce(model, batch, **OPTIONS),
+    )
+    step = next(iter(loop.loader))
+    assert len(step) > 1
+    members = sorted({i for batch in step.microbatches for i in batch.sequence_ids})
+    loss = loop.backward(step)
+    stock = encoder("qwen3", attention="sdpa")
+    wanted = loss_by_hand(stock, [EXAMPLES[i] for i in members], **OPTIONS)
+    wanted.backward()
+    found = {name: p.grad for name, p in loop.model.named_parameters()}
+    assert largest_difference(found, {name: p.grad for name, p in stock.named_parameters()}) < 1e-9
+    assert float(loss) == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def validate(capacity: int) -> float:
