@@ -46,6 +46,12 @@ def described(file: str, number: int) -> str:
     return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"
 
 
+def definition_of(function: Any) -> str:
+    """Return the line on which a function is defined, such as ``train.py:12: def f(x):``; "" if unknown."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else described(code.co_filename, code.co_firstlineno)
+
+
 def users_function(function: Any) -> str:
     """Return the name and line of a callable that the user's code defines; "" for any other."""
     while isinstance(function, functools.partial):

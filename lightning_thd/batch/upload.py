@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_thd._trees import tree_flatten, tree_unflatten
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
 _ALIGNMENT = 16  # in bytes; enough for every dtype

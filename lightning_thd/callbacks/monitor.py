@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_thd._checks import described, flags, whole_number
+from lightning_thd._trees import tree_leaves
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out

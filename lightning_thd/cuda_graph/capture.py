@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_thd._static import static_shapes
+from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.backend import Backend
 from lightning_thd.cuda_graph.buckets import Bucket, StaticBatch, StaticInputs

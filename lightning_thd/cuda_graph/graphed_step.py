@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_thd._checks import flags, instance
 from lightning_thd._static import trial_runs
+from lightning_thd._trees import tree_paths
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.noted import UnreadBoundariesError
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -397,9 +397,9 @@ def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
 
 
 def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None:
-    pairs = zip(tree_flatten_with_path(found)[0], tree_flatten_with_path(wanted)[0], strict=True)
+    pairs = zip(tree_paths(found), tree_paths(wanted), strict=True)
     for (path, replayed), (_, eager) in pairs:
-        name = f"{what} {keystr(path).strip('[]')}".rstrip()
+        name = f"{what} {path.strip('[]')}".rstrip()
         if not isinstance(replayed, Tensor) or not isinstance(eager, Tensor):
             continue
         if replayed.shape != eager.shape:

@@ -21,8 +21,8 @@ from torch.distributed import Work
 from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.cuda_graph.fingerprint import plain_tensors
 

@@ -23,10 +23,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from lightning_thd._trees import tree_leaves, tree_map
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
 from lightning_thd.flops.pairs import visible_pairs
 from lightning_thd.flops.terms import Basis, Kind, Layer, Term

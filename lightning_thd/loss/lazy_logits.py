@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_thd._trees import tree_leaves, tree_map_only
 from lightning_thd._user_code import users_function
 from lightning_thd.loss.tiles.logits import LogitMap
 

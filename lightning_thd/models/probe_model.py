@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_thd.models.pack import NOTES
 
@@ -35,6 +34,8 @@ def undisturbed(model: nn.Module, *, grad: bool) -> Generator[None]:
             module.training = flag
 
 
+# Every batch norm of torch, the lazy ones included.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float64, torch.float32, *_HALF)
 _NOISE = 0.02  # standard deviation of transformers' usual initialisation
@@ -98,7 +99,7 @@ def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
     }
 
 

@@ -126,8 +126,9 @@ def scores_of(inner: Any) -> Scores | None:
     module = module_of_loss(inner)
     if module is not None:
         return "softmax" if _is_switch(getattr(module, FUNCTION)) else None
-    # An index above 0 says that the router returns something else first, of which the source says nothing.
-    scores = {None if index else _scores_in(kind) for kind, index in routers_of(inner)}
+    config = inner.config.get_text_config(decoder=True)
+    # Nobody knows the formula of a router that returns something else before its logits.
+    scores = {None if index else _scores_in(kind, config) for kind, index in routers_of(inner)}
     return scores.pop() if len(scores) == 1 else None
 
 
@@ -147,16 +148,48 @@ def _is_switch(function: Callable[..., Any]) -> bool:
     return math.isclose(float(ours), float(theirs), rel_tol=1e-5)
 
 
-def _scores_in(kind: type[nn.Module]) -> Scores | None:
-    """Read from a router's source whether it applies a sigmoid or a softmax to the logits that it returns."""
+@torch.no_grad()
+def _scores_in(kind: type[nn.Module], config: Any) -> Scores | None:
+    """Try a new router on random tokens: does it weight experts by a sigmoid or a softmax of its logits?
+
+    The router returns its logits ``[N, E]`` first, then weights and indices of the chosen experts, ``[N, K]``
+    each. Weights may be scaled or normalised for each token, so their ratios are compared.
+    """
+    generator = torch.Generator().manual_seed(0)
+    make: Any = kind
+    tokens = torch.randn(16, config.hidden_size, generator=generator, device="cpu")
+    outputs: tuple[Any, ...] = ()
     try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            router = make(config).float().eval()
+            for tensor in router.parameters():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / max(tensor.shape[-1], 1) ** 0.5)
+            for tensor in router.buffers():
+                tensor.zero_()
+            more = len(inspect.signature(kind.forward).parameters) - 2  # a bias for the choice of experts
+            bias = torch.zeros(next(router.parameters()).shape[0])
+            try:
+                outputs = router(tokens, *[bias] * more)
+            except ValueError:  # it wants rows of tokens
+                outputs = router(tokens[None], *[bias] * more)
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return None  # it is built or called in another way
+    logits, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+    chosen = [x for x in others if isinstance(x, Tensor) and x.dtype == torch.int64]
+    weights = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(chosen) != 1 or len(weights) != 1 or logits.shape[:-1].numel() != len(tokens):
         return None
-    if "return router_logits," not in source:
+    logits = logits.reshape(len(tokens), -1).float()
+    if chosen[0].shape != weights[0].shape or chosen[0].ndim != 2 or chosen[0].shape[1] < 2:
         return None
-    applied: list[Scores] = [name for name in ("softmax", "sigmoid") if name in source]
-    return applied[0] if len(applied) == 1 else None
+    formulas: dict[Scores, Tensor] = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}
+    return next((name for name, scores in formulas.items() if _weighs(scores, chosen[0], weights[0])), None)
+
+
+def _weighs(scores: Tensor, chosen: Tensor, weights: Tensor) -> bool:
+    """Return whether weights ``[N, K]`` are scores ``[N, E]`` of the chosen, up to a factor a token."""
+    ratios = weights.float() / scores.gather(1, chosen)
+    return torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-4)
 
 
 class RouterRelay:

@@ -301,12 +301,15 @@ def _experts(experts: Any, shards: _Shards) -> None:
 
 
 def _skips_other_experts(experts: Any) -> bool:
-    """Return whether a class of experts skips tokens routed to index ``num_experts``."""
-    if _chooses_implementation(experts):
-        chosen = private_of(experts.config, "transformers.PreTrainedConfig._experts_implementation")
-        if chosen not in (None, "eager"):
-            return True
-    return "num_experts + 1" in inspect.getsource(inspect.unwrap(type(experts).forward))
+    """Return whether experts skip tokens routed to index ``num_experts``.
+
+    transformers' functions for experts do. A family's own loop over experts may not, so it only gets the
+    tokens of this rank's experts.
+    """
+    if not _chooses_implementation(experts):
+        return False
+    chosen = private_of(experts.config, "transformers.PreTrainedConfig._experts_implementation")
+    return chosen not in (None, "eager")
 
 
 def _chooses_implementation(experts: Any) -> bool:

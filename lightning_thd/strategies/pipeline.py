@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_thd._user_code import described
+from lightning_thd._user_code import definition_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
@@ -420,5 +420,4 @@ def _differing(module: Any, here: tuple[str, ...], last: tuple[str, ...]) -> str
 
 def _definition(module: Any) -> str:
     """Say in which file and line a module's ``training_step`` is defined."""
-    code = getattr(type(module).training_step, "__code__", None)
-    return "training_step" if code is None else described(code.co_filename, code.co_firstlineno)
+    return definition_of(type(module).training_step) or "training_step"

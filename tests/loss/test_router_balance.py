@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,14 @@ import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
 
+from benchmarks.families import build as tiny
+from benchmarks.families import families as tiny_families
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.alignment import Alignment
 from lightning_thd.loss import router_balance
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.router_balance import routers_for
+from lightning_thd.parallel import routers
 from lightning_thd.parallel.routers import _is_switch
 from lightning_thd.parallel.shard import shard_batch
 from tests.strategies.jobs import family_model
@@ -299,3 +303,48 @@ def test_half_precision_rounds_no_sum_of_the_balance(router_balance: Any, dtype:
         found = routers._of_sums(sums, torch.tensor(TOKENS))
     wanted = routers._of_sums(sums.double(), torch.tensor(TOKENS))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0.0)
+
+
+class Weighs(torch.nn.Module):
+    """A router that weights its experts by a function of its logits."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, config.hidden_size))
+        self.function, self.top_k = config.function, config.top_k
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden @ self.weight.T
+        weights, chosen = self.function(logits).topk(self.top_k, dim=-1)
+        return logits, 2.5 * weights / weights.sum(-1, keepdim=True), chosen
+
+
+@pytest.mark.parametrize(
+    ("function", "top_k", "scores"),
+    [
+        (lambda logits: logits.softmax(-1), 2, "softmax"),
+        (lambda logits: logits.sigmoid(), 3, "sigmoid"),
+        (lambda logits: logits.exp().sqrt(), 2, None),  # of unknown formula
+        (lambda logits: logits.softmax(-1), 1, None),  # one weight of 1 says nothing
+    ],
+)
+def test_the_scores_of_a_router_are_found_by_trying_it(function: Any, top_k: int, scores: str | None) -> None:
+    before = torch.get_rng_state()
+    config = SimpleNamespace(hidden_size=8, function=function, top_k=top_k)
+    assert routers._scores_in(Weighs, config) == scores
+    assert routers._scores_in(torch.nn.Linear, config) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+FORMULAS = {
+    "deepseek_v2": "softmax",
+    "deepseek_v3": "sigmoid",
+    "lfm2_moe": "sigmoid",
+    "longcat_flash": "softmax",
+}
+
+
+@pytest.mark.parametrize("family", FORMULAS)
+def test_the_scores_of_families_are_those_of_their_papers(family: str) -> None:
+    model_class = tiny_families("causal")[family]
+    assert routers.scores_of(tiny(family, model_class, "eager")) == FORMULAS[family]
