@@ -17,6 +17,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from benchmarks import fits
 from benchmarks.results import Result
 
 ROOT = Path(__file__).parent.parent
@@ -423,6 +424,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "short": short,
     "all_short": all_short,
     "trained": trained,
+    "long_contexts": fits.long_contexts,
+    "capacities": fits.capacities,
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

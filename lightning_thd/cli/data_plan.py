@@ -82,7 +82,15 @@ class Expected:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Print the expected statistics of training on a data set; with ``--plot``, also draw the packs."""
+    """Print the expected statistics of training on a data set, or with ``--memory`` the memory of a step.
+
+    ``--plot`` also draws the packs.
+    """
+    if "--memory" in arguments:
+        from lightning_thd.cli.memory_plan import memory_plan
+
+        memory_plan(arguments)
+        return
     parser = plan_parser()
     given = parser.parse_args(list(arguments))
     if given.theme is not None and given.plot is None:
@@ -227,7 +235,8 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "lightning-thd plan",
         description="What training on a data set will look like: packs, balance, padding avoided, speed.",
-        epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
+        epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png. "
+        "`lightning-thd plan --memory --help` explains the plan of a step's memory, which needs no data.",
     )
     parser.add_argument("data", help="a path for THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), required=True, help="largest number of slots of a pack")

@@ -19,7 +19,7 @@ from lightning_thd.cli.arguments import Parser, in_options, nearest
 
 # command -> (the module with its function, which is imported when the command runs; what the command does)
 TOOLS = {
-    "plan": ("data_plan", "estimate packs, balance and speed for a data set"),
+    "plan": ("data_plan", "estimate packs, balance and speed for a data set, or memory (--memory)"),
     "check": ("check", "check whether a model keeps the sequences of a pack apart"),
     "doctor": ("doctor", "list what is installed, which kernels run here, known-bad versions"),
     "report": ("main", "print a run's metrics as a table and draw report.png and report.html"),

@@ -18,6 +18,7 @@ from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.adapted import adapt
 from lightning_thd.models.announce import Announcing, remember, stock_models_around
 from lightning_thd.models.layers import prepare_layers
+from lightning_thd.models.offload import offload_inputs
 from lightning_thd.models.refusals import (
     is_tower,
     keeps_own_attention,
@@ -35,7 +36,7 @@ from lightning_thd.models.tiles import tile_mlps
 from lightning_thd.models.unswitchable import watch_switching
 
 
-def prepare(model: nn.Module, *, mlp_tile: int | None = None) -> nn.Module:
+def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | None = None) -> nn.Module:
     """Prepare the models with "thd" in a module to run on packs.
 
     A model is prepared when it is built with ``attn_implementation="thd"`` or switched to it. Losses,
@@ -49,13 +50,16 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None) -> nn.Module:
         mlp_tile: run MLPs and experts in tiles of at most so many tokens, and run each tile again in the
             backward pass: memory for a fifth to a third more FLOPs. Set it before weights are cut over
             ranks. Later calls without it keep it.
+        offload: inputs of checkpointed layers wait in pinned CPU memory for their backward pass, copied on a
+            side stream of a GPU. Call ``model.gradient_checkpointing_enable()`` first.
 
     Returns:
         ``model`` itself.
 
     Raises:
         ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd"; or
-            ``mlp_tile`` is below 1, differs from an earlier call's, or finds no MLP that can run in tiles.
+            ``mlp_tile`` is below 1, differs from an earlier call's, or finds no MLP that can run in tiles; or
+            ``offload`` finds no checkpointed layer.
     """
     models: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
     asked = [inner for inner in models if mentions_thd(inner.config)]
@@ -79,6 +83,7 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None) -> nn.Module:
         if inner is not None and not isinstance(outer, Announcing):
             refuse_model_around(outer, inner)
     tile_mlps(asked, mlp_tile)
+    offload_inputs(asked, offload)
     return model
 
 

@@ -139,7 +139,8 @@ def _split(
 
     def cut(value: Any) -> list[Any]:
         by_token = isinstance(value, Tensor) and value.ndim == len(rows) + 1 and value.shape[:-1] == rows
-        return list(value.tensor_split(count, dim=-2)) if by_token else [value] * count
+        # One backward node for all tiles: slices would each make a gradient of the whole tensor.
+        return list(value.split(-(-rows[-1] // count) or 1, dim=-2)) if by_token else [value] * count
 
     positional = [cut(value) for value in args]
     named = {name: cut(value) for name, value in kwargs.items()}

@@ -56,3 +56,8 @@ def test_losses_equal_the_cpu_and_read_nothing(capability: str, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_are_compiled_once_and_captured_compiled(dtype: str, tmp_path: Path) -> None:
     assert _run("compiled", dtype, folder=tmp_path).count(": equal") == 1
+
+
+@needs_imagination
+def test_layer_inputs_in_cpu_memory_free_the_device(tmp_path: Path) -> None:
+    assert "with offload: equal" in _run("offload", folder=tmp_path)

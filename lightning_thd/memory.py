@@ -1,0 +1,621 @@
+"""A model's config, the capacity of packs and how they are trained -> the bytes of one step on one device.
+
+Between forward and backward pass a device holds what autograd saved of every layer. This module adds up
+these tensors from the sizes in the config, for the layers of transformers with attention "thd" and for the
+losses of this package, and looks at the moments of a step at which memory can be highest. It runs nothing.
+
+Legend: T slots of a pack on this device, H hidden size, Q = heads x head size, K = key heads x head size,
+I intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from lightning_thd._checks import choice, flags, whole_number
+from lightning_thd.flops.families.layers import active_experts, expert_layers, shared_size
+from lightning_thd.flops.families.registry import read_config
+from lightning_thd.flops.families.sizes import Sizes, completed
+
+Precision: TypeAlias = Literal["32-true", "bf16-true", "bf16-mixed"]
+Optimizer: TypeAlias = Literal["adamw", "adam", "sgd-momentum", "sgd"]
+Device: TypeAlias = Literal["cuda", "cpu"]
+
+GIB = 2**30
+CARDS_GB = (24, 48, 80, 141)  # the sizes of common cards, in 10^9 bytes: 4090, L40S, H100, H200
+# The share of a card that a step may fill: the rest is the driver's context, workspaces of matrix products
+# (32 MiB a stream) and gaps between blocks of torch's allocator.
+USABLE = 0.92
+
+_FP32 = 4
+_INDEX = 8  # bytes of an index
+_STATES: dict[str, int] = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Bytes on one device by what they are for."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0  # states, and what an update needs for a moment
+    inputs: int = 0  # the residual stream: what enters each layer
+    attention: int = 0  # inputs of projections, queries, keys, values, outputs
+    mlp: int = 0  # dense MLPs and experts
+    norms: int = 0
+    loss: int = 0  # the head's tiles and its gradients
+    buffers: int = 0  # a batch, tables of positions, and what a backward pass needs for a moment
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __add__(self, other: Parts) -> Parts:
+        sums: dict[str, int] = {
+            part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)
+        }
+        return Parts(**sums)
+
+    def times(self, factor: float) -> Parts:
+        """Return all parts multiplied by a factor."""
+        scaled: dict[str, int] = {
+            part.name: round(getattr(self, part.name) * factor) for part in fields(self)
+        }
+        return Parts(**scaled)
+
+    @property
+    def largest(self) -> str:
+        """Return the name of the largest part."""
+        return max((part.name for part in fields(self)), key=lambda name: getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How a model is trained, as far as it matters for memory.
+
+    Attributes:
+        precision: Lightning's name. "32-true" and "bf16-true" hold everything in one dtype; "bf16-mixed"
+            holds weights and states in fp32. Under FSDP2 it gathers bf16 weights.
+        optimizer: "adamw" and "adam" keep two values a weight, "sgd-momentum" one, "sgd" none.
+        checkpointing: activation checkpointing of every layer.
+        mlp_tile: tokens of a tile of ``prepare(mlp_tile=...)``; None for none.
+        offload: checkpointed layer inputs wait in CPU memory, see ``prepare(offload=True)``.
+        lora_rank: rank of LoRA adapters; the model's own weights are frozen. None trains all weights.
+        lora_targets: which projections have adapters: "all" in attention and MLPs, or "attention".
+        data: data-parallel ranks, context-parallel ranks not included.
+        sharded: FSDP2 shards weights, gradients and states over data and context ranks.
+        context: context-parallel ranks, which share a pack.
+        tensor: tensor-parallel ranks.
+        pipeline: stages; the first one holds the activations of as many microbatches.
+        accumulates: whether gradients of earlier microbatches are there when a step begins.
+        device: "cuda" or "cpu": the tiles of the loss and an update differ.
+    """
+
+    precision: Precision = "bf16-true"
+    optimizer: Optimizer = "adamw"
+    checkpointing: bool = False
+    mlp_tile: int | None = None
+    offload: bool = False
+    lora_rank: int | None = None
+    lora_targets: Literal["all", "attention"] = "all"
+    data: int = 1
+    sharded: bool = False
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    accumulates: bool = False
+    device: Device = "cuda"
+
+    def __post_init__(self) -> None:
+        choice(self.precision, "precision", *get_args(Precision))
+        choice(self.optimizer, "optimizer", *get_args(Optimizer))
+        choice(self.lora_targets, "lora_targets", "all", "attention")
+        choice(self.device, "device", *get_args(Device))
+        flags(
+            checkpointing=self.checkpointing,
+            offload=self.offload,
+            sharded=self.sharded,
+            accumulates=self.accumulates,
+        )
+        for name in ("data", "context", "tensor", "pipeline"):
+            whole_number(getattr(self, name), name, least=1)
+        for name in ("mlp_tile", "lora_rank"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name, least=1)
+        if self.offload and not self.checkpointing:
+            raise ValueError(
+                "offload=True moves the inputs of checkpointed layers, but checkpointing=False. Set both."
+            )
+
+    @property
+    def shards(self) -> int:
+        """Return over how many ranks FSDP2 cuts a weight."""
+        return self.data * self.context if self.sharded else 1
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of the job."""
+        return self.data * self.context * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dtypes:
+    """Bytes of one value of each kind."""
+
+    weight: int  # parameters and their gradients
+    gathered: int  # parameters as products read them
+    stream: int  # the residual stream
+    product: int  # inputs and outputs of products
+    copies: bool  # whether every product casts its input, as under autocast
+
+
+def _dtypes(training: Training) -> _Dtypes:
+    if training.precision == "32-true":
+        return _Dtypes(weight=4, gathered=4, stream=4, product=4, copies=False)
+    if training.precision == "bf16-true":
+        return _Dtypes(weight=2, gathered=2, stream=2, product=2, copies=False)
+    if training.sharded:  # FSDP2 casts weights and inputs of the model, so all of it runs in bf16
+        return _Dtypes(weight=4, gathered=2, stream=2, product=2, copies=False)
+    return _Dtypes(weight=4, gathered=2, stream=4, product=2, copies=True)
+
+
+# ---- What a family's layers are made of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Style:
+    """How a family writes its layers, which decides what autograd saves."""
+
+    norms: int = 2  # norms of the width H in a layer
+    gemma: bool = False  # norms that multiply by 1 + weight in fp32
+    fused_norm: bool = False  # nn.LayerNorm, which saves its input only
+    head_norms: bool = False  # norms of queries and keys, head by head or over all heads
+    gated: bool = True
+    rotary: bool = True
+    merged: bool = False  # one projection makes queries, keys and values, so that values hold all of them
+    parallel: bool = False  # both norms of a layer read the same input
+    grouped: bool = True  # fewer key heads than query heads, if the config says so
+    biases: bool = False
+    tied: bool = False  # whether embedding and head share a table, unless the config says otherwise
+
+
+_PLAIN = _Style()
+_STYLES: dict[str, _Style] = {
+    **dict.fromkeys(["llama", "mistral", "qwen2", "granite", "mixtral"], _PLAIN),
+    "smollm3": _Style(tied=True),
+    "phi3": _Style(merged=True),
+    **dict.fromkeys(["qwen3", "qwen3_moe"], _Style(head_norms=True)),
+    "gemma2": _Style(norms=4, gemma=True, tied=True),
+    "gemma3_text": _Style(norms=4, gemma=True, head_norms=True, tied=True),
+    "starcoder2": _Style(fused_norm=True, gated=False, biases=True, tied=True),
+    "gpt_neox": _Style(fused_norm=True, gated=False, biases=True, merged=True, parallel=True, grouped=False),
+    "gpt2": _Style(fused_norm=True, gated=False, rotary=False, biases=True, grouped=False, tied=True),
+}
+# Activations that are written as several operations: what they save beyond their input and output.
+_COMPOSED = {"gelu_new": 3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """Sizes of one decoder layer."""
+
+    inner: int  # I of a dense layer, or of each expert
+    experts: int = 0
+    top_k: int = 0
+    shared: int = 0  # I of the shared experts together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryModel:
+    """Predicts the memory of training a model of one family; build it with ``from_config``.
+
+    ``MemoryModel.from_config(config).peak(8_192, Training())`` is the largest number of bytes that a step on
+    packs of 8,192 slots holds at once.
+    """
+
+    name: str
+    hidden: int
+    queries: int  # Q
+    keys: int  # K
+    heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    composed: int  # tensors of size I that the activation saves beyond its input and output
+    positions: int  # rows of a learned table of positions
+    layers: tuple[_Layer, ...] = field(repr=False)
+    style: _Style = field(repr=False)
+
+    @classmethod
+    def from_config(cls, config: Any) -> MemoryModel:
+        """Build the model from a transformers config, or from the content of a ``config.json``.
+
+        Raises:
+            ValueError: if the family's layers are not known here.
+        """
+        sizes = Sizes(completed(config, _STYLES))
+        text = sizes.sub("text_config") or sizes
+        style = _STYLES.get(text.model_type)
+        if style is None:
+            raise ValueError(
+                f"No memory count is known for model_type={text.model_type!r}; known are "
+                f"{', '.join(sorted(_STYLES))}. Measure a step: torch.cuda.max_memory_allocated()."
+            )
+        read_config(config)  # refuses sizes that are missing
+        style = replace(
+            style, parallel=style.parallel and bool(text.get("use_parallel_residual", default=True))
+        )
+        sparse = expert_layers(text)
+        dense = _Layer(inner=text.inner)
+        layers = tuple(
+            _experts(text, index) if index in sparse else dense for index in range(text.num_layers)
+        )
+        activation = str(text.get("hidden_act", "hidden_activation", "activation_function", default="silu"))
+        return cls(
+            name=text.model_type,
+            hidden=text.hidden,
+            queries=text.heads * text.head_dim,
+            keys=(text.kv_heads if style.grouped else text.heads) * text.head_dim,
+            heads=text.heads,
+            head_dim=text.head_dim,
+            vocabulary=text.size("vocab_size"),
+            tied=bool(text.get("tie_word_embeddings", default=style.tied)),
+            composed=_COMPOSED.get(activation, 0),
+            positions=0 if style.rotary else text.size("max_position_embeddings", "n_positions"),
+            layers=layers,
+            style=style,
+        )
+
+    # -- weights
+
+    def layer_weights(self, layer: _Layer) -> int:
+        """Return the number of weights of a layer."""
+        style, hidden = self.style, self.hidden
+        attention = hidden * (2 * self.queries + 2 * self.keys)
+        norm = hidden * (2 if style.fused_norm else 1)
+        matrices = 3 if style.gated else 2
+        inner = (layer.experts or 1) * layer.inner + layer.shared
+        router = hidden * layer.experts
+        biases = self.queries + 2 * self.keys + 2 * hidden + layer.inner if style.biases else 0
+        if style.head_norms:
+            biases += 2 * self.head_dim
+        return attention + style.norms * norm + matrices * hidden * inner + router + biases
+
+    @property
+    def num_weights(self) -> int:
+        """Return the number of the model's weights."""
+        ends = self.vocabulary * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
+        return ends + sum(map(self.layer_weights, self.layers)) + self.hidden
+
+    # -- memory of a step
+
+    def peak(self, capacity: int, training: Training) -> int:
+        """Return the largest number of bytes that a step holds at once on one device."""
+        return max(parts.total for parts in self.moments(capacity, training).values())
+
+    def at_peak(self, capacity: int, training: Training) -> tuple[str, Parts]:
+        """Return the moment at which a step holds most bytes, and these by parts."""
+        return max(self.moments(capacity, training).items(), key=lambda moment: moment[1].total)
+
+    def moments(self, capacity: int, training: Training) -> dict[str, Parts]:
+        """Return the bytes by parts at the moments of a step at which memory can be highest.
+
+        Args:
+            capacity: slots of a pack, over all context-parallel ranks.
+            training: how the model is trained.
+        """
+        whole_number(capacity, "capacity", least=1)
+        return dict(_Step(self, training, -(-capacity // training.context)).moments())
+
+    def static_bytes(self, training: Training) -> int:
+        """Return the bytes of weights and optimizer states, which stay between steps."""
+        static = _Step(self, training, 1).static()
+        return static.weights + static.optimizer
+
+    def largest_capacity(self, room: int, training: Training, *, multiple: int = 128) -> int:
+        """Return the largest capacity whose step fits ``room`` bytes, a multiple of ``multiple``; 0 if none.
+
+        The memory of a step grows with the capacity, so that the answer is found by halving.
+        """
+        whole_number(room, "room", least=0)
+        whole_number(multiple, "multiple", least=1)
+
+        def fits(units: int) -> bool:
+            return self.peak(units * multiple, training) <= room
+
+        if not fits(1):
+            return 0
+        high = 2
+        while fits(high):
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * multiple
+
+
+def _experts(sizes: Sizes, index: int) -> _Layer:
+    inner = sizes.size("moe_intermediate_size", default=sizes.inner)
+    count = sizes.size("num_local_experts", "num_experts", "n_routed_experts")
+    return _Layer(inner=inner, experts=count, top_k=active_experts(sizes, index), shared=shared_size(sizes))
+
+
+# ---- One step
+
+
+class _Step:
+    """The bytes of one step of one model on one device, moment by moment."""
+
+    def __init__(self, model: MemoryModel, training: Training, slots: int) -> None:
+        self.model, self.training, self.slots = model, training, slots
+        self.size = _dtypes(training)
+        stages = training.pipeline
+        # The first stage holds the embedding, its share of the layers, and most microbatches at once.
+        self.layers = model.layers[: -(-len(model.layers) // stages)]
+        self.in_flight = stages
+
+    def moments(self) -> Iterator[tuple[str, Parts]]:
+        """Yield the moments of a step in their order, and the bytes at each."""
+        base = self.static()
+        saved = [self.kept(layer) for layer in self.layers]
+        others = sum(saved, Parts()).times(self.in_flight - 1)
+        live = sum(saved, base + others)
+        yield "loss, at the end of the forward pass", live + self.final_norm() + self.loss()
+        gradients = self.head_gradient()
+        for index in reversed(range(len(self.layers))):
+            layer = self.layers[index]
+            again = self.recomputed(layer) if self.training.checkpointing else Parts()
+            moment = live + Parts(gradients=gradients) + again + self.backward(layer)
+            yield f"backward pass of layer {index}", moment
+            live = live + saved[index].times(-1)
+            gradients += self.layer_gradient(layer)
+        yield "backward pass of the embedding", live + Parts(gradients=gradients) + self.embedding_gradient()
+        yield "update of the weights", self.update()
+
+    # -- weights, gradients, states
+
+    def trained(self, weights: int) -> int:
+        """Return how many of some weights are trained."""
+        return weights if self.training.lora_rank is None else 0
+
+    def adapters(self, layer: _Layer) -> int:
+        """Return the number of adapter weights of a layer."""
+        model, rank = self.model, self.training.lora_rank
+        if rank is None:
+            return 0
+        width = 4 * model.hidden + 2 * model.queries + 2 * model.keys
+        if self.training.lora_targets == "all" and not layer.experts:
+            width += (3 if model.style.gated else 2) * (model.hidden + layer.inner)
+        return rank * width
+
+    def own_weights(self) -> int:
+        """Return the weights of this device's layers, embedding and head, before FSDP2 shards them."""
+        model, tensor = self.model, self.training.tensor
+        ends = model.vocabulary * model.hidden * (1 if model.tied or self.training.pipeline > 1 else 2)
+        ends += model.positions * model.hidden
+        return (ends + sum(map(model.layer_weights, self.layers))) // tensor + model.hidden
+
+    def static(self) -> Parts:
+        """Return weights, optimizer states and gradients that are there before a step, and the batch."""
+        training, size, model = self.training, self.size, self.model
+        own, adapters = self.own_weights(), sum(map(self.adapters, self.layers))
+        trained = self.trained(own)
+        weights = own * size.weight + adapters * _FP32
+        gathered = 0
+        if training.sharded:
+            # FSDP2 gathers a layer while the one before it runs, and keeps what no layer holds.
+            largest = max(map(model.layer_weights, self.layers)) // training.tensor
+            ends = model.vocabulary * model.hidden * (1 if model.tied else 2) // training.tensor
+            gathered = (2 * largest + ends) * size.gathered
+        elif size.copies:  # autocast keeps a bf16 copy of each weight until its forward pass ends
+            gathered = own * size.gathered
+        state = (trained * size.weight + adapters * _FP32) * _STATES[training.optimizer]
+        gradients = trained * size.weight + adapters * _FP32 if training.accumulates else 0
+        table = 2 * model.head_dim * size.stream if model.style.rotary else 0
+        # Ids, targets and positions of a slot, and what transformers makes of them.
+        batch = self.slots * (4 * _INDEX + table)
+        shards = training.shards
+        return Parts(
+            weights=weights // shards + gathered,
+            optimizer=state // shards,
+            gradients=gradients // shards,
+            buffers=batch,
+        )
+
+    def layer_gradient(self, layer: _Layer) -> int:
+        """Return the bytes of a layer's gradients, which appear in its backward pass."""
+        if self.training.accumulates:
+            return 0
+        weights = self.trained(self.model.layer_weights(layer)) // self.training.tensor
+        return (weights * self.size.weight + self.adapters(layer) * _FP32) // self.training.shards
+
+    def head_gradient(self) -> int:
+        """Return the bytes of the gradient of the head's weight, which the loss computed."""
+        table = self.trained(self.model.vocabulary * self.model.hidden) // self.training.tensor
+        return table * self.size.weight // (self.training.shards if self.training.accumulates else 1)
+
+    def embedding_gradient(self) -> Parts:
+        """Return the gradient of the embedding's table, and the copy that a tied head adds to."""
+        table = self.trained(self.model.vocabulary * self.model.hidden) // self.training.tensor
+        stream = self.slots * self.model.hidden * self.size.stream
+        return Parts(gradients=table * self.size.weight, inputs=stream)
+
+    def update(self) -> Parts:
+        """Return the bytes while the optimizer changes the weights."""
+        static = replace(self.static(), gradients=0, buffers=self.slots * 4 * _INDEX)
+        own, adapters = self.own_weights(), sum(map(self.adapters, self.layers))
+        trained = (self.trained(own) * self.size.weight + adapters * _FP32) // self.training.shards
+        # torch's optimizers update all weights of a GPU at once, with a copy of them; on a CPU they go one by
+        # one, with three copies.
+        if self.training.device == "cuda":
+            extra = trained
+        else:
+            extra = 3 * self.trained(self.largest_matrix()) * self.size.weight
+        return static + Parts(gradients=trained, optimizer=extra if _STATES[self.training.optimizer] else 0)
+
+    def largest_matrix(self) -> int:
+        """Return the number of weights of the model's largest parameter."""
+        model = self.model
+        stacked = (2 if model.style.gated else 1) * model.hidden
+        in_layers = (each.experts * each.inner * stacked or each.inner * model.hidden for each in self.layers)
+        return max(model.vocabulary * model.hidden, *in_layers)
+
+    # -- activations
+
+    def per_slot(self, values: float) -> int:
+        """Return the bytes of so many bytes a slot."""
+        return round(self.slots * values)
+
+    def kept(self, layer: _Layer) -> Parts:
+        """Return what stays of a layer from its forward to its backward pass."""
+        stream = self.per_slot(self.model.hidden * self.size.stream)
+        if not self.training.checkpointing:
+            return self.saved(layer, tiled=self.training.mlp_tile is not None)
+        return Parts(inputs=0 if self.training.offload else stream)
+
+    def recomputed(self, layer: _Layer) -> Parts:
+        """Return what a checkpointed layer holds when its backward pass begins."""
+        stream = self.per_slot(self.model.hidden * self.size.stream)
+        # The input came back from CPU memory, and the one of the layer before is on its way.
+        returned = Parts(inputs=2 * stream if self.training.offload else 0)
+        return self.saved(layer, tiled=self.training.mlp_tile is not None) + returned
+
+    def saved(self, layer: _Layer, *, tiled: bool) -> Parts:
+        """Return what autograd saves in a layer."""
+        return self.saved_attention() + self.saved_mlp(layer, tiled=tiled) + self.saved_norms()
+
+    def norm(self, width: int, *, bytes_in: int) -> tuple[int, int]:
+        """Return bytes a slot of the input that a norm saves, and of what else it saves."""
+        trained = self.training.lora_rank is None
+        if self.model.style.fused_norm:
+            return width * bytes_in, 0
+        normalised = width * (_FP32 if self.model.style.gemma else bytes_in) if trained else 0
+        # The squares and the product save the input in fp32: the input itself, or a copy.
+        return width * _FP32, normalised
+
+    def saved_norms(self) -> Parts:
+        """Return what the norms of a layer save."""
+        style, hidden = self.model.style, self.model.hidden
+        held, extra = self.norm(hidden, bytes_in=self.size.stream)
+        if style.fused_norm or self.size.stream == _FP32:
+            # The saved input is the residual stream; norms behind a block save the block's output.
+            inputs = held if style.parallel else 2 * held
+            norms = (style.norms - 2) * held + style.norms * extra
+        else:
+            inputs, norms = 0, style.norms * (held + extra)
+        return Parts(inputs=self.per_slot(inputs), norms=self.per_slot(norms))
+
+    def casts(self, width: int, products: int, *, adapted: bool) -> float:
+        """Return the bytes a slot that ``products`` of one input save of this input, ``width`` wide."""
+        if self.training.lora_rank is None:
+            return width * self.size.product * (products if self.size.copies else 1)
+        if not adapted:
+            return 0
+        # PEFT's adapters are in fp32: each casts its input, unless that is fp32 too.
+        return width * _FP32 * (1 if self.size.stream == _FP32 else products)
+
+    def saved_attention(self) -> Parts:
+        """Return what the attention of a layer saves, with its projections."""
+        model, size, tensor = self.model, self.size, self.training.tensor
+        values = self.casts(model.hidden, 3, adapted=True)
+        # A rank keeps the keys and values of the whole pack, which one long sequence needs.
+        keys = 2 * model.keys * self.training.context
+        inside: float = size.product * (2 * model.queries + keys) + _FP32 * model.heads
+        if model.style.merged:
+            inside += size.product * (model.queries + model.keys)
+        if model.style.head_norms:
+            for width in (model.queries, model.keys):
+                held, extra = self.norm(width, bytes_in=size.product)
+                inside += held + extra
+        rank = self.training.lora_rank or 0
+        if self.training.lora_rank is not None and size.stream != _FP32:
+            inside += model.queries * _FP32  # the output's adapter casts its input
+        return Parts(attention=self.per_slot(values + inside / tensor + 4 * rank * _FP32))
+
+    def mlp_values(self, layer: _Layer) -> tuple[float, float]:
+        """Return the bytes a slot that an MLP saves of its input, and of what is inside."""
+        model, size = self.model, self.size
+        adapted = self.training.lora_targets == "all"
+        trained = self.training.lora_rank is None
+        matrices = 2 if model.style.gated else 1
+        if not layer.experts:
+            values = self.casts(model.hidden, matrices, adapted=adapted)
+            inside = layer.inner * (self.inner_values() * size.product)
+            if not trained and adapted and size.stream != _FP32:
+                inside += layer.inner * (_FP32 - size.product)  # the last product is saved as a cast copy
+            return values, inside
+        values = self.casts(model.hidden, 1, adapted=False)
+        routed = layer.top_k * (
+            (2 if trained else 1) * model.hidden * size.product
+            + layer.inner * self.inner_values() * size.product
+            + 3 * _INDEX
+        )
+        shared = layer.shared * self.inner_values() * size.product
+        return values, routed + shared
+
+    def inner_values(self) -> int:
+        """Return how many tensors of the intermediate size an MLP saves."""
+        lean = self.training.lora_rank is not None and self.training.lora_targets != "all"
+        last = 0 if lean else 1  # the input of the last product
+        if self.model.style.gated:
+            return 3 + self.model.composed + last
+        return 1 + self.model.composed + last
+
+    def saved_mlp(self, layer: _Layer, *, tiled: bool) -> Parts:
+        """Return what the MLP or the experts of a layer save; in tiles, their input."""
+        values, inside = self.mlp_values(layer)
+        if tiled:
+            values = self.model.hidden * self.size.stream
+            inside = 0
+        elif layer.experts:
+            inside += layer.experts * _FP32 * 3
+        return Parts(mlp=self.per_slot(values + inside / self.training.tensor))
+
+    def final_norm(self) -> Parts:
+        """Return what the norm before the head saves."""
+        held, extra = self.norm(self.model.hidden, bytes_in=self.size.stream)
+        return Parts(
+            inputs=self.per_slot(self.model.hidden * self.size.stream), norms=self.per_slot(held + extra)
+        )
+
+    # -- for a moment
+
+    def backward(self, layer: _Layer) -> Parts:
+        """Return what the backward pass of a layer needs beyond what was saved."""
+        model, size, tensor = self.model, self.size, self.training.tensor
+        tile = self.training.mlp_tile
+        share = 1.0 if tile is None else min(1.0, tile / self.slots)
+        width = layer.inner if not layer.experts else layer.inner * layer.top_k + layer.shared
+        inner = width * size.product * (2 if model.style.gated else 1) / tensor
+        if tile is not None:
+            inner = inner * share + self.mlp_values(layer)[1] / tensor * share
+        stream = 2 * model.hidden * size.stream
+        # FSDP2 reduces the gradients of a layer when all of them are there.
+        whole = (
+            self.trained(model.layer_weights(layer)) // tensor * size.gathered if self.training.sharded else 0
+        )
+        # Context-parallel ranks send back the gradients of the keys and values of others.
+        others = 2 * model.keys * size.product * (self.training.context - 1) / tensor
+        return Parts(buffers=self.per_slot(inner + stream + others), gradients=whole)
+
+    def loss(self) -> Parts:
+        """Return what the fused loss holds: gradients of the head's operands, and its tiles."""
+        model, training, size = self.model, self.training, self.size
+        columns = model.vocabulary // training.tensor
+        budget, fewest = (64 * 2**20, 256) if training.device == "cpu" else (512 * 2**20, 2048)
+        rows = min(self.slots, max(fewest, budget // (columns * _FP32) // 64 * 64))
+        tiles = rows * columns * _FP32
+        if training.device == "cpu":
+            # A scratch tile, and one that oneDNN returns; CPUs without bf16 products cast their inputs.
+            wide = min(columns, max(2048, 16 * 2**20 // (2 * _FP32) // rows))
+            tiles += 2 * rows * wide * _FP32
+            if size.product != _FP32:
+                tiles += (rows + wide) * model.hidden * _FP32
+        product = size.product
+        hidden = self.per_slot(model.hidden * product)
+        table = self.trained(model.vocabulary * model.hidden) // training.tensor
+        return Parts(loss=tiles + hidden + table * _FP32)

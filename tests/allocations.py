@@ -1,0 +1,27 @@
+"""A function that runs on the CPU -> the most bytes that torch's allocator held, by torch's profiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """Return the largest number of bytes that ``run`` held at once, beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    held = peak = 0
+    for _, size in changes:
+        held += size
+        peak = max(peak, held)
+    assert peak > 0, "the profiler reported no allocation"
+    return peak
