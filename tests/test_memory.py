@@ -234,7 +234,7 @@ def test_ranks_share_what_they_hold() -> None:
     ids=str,
 )
 def test_every_option_saves_memory(option: dict[str, Any]) -> None:
-    model, slots = MemoryModel.from_config(LLAMA_8B), 2_048
+    model, slots = MemoryModel.from_config(LLAMA_8B), 8_192
     assert model.peak(slots, Training(**option)) < model.peak(slots, Training())
 
 
