@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import answers, flags, whole_number
+from lightning_thd._checks import answers, choice, flags, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
-from lightning_thd.data import planning, sets
+from lightning_thd.data import auto_capacity, planning, sets
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, THDLoader
 from lightning_thd.data.read.conversations import Records
@@ -52,7 +52,8 @@ class THDDataModule(LogsSources):
             that returns an iterator, and ``data.streams.Stream`` are streams: read once, front to back. If
             one source of a mixture is a stream, all are read as streams.
         capacity: most tokens of a pack, with padding for alignment. ``own_pack`` may exceed it, and so may a
-            pack that ranks share under ``context_parallel_size="dynamic"``.
+            pack that ranks share under ``context_parallel_size="dynamic"``. ``"auto"`` finds the largest one
+            that trains on the GPUs of a Trainer, before the first step; a checkpoint keeps it.
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
             step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
@@ -117,7 +118,6 @@ class THDDataModule(LogsSources):
             asks for no boundaries; a ``ValueError``.
     """
 
-    capacity = planning.Setting[int]()
     global_batch = planning.Setting[Packs | Sequences | None]()
     vocab_size = planning.Setting[int | None]()
     num_workers = planning.Setting[int]()
@@ -126,7 +126,7 @@ class THDDataModule(LogsSources):
 
     @answers(
         required="capacity",
-        capacity="It is the most tokens of a pack, for example capacity=8_192.",
+        capacity="It is the most tokens of a pack, for example capacity=8_192, or 'auto' for the largest.",
         batch_size="A batch is a pack of at most capacity= tokens, however many sequences these are. For "
         "steps of exactly n sequences, pass global_batch=Sequences(n).",
         max_length="A pack holds at most capacity= tokens; oversize='truncate' cuts longer sequences.",
@@ -137,7 +137,7 @@ class THDDataModule(LogsSources):
         self,
         train: Mapping[str, tuple[Stream | Source, float]] | Stream | Source | None = None,
         *,
-        capacity: int,
+        capacity: int | Literal["auto"],
         global_batch: Packs | Sequences | None = None,
         val: Mapping[str, Source] | Source | None = None,
         test: Mapping[str, Source] | Source | None = None,
@@ -173,6 +173,10 @@ class THDDataModule(LogsSources):
     ) -> None:
         given = dict(locals())
         super().__init__()
+        self._finds_capacity = isinstance(capacity, str)
+        if self._finds_capacity:
+            choice(capacity, "capacity", "auto", advice="Pass the tokens of a pack, or 'auto'.")
+            given["capacity"] = 1  # until it is found
         flags(needs_boundaries=needs_boundaries)
         self.needs_boundaries = needs_boundaries
         self._noted_steps: list[link.ModuleStep] = []  # step methods of the module that are still checked
@@ -197,10 +201,40 @@ class THDDataModule(LogsSources):
             unused.append("on_before_batch_transfer")
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Job()
+        self._keeps_capacity = False  # whether the capacity was found, by this run or an earlier one
         self._sets: dict[str, sets.DataSet] = {}
         # The settings, Trainer and loader of the last fit on a stream.
         self._last_stream: tuple[object, L.Trainer | None, THDLoader | None] = None, None, None
         self._planners: dict[tuple[object, ...], Planner] = {}
+
+    @property
+    def capacity(self) -> int | Literal["auto"]:
+        """Return the capacity of packs, "auto" until it is found."""
+        return "auto" if self._finds_capacity else self._settings.capacity
+
+    @capacity.setter
+    def capacity(self, value: int) -> None:
+        self._settings = replace(self._settings, capacity=value)
+        self._finds_capacity = False
+
+    def _fixed_capacity(self) -> int:
+        """Return the capacity; with "auto", find it at the first call, when the Trainer's model is ready."""
+        if self._finds_capacity:
+            train = self._sets.get("train")
+            lengths = None if train is None else train.index.lengths
+            self.capacity = auto_capacity.find_capacity(self.trainer, self._job, lengths, self.global_batch)
+            self._keeps_capacity = True
+        return self._settings.capacity
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the capacity that was found, which a resumed run keeps; nothing if it was given."""
+        return {"capacity": self._settings.capacity} if self._keeps_capacity else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the capacity of a checkpoint, unless a number was given."""
+        if self._finds_capacity and "capacity" in state_dict:
+            self.capacity = state_dict["capacity"]
+            self._keeps_capacity = True
 
     def __str__(self) -> str:
         """Return the names and sizes of the data sets; None is the size before ``setup``."""
@@ -347,11 +381,13 @@ class THDDataModule(LogsSources):
             raise MisconfigurationException("overfit_batches repeats batches, unlike a stream. Set it to 0.")
         if self._settings.schedule is not None:
             raise MisconfigurationException("A schedule numbers the sequences of a dataset, not of a stream.")
+        capacity = self._fixed_capacity()
         steps = StreamedSteps(streams, self._settings, self._job, kind=kind)
-        return THDLoader(steps, progress=self._progress, capacity=self.capacity)
+        return THDLoader(steps, progress=self._progress, capacity=capacity)
 
     def _stream_of_fit(self, streams: Streams, kind: Kind, states: Sequence[Any]) -> THDLoader:
         """Return the stream loader that a running fit uses, or make one that resumes at the right step."""
+        self._fixed_capacity()
         old_settings, old_trainer, old_loader = self._last_stream
         settings = self._settings, self._job.accumulate
         combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
@@ -411,14 +447,14 @@ class THDDataModule(LogsSources):
             prefetch_factor=settings.prefetch_factor,
             pin_memory=settings.pins(job),
         )
-        return THDLoader(steps, progress=progress, capacity=self.capacity, predicts=predicts)
+        return THDLoader(steps, progress=progress, capacity=settings.capacity, predicts=predicts)
 
     def _planner(self, name: str) -> Planner:
         """Return the planner of a data set, made at first use, when ``configure_model`` has run."""
         # One data module may serve several Trainers in turn, with other ranks, accumulation or models.
-        job = self._job
-        model = link.model_cost(job.model, self.capacity), link.model_patch(job.model)
-        key = (name, self.capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing, *model)
+        capacity, job = self._fixed_capacity(), self._job
+        model = link.model_cost(job.model, capacity), link.model_patch(job.model)
+        key = (name, capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing, *model)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             data = self._sets[name]
