@@ -1,4 +1,4 @@
-"""``capacity="auto"`` on an imagined GPU with a budget of bytes: the real path, and the peak that it predicts."""
+"""``capacity="auto"`` on an imagined GPU with a budget of bytes: the real path, and its predicted peak."""
 
 from __future__ import annotations
 
