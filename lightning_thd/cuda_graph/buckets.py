@@ -17,12 +17,10 @@ from torch import Tensor
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.batch.collate import cumulative
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.cuda_graph.errors import refuse
-from lightning_thd.seqlens import pad_cu_seqlens
 
-Ints = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.int32]
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
 
 
@@ -103,19 +101,27 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
     return [Bucket(slots=slots, sequences=s, max_seqlen=longest) for s in counts]
 
 
-def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
-    """Return a batch's padded lengths and those of the tail's dummy sequences, int64 ``[S]``."""
-    kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
-    shape = bucket.sequences, bucket.slots
-    offsets = pad_cu_seqlens(cumulative(kept), *shape, max_seqlen=bucket.max_seqlen, lengths=kept)
-    lengths: Ints = np.diff(offsets.numpy()).astype(np.int64)
-    return lengths
+def bucket_offsets(batch: THDBatch, bucket: Bucket) -> Offsets:
+    """Return a batch's offsets in a bucket that it fits, with the tail's dummies: int32 ``[2, S + 1]``.
 
-
-def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
-    """Return a batch's real lengths and its dummies' lengths, int64 ``[S]``."""
-    kept = Layout.of_batch(batch).sequences
-    return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
+    Row 0 has the offsets in memory, as ``pad_cu_seqlens`` makes them, and row 1 the cumulative real lengths.
+    Sequences of 3 and 2 tokens give ``[0, 3, 5, 7, 9]`` twice in a bucket of 4 sequences and 9 slots.
+    """
+    count = Layout.of_batch(batch).sequences
+    kept = batch.padded_lengths[:count]
+    used = sum(kept)
+    tail, spare = bucket.slots - used, bucket.sequences - count
+    offsets = np.zeros((2, bucket.sequences + 1), np.int32)
+    offsets[0, 1 : count + 1] = np.cumsum(kept, dtype=np.int32)
+    if spare:
+        length = -(-tail // spare)
+        offsets[0, count + 1 :] = np.minimum(used + length * np.arange(1, spare + 1), bucket.slots)
+    if kept == batch.lengths[:count]:
+        offsets[1] = offsets[0]
+    else:
+        dummies = np.diff(offsets[0, count:])
+        offsets[1, 1:] = np.cumsum(np.concatenate([batch.lengths[:count], dummies]))
+    return offsets
 
 
 # The fields that a captured step may read.
@@ -223,7 +229,10 @@ class StaticInputs:
         self.bucket, self.axes, self._longest = bucket, axes, longest
         self._device, slots = device, bucket.slots
         self._arange = torch.arange(slots, device=device)
-        offsets = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
+        count = bucket.sequences + 1
+        # Rows of a multiple of 16 bytes, because compiled kernels copy offsets that begin elsewhere.
+        rows = torch.zeros(2, -(-count // 4) * 4, dtype=torch.int32, device=device)
+        self._offsets = rows[:, :count]
         self.batch = StaticBatch.build(
             input_ids=torch.zeros(slots, dtype=torch.int64, device=device),
             _targets=torch.full((slots,), IGNORE_INDEX, device=device),
@@ -231,7 +240,10 @@ class StaticInputs:
                 (slots,) if axes is None else (axes, slots), dtype=torch.int64, device=device
             ),
             _static=StaticBoundaries(
-                offsets=offsets, real_offsets=offsets.clone(), slots=slots, max_seqlen=bucket.max_seqlen
+                offsets=self._offsets[0],
+                real_offsets=self._offsets[1],
+                slots=slots,
+                max_seqlen=bucket.max_seqlen,
             ),
             loss_scale=torch.ones((), dtype=scale_dtype, device=device),
         )
@@ -250,17 +262,17 @@ class StaticInputs:
         """Copy a batch into the buffers without waiting for the device; dummy sequences fill the tail."""
         static, layout = self.batch, Layout.of_batch(batch)
         used, tail = layout.slots, self.bucket.slots - layout.slots
-        lengths = padded_lengths_of(batch, self.bucket)
-        buffers = static.boundaries
-        _copy(buffers.cu_seqlens_padded, cumulative(lengths.tolist()))
-        _copy(buffers.cu_seqlens, cumulative(real_lengths_of(batch, lengths).tolist()))
-        for name, blank in (("input_ids", 0), ("targets", IGNORE_INDEX)):
-            target: Tensor = getattr(static, name)
-            target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)
-            target[used:].fill_(blank)
+        offsets = bucket_offsets(batch, self.bucket)
+        _copy(self._offsets, torch.from_numpy(offsets))
+        sources = (static.input_ids, batch.input_ids, 0), (static.targets, batch.targets, IGNORE_INDEX)
+        for target, source, blank in sources:
+            target[:used].copy_(source[:used], non_blocking=True)
+            if tail:
+                target[used:].fill_(blank)
         static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
         if tail:  # all dummies are as long as the first, but the last may be shorter
-            longest = min(int(lengths[layout.sequences]), self._longest)
+            first = layout.sequences
+            longest = min(int(offsets[0, first + 1] - offsets[0, first]), self._longest)
             static.position_ids[..., used:].copy_(self._arange[:tail] % longest)
         cast("Tensor", static.loss_scale).fill_(batch.loss_scale)
 

@@ -152,6 +152,7 @@ class GraphPair:
 
 def _replay_forward(ctx: Any, pair: GraphPair) -> tuple[Tensor, ...]:
     ctx.token, ctx.pair = pair.turn.take(), pair
+    ctx.set_materialize_grads(False)  # outputs that nobody uses, such as losses of slots, would get zeros
     pair.forward.replay()
     tensors = [x for x in pair.outputs if isinstance(x, Tensor)]
     kinds = zip(pair.is_differentiable, pair.outputs, strict=True)
@@ -161,11 +162,14 @@ def _replay_forward(ctx: Any, pair: GraphPair) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _replay_backward(ctx: Any, grads: tuple[Tensor, ...]) -> GraphPair:
+def _replay_backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> GraphPair:
     pair: GraphPair = ctx.pair
     wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
     for static, grad in zip(pair.grad_outputs, wanted, strict=True):
-        static.copy_(grad)
+        if grad is None:
+            static.zero_()
+        else:
+            static.copy_(grad)
     pair.backward.replay()
     return pair
 
@@ -180,7 +184,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.pair.turn.give_back(ctx.token)
         pairs = [(p, g) for p, g in zip(ctx.leaves, ctx.pair.gradients, strict=True) if g is not None]
         # A gradient that is a buffer holds the sum of earlier microbatches, which the replay would overwrite.
@@ -204,7 +208,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.pair.turn.give_back(ctx.token)
         pair = _replay_backward(ctx, grads)
         given = iter(copies([x for x in pair.gradients if x is not None]))

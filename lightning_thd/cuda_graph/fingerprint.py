@@ -205,7 +205,7 @@ class Fingerprint:
 
     def _same_names(self) -> bool:
         """Return whether no space has new names. A name that is added comes last in its dictionary."""
-        if [*map(len, self._dictionaries)] != self._sizes:
+        if any(self._empty) or [*map(len, self._filled)] != self._sizes:
             return False
         return [*map(next, map(reversed, self._filled))] == self._last_names
 
@@ -219,9 +219,10 @@ class Fingerprint:
 
     def _remember(self, members: dict[tuple[int, Any], Any]) -> None:
         self._before = members
-        self._dictionaries = [space.held for space in self._spaces]
-        self._sizes = [*map(len, self._dictionaries)]
-        self._filled: list[Any] = [held for held in self._dictionaries if held]
+        held = [space.held for space in self._spaces]
+        self._empty = [space for space in held if not space]
+        self._filled: list[Any] = [space for space in held if space]
+        self._sizes = [*map(len, self._filled)]
         self._last_names = [*map(next, map(reversed, self._filled))]
         self._held = [self._spaces[index].held for index, _ in members]
         self._names = [name for _, name in members]

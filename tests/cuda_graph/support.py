@@ -15,9 +15,9 @@ from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.batch.collate import cumulative
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import Layout, choose, padded_lengths_of, real_lengths_of
+from lightning_thd.cuda_graph.buckets import Layout, choose
 from lightning_thd.cuda_graph.recording import RecordingBackend
-from lightning_thd.seqlens import position_ids_from_cu_seqlens
+from lightning_thd.seqlens import pad_cu_seqlens, position_ids_from_cu_seqlens
 from tests.tiny import VOCAB, tiny_llama
 
 LONGEST = 24
@@ -32,13 +32,22 @@ def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST,
     return THDBatch.collate(samples)
 
 
+def slow_offsets(batch: THDBatch, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Return a batch's offsets in a bucket by pad_cu_seqlens, and those without padding inside sequences."""
+    count = Layout.of_batch(batch).sequences
+    kept = list(batch.padded_lengths[:count])
+    shape = bucket.sequences, bucket.slots
+    padded = pad_cu_seqlens(cumulative(kept), *shape, max_seqlen=bucket.max_seqlen)
+    dummies = padded.diff().tolist()[count:]
+    return padded, cumulative([*batch.lengths[:count], *dummies])
+
+
 def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
     used, device = Layout.of_batch(batch).slots, batch.input_ids.device
-    lengths = padded_lengths_of(batch, bucket)
-    padded = cumulative(lengths.tolist())
-    same = tuple(batch.padded_lengths[: len(batch.lengths)]) == batch.lengths
-    real = padded if same else cumulative(real_lengths_of(batch, lengths).tolist())
+    padded, real = slow_offsets(batch, bucket)
+    same = torch.equal(padded, real)
+    lengths = padded.diff()
     positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
     tail = positions.shape[0]
     positions = positions.expand(*batch.position_ids.shape[:-1], tail)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_thd import THDBatch
@@ -18,11 +18,11 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphCosts, make_buckets
 from lightning_thd.cli import main
 from lightning_thd.cuda_graph import graph_choice
-from lightning_thd.cuda_graph.buckets import Layout, StaticInputs, choose
+from lightning_thd.cuda_graph.buckets import Layout, StaticInputs, bucket_offsets, choose
 from lightning_thd.packing import PackPlanner, Packs, Sequences
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.seqlens import check_cu_seqlens
-from tests.cuda_graph.support import pad_batch
+from tests.cuda_graph.support import pad_batch, slow_offsets
 
 CPU = torch.device("cpu")
 
@@ -91,6 +91,21 @@ def check_filled(batch: THDBatch, bucket: Bucket, lengths: list[int], used: list
         assert torch.equal(found.position_ids[total:], positions)
         assert torch.equal(found.position_ids[:total], batch.position_ids[:total])
     assert float(inputs.batch.loss_scale) == pytest.approx(batch.loss_scale)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=9),
+    sequences=st.integers(3, 14),
+    multiple=st.sampled_from([1, 8]),
+)
+def test_offsets_are_those_of_pad_cu_seqlens(lengths: list[int], sequences: int, multiple: int) -> None:
+    align = Alignment(sequence_multiple=multiple, total_multiple=16)
+    samples = [{"input_ids": list(range(length))} for length in lengths]
+    batch = THDBatch.collate(samples, align=align if multiple > 1 else None)
+    bucket = Bucket(slots=96, sequences=sequences, max_seqlen=48)
+    assume(choose([bucket], batch)[0] is bucket)
+    padded, real = slow_offsets(batch, bucket)
+    assert bucket_offsets(batch, bucket).tolist() == [padded.tolist(), real.tolist()]
 
 
 def test_several_axes_of_positions_are_filled() -> None:

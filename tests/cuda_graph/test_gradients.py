@@ -92,6 +92,26 @@ def test_a_hook_of_a_parameter_gets_its_gradient_as_ever(kind: str) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_output_that_no_backward_uses_has_no_gradient_of_the_replay_before(keep: bool) -> None:
+    def two_losses(module: Any, batch: THDBatch) -> dict[str, Tensor]:
+        loss = causal_lm_loss(module, batch)
+        return {"loss": loss, "size": module.lm_head.weight.square().sum()}
+
+    model = tiny_llama(torch.float64)
+    step = graphed(model, two_losses, keep_gradients=keep)
+    expected = wanted(model, FITS[:1])
+    for _ in range(2):
+        both = step(FITS[0])
+        (both["loss"] + both["size"]).backward()
+        model.zero_grad()
+        step(FITS[0])["loss"].backward()
+        for found, of_loss in zip(grads(model), expected, strict=True):
+            torch.testing.assert_close(found, of_loss, rtol=1e-12, atol=1e-14)
+        model.zero_grad()
+    assert step.stats.replays == 4
+
+
 def test_kept_gradients_stay() -> None:
     model, step = model_and_step()
     step.keep_gradients = True
