@@ -29,25 +29,32 @@ CASES = ("same", *PEERS, "data ranks", *STEP, "plans", "shared packs")
 
 
 def compare(case: str) -> str:
-    rank, device = dist.get_rank(), torch.device("cpu")
-    other, groups = rank // 2, make_degree_groups(4, 2, tp=1, device=device)
-    given: Any = {
+    """Compare what four ranks would run; ranks 0 and 1 share packs, and so do 2 and 3. Return the message."""
+    rank = dist.get_rank()
+    data_rank = rank // 2
+    images = torch.full((2, 3), rank).bfloat16()
+    loaded: Any = {
         "same": batch(),
         "peers": batch(seed=rank),
         "in a dict": {"text": [make_dataclass("Pair", ["pack"])(batch(seed=rank))]},
-        "images": batch(seed=other).replace(extras={"pixel_values": torch.full((2, 3), rank).bfloat16()}),
-        "data ranks": batch(seed=other),
-        "microbatches": THDStep([batch(seed=other)] * (1 + other)),
-        "scales": THDStep([batch(seed=other, loss_scale=1.0 + other)]),
-        "plans": SharedStep([batch(seed=other)], [2], rank),
+        "images": batch(seed=data_rank).replace(extras={"pixel_values": images}),
+        "data ranks": batch(seed=data_rank),
+        "microbatches": THDStep([batch(seed=data_rank)] * (1 + data_rank)),
+        "scales": THDStep([batch(seed=data_rank, loss_scale=1.0 + data_rank)]),
+        "plans": SharedStep([batch(seed=data_rank)], [2], rank),
         "shared packs": SharedStep([batch(seed=rank)], [2], 0),
     }[case]
+
+    device = torch.device("cpu")
     axes = Axes(
-        sizes=AxisSizes(data=2, context=2), collective_device=device, meshes=None, degree_groups=groups
+        sizes=AxisSizes(data=2, context=2),
+        collective_device=device,
+        meshes=None,
+        degree_groups=make_degree_groups(4, 2, tp=1, device=device),
     )
     strategy = THDDDPStrategy(context_parallel_size=2)
     try:
-        PackCut(strategy, axes).compare(given)
+        PackCut(strategy, axes).compare(loaded)
     except ValueError as err:
         return str(err)
     return ""
@@ -58,10 +65,11 @@ def compare_all() -> dict[str, str]:
 
 
 def test_messages_on_every_rank() -> None:
-    for found in run_ranks(compare_all, 4):
-        assert found["same"] == found["data ranks"] == ""
-        assert all("share one pack (2 context-parallel x 1 tensor-parallel" in found[case] for case in PEERS)
+    for messages in run_ranks(compare_all, 4):
+        assert messages["same"] == messages["data ranks"] == ""
+        for case in PEERS:
+            assert "share one pack (2 context-parallel x 1 tensor-parallel" in messages[case], case
         for case in STEP:
-            assert "steps with different numbers of microbatches or loss scales" in found[case]
-        assert "different plans of a step, which hangs or changes the loss. Plan" in found["plans"]
-        assert "2 ranks share one pack but read different ones" in found["shared packs"]
+            assert "steps with different numbers of microbatches or loss scales" in messages[case], case
+        assert "different plans of a step, which hangs or changes the loss. Plan" in messages["plans"]
+        assert "2 ranks share one pack but read different ones" in messages["shared packs"]

@@ -30,23 +30,31 @@ class Drops(Job):
 
 
 def train_dropping(layout: Layout, folder: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Train two steps, and the second again from a checkpoint; return parameters and masks."""
     torch.manual_seed(dist.get_rank())  # as seed + rank would
-    module, resumed = Drops(), Drops()
+    module = Drops()
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(layout, max_steps=2, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(module, data(Sequences(12)))
+
+    resumed = Drops()
     make_trainer(layout, max_steps=2).fit(resumed, data(Sequences(12)), ckpt_path=f"{folder}/step=1.ckpt")
+    assert 0 < len(resumed.masks) < len(module.masks)
     assert all(map(torch.equal, resumed.masks, module.masks[-len(resumed.masks) :]))
-    assert len(resumed.masks) < len(module.masks)
     return full_parameters(module.model), module.masks
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout, tmp_path: Path) -> None:
     ranks = run_ranks(train_dropping, layout.world, layout, str(tmp_path))
-    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
-        assert all(map(torch.equal, first[1], second[1]))
-    masks = [mask for _, found in ranks[::2] for mask in found]
-    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    for (_, masks), (_, masks_of_neighbour) in zip(ranks[::2], ranks[1::2], strict=True):
+        assert len(masks) == len(masks_of_neighbour)
+        assert all(map(torch.equal, masks, masks_of_neighbour))
+
+    different = [mask for _, masks in ranks[::2] for mask in masks]
+    for i, mask in enumerate(different):
+        assert not any(torch.equal(mask, before) for before in different[:i])
+
+    first_params, _ = ranks[0]
     for params, _ in ranks[1:]:
-        assert all(torch.equal(params[name], value) for name, value in ranks[0][0].items())
+        assert all(torch.equal(params[name], value) for name, value in first_params.items())

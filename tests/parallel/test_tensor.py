@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,16 +67,17 @@ def cut() -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients(ranks: int) -> None:
-    wanted = outputs(Net())
-    for found in run_ranks(cut, ranks):
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    whole = outputs(Net())
+    for of_rank in run_ranks(cut, ranks):
+        for tensor, of_whole in zip(of_rank, whole, strict=True):
+            torch.testing.assert_close(tensor, of_whole, rtol=1e-12, atol=1e-12)
 
 
 def rounding_in_fp8() -> float:
     """Return how far a layer in emulated FP8, cut by inputs if there are ranks, is from one in fp32."""
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(16, 64)
+    net = nn.Sequential(nn.Linear(64, 32))
+    x = torch.randn(16, 64)
     plain = net(x)
     convert_linear(net, recipe="tensorwise", engine="torchao", emulate=True)
     if dist.is_initialized():
@@ -86,9 +88,9 @@ def rounding_in_fp8() -> float:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning")  # torchao's own
 def test_layers_in_fp8_stay_in_fp8() -> None:
     pytest.importorskip("torchao")
-    wanted = rounding_in_fp8()
-    for found in run_ranks(rounding_in_fp8, 2):
-        assert wanted / 2 < found < 2 * wanted
+    rounding = rounding_in_fp8()
+    for of_rank in run_ranks(rounding_in_fp8, 2):
+        assert rounding / 2 < of_rank < 2 * rounding
 
 
 class Scaled(nn.Linear):
@@ -111,72 +113,139 @@ class Experts(nn.Module):
         return torch.bmm(hidden, self.weight)
 
 
+def net_with(**parts: Any) -> Net:
+    """Return a ``Net`` some of whose parts are others."""
+    net = Net()
+    for name, part in parts.items():
+        setattr(net, name, part)
+    return net
+
+
+def embedding(**options: Any) -> nn.Embedding:
+    return nn.Embedding(16, 8, **options)
+
+
+def net_with_tied_head() -> Net:
+    net = Net()
+    net.head.weight = net.embed.weight
+    return net
+
+
+def net_with_computed_weight() -> Net:
+    net = Net()
+    weight_norm(net.up)
+    return net
+
+
+def net_with_patched_forward() -> Net:
+    net = Net()
+    net.up.forward = lambda x: x  # type: ignore[method-assign]
+    return net
+
+
+def net_with_norm_over_heads() -> Net:
+    block: Any = nn.Module()
+    block.q_proj = nn.Linear(8, 8)
+    block.q_norm = nn.LayerNorm((2, 4))
+    block.head_dim = 4
+    return net_with(block=block)
+
+
+def three_experts() -> nn.Module:
+    experts: Any = family_model("qwen3_moe").model.layers[0].mlp.experts
+    experts.num_experts = 3
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(parameter[:3].detach()))
+    return nn.ModuleDict({"experts": experts})
+
+
+# A module, a plan that two ranks cannot run on it, and a part of the message.
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, str], str]] = [
+    (Net, {"layer.*": "colwise"}, "No module of Net matches the tensor-parallel plan ['layer.*']"),
+    (Net, {"up": "diagonal"}, "asks for 'diagonal' of 'up'; supported are colwise, rowwise"),
+    (
+        Net,
+        {"norm": "colwise"},
+        "norm is a LayerNorm, whose forward may do more than a product with a weight of its own",
+    ),
+    (
+        lambda: net_with(up=nn.Linear(8, 15)),
+        {"up": "colwise"},
+        "up has 15 output features, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2",
+    ),
+    (
+        lambda: net_with(embed=nn.Embedding(13, 8)),
+        {"embed": "embedding_rowwise"},
+        "embed has 13 rows, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2. Pad",
+    ),
+    (
+        lambda: net_with(embed=embedding(max_norm=1.0)),
+        {"embed": "embedding_rowwise"},
+        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
+    ),
+    (
+        lambda: net_with(embed=embedding(scale_grad_by_freq=True)),
+        {"embed": "embedding_rowwise"},
+        "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
+    ),
+    (
+        net_with_tied_head,
+        {"head": "colwise_gather_output"},
+        "embed.weight is tied to a weight that the tensor-parallel plan cuts. Add",
+    ),
+    (
+        lambda: net_with(down=Scaled(16, 8)),
+        {"down": "rowwise"},
+        "down is a Scaled, whose forward may do more than a product with a weight of its own",
+    ),
+    (
+        net_with_computed_weight,
+        {"up": "colwise"},
+        "up is a ParametrizedLinear, whose forward may do more than a product with a weight of its own",
+    ),
+    (
+        net_with_patched_forward,
+        {"up": "colwise"},
+        "up is a Linear, whose forward may do more than a product with a weight of its own",
+    ),
+    (
+        net_with_norm_over_heads,
+        {"block.q_proj": "colwise"},
+        "block.q_norm (LayerNorm) has weights for all heads, which tensor parallelism cuts",
+    ),
+    (
+        lambda: net_with(activation_sparsity=0.9),
+        {"up": "colwise"},
+        "(Net) has activation_sparsity=0.9: it compares",
+    ),
+    (Net, {"up": "moe_tp_experts"}, "up (Linear) does not keep its experts as parameters [num_experts, ...]"),
+    (
+        lambda: nn.ModuleDict({"experts": Experts()}),
+        {"experts": "moe_tp_experts"},
+        "experts (Experts) is not told which experts each token has chosen",
+    ),
+    (
+        three_experts,
+        {"experts": "moe_tp_experts"},
+        "experts has 3 experts, which 2 tensor-parallel ranks do not divide; w",
+    ),
+]
+
+
 def messages() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    odd, tied, clipped, scaled, counting, sparse, normed, patched, tall = (Net() for _ in range(9))
-    three: Any = family_model("qwen3_moe").model.layers[0].mlp.experts
-    three.num_experts = 3
-    for name in list(three._parameters):
-        three._parameters[name] = nn.Parameter(three._parameters[name][:3].detach())
-    scaled.down = Scaled(16, 8)
-    weight_norm(normed.up)
-    tall.block = nn.Module()
-    tall.block.q_proj, tall.block.q_norm, tall.block.head_dim = nn.Linear(8, 8), nn.LayerNorm((2, 4)), 4
-    patched.up.forward = lambda x: x  # type: ignore[method-assign]
-    counting.embed.scale_grad_by_freq = True
-    sparse.activation_sparsity = 0.9  # type: ignore[assignment]
-    odd.up = nn.Linear(8, 15)
-    odd.embed = nn.Embedding(13, 8)
-    tied.head.weight = tied.embed.weight
-    clipped.embed.max_norm = 1.0
-    cases: list[tuple[nn.Module, dict[str, str]]] = [
-        (Net(), {"layer.*": "colwise"}),
-        (Net(), {"up": "diagonal"}),
-        (Net(), {"norm": "colwise"}),
-        (odd, {"up": "colwise"}),
-        (odd, {"embed": "embedding_rowwise"}),
-        (clipped, {"embed": "embedding_rowwise"}),
-        (tied, {"head": "colwise_gather_output"}),
-        (Net(), {"up": "moe_tp_experts"}),
-        (scaled, {"down": "rowwise"}),
-        (normed, {"up": "colwise"}),
-        (patched, {"up": "colwise"}),
-        (tall, {"block.q_proj": "colwise"}),
-        (counting, {"embed": "embedding_rowwise"}),
-        (sparse, {"up": "colwise"}),
-        (nn.ModuleDict({"experts": Experts()}), {"experts": "moe_tp_experts"}),
-        (nn.ModuleDict({"experts": three}), {"experts": "moe_tp_experts"}),
-    ]
-    found = []
-    for model, plan in cases:
+    texts = []
+    for make, plan, _ in REFUSED:
         with pytest.raises(ValueError) as error:  # noqa: PT011  (the messages are compared by the caller)
-            apply_tensor_parallel(model, plan, mesh)
-        found.append(str(error.value))
-    return found
+            apply_tensor_parallel(make(), plan, mesh)
+        texts.append(str(error.value))
+    return texts
 
 
 def test_messages() -> None:
-    wanted = [
-        "No module of Net matches the tensor-parallel plan ['layer.*']",
-        "asks for 'diagonal' of 'up'; supported are colwise, rowwise",
-        "norm is a LayerNorm, whose forward may do more than a product with a weight of its own",
-        "up has 15 output features, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2",
-        "embed has 13 rows, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2. Pad",
-        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
-        "embed.weight is tied to a weight that the tensor-parallel plan cuts. Add",
-        "up (Linear) does not keep its experts as parameters [num_experts, ...]",
-        "down is a Scaled, whose forward may do more than a product with a weight of its own",
-        "up is a ParametrizedLinear, whose forward may do more than a product with a weight of its own",
-        "up is a Linear, whose forward may do more than a product with a weight of its own",
-        "block.q_norm (LayerNorm) has weights for all heads, which tensor parallelism cuts",
-        "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
-        "(Net) has activation_sparsity=0.9: it compares",
-        "experts (Experts) is not told which experts each token has chosen",
-        "experts has 3 experts, which 2 tensor-parallel ranks do not divide; w",
-    ]
-    for found in run_ranks(messages, 2):
-        for message, part in zip(found, wanted, strict=True):
-            assert part in message
+    for texts in run_ranks(messages, 2):
+        for text, (_, plan, part) in zip(texts, REFUSED, strict=True):
+            assert part in text, plan
 
 
 def test_plans_of_models() -> None:
@@ -223,16 +292,17 @@ def one_busy_expert() -> list[Tensor]:
     weights = torch.full((5, 1), 0.5, dtype=torch.float64).requires_grad_()
     out = experts(hidden, torch.ones(5, 1, dtype=torch.int64), weights)
     out.square().sum().backward()
+
     grads = [parameter.grad for parameter in experts.parameters()]  # none of them None, for FSDP2
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     return [out.detach(), hidden.grad, weights.grad, *whole]
 
 
 def test_ranks_whose_experts_get_no_token() -> None:
-    wanted = one_busy_expert()
-    for found in run_ranks(one_busy_expert, 4, timeout_s=60.0):
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    one_process = one_busy_expert()
+    for of_rank in run_ranks(one_busy_expert, 4, timeout_s=60.0):
+        for tensor, of_process in zip(of_rank, one_process, strict=True):
+            torch.testing.assert_close(tensor, of_process, rtol=1e-12, atol=1e-12)
 
 
 def grouped(family: str, products: str) -> tuple[float, dict[str, Tensor]]:
@@ -259,6 +329,6 @@ def grouped(family: str, products: str) -> tuple[float, dict[str, Tensor]]:
 )
 def test_grouped_products_of_experts_on_their_ranks(family: str) -> None:
     loss, gradients = grouped(family, "eager")
-    for found, of_rank in run_ranks(grouped, 2, family, "grouped_mm"):
-        assert found == pytest.approx(loss, rel=1e-5)  # fp32
-        assert largest_error(of_rank, gradients) < 1e-4
+    for loss_of_rank, gradients_of_rank in run_ranks(grouped, 2, family, "grouped_mm"):
+        assert loss_of_rank == pytest.approx(loss, rel=1e-5)  # fp32
+        assert largest_error(gradients_of_rank, gradients) < 1e-4

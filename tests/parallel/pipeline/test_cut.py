@@ -26,7 +26,8 @@ LAST: Any = SimpleNamespace(rank=1, ranks=2)
 
 def test_a_rank_keeps_its_own_weights_under_the_names_of_the_whole() -> None:
     whole = set(make_model("llama").state_dict())
-    first, last = make_model("llama"), make_model("llama")
+    first = make_model("llama")
+    last = make_model("llama")
     cut_model(first, CHANNEL)
     cut_model(last, LAST)
     assert set(first.state_dict()) | set(last.state_dict()) == whole
@@ -140,10 +141,11 @@ def test_a_norm_that_runs_before_the_layers_and_was_registered_behind() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
     model.model.decoder.embed_positions = Nowhere()
     for rank in range(2):
-        own = copy.deepcopy(model)
-        cut_model(own, SimpleNamespace(rank=rank, ranks=2, dtype=lambda device: torch.float32)).begin(0)
+        channel: Any = SimpleNamespace(rank=rank, ranks=2, dtype=lambda device: torch.float32)
+        of_rank = copy.deepcopy(model)
+        cut_model(of_rank, channel).begin(0)
         with pytest.raises(ValueError, match="BartDecoder runs layernorm_embedding before its layers"):
-            causal_lm_loss(own, THDBatch.collate([{"input_ids": [1, 2, 3]}]))
+            causal_lm_loss(of_rank, THDBatch.collate([{"input_ids": [1, 2, 3]}]))
 
 
 class Nowhere(nn.Module):

@@ -20,15 +20,15 @@ from lightning_thd.parallel.pipeline.split import layer_flops
     stages=st.integers(1, 4),
 )
 def test_the_slowest_stage_is_as_fast_as_can_be(flops: list[int], head: int, stages: int) -> None:
-    found = split_layers([LayerCost(flops=f) for f in flops], ranks=stages, head=LayerCost(flops=head))
-    assert [i for stage in range(stages) for i in found.layers(stage)] == list(range(len(flops)))
-    assert all(len(found.layers(stage)) for stage in range(stages))
+    split = split_layers([LayerCost(flops=f) for f in flops], ranks=stages, head=LayerCost(flops=head))
+    assert [i for stage in range(stages) for i in split.layers(stage)] == list(range(len(flops)))
+    assert all(len(split.layers(stage)) for stage in range(stages))
 
     def slowest(cuts: tuple[int, ...]) -> int:
-        work = [sum(flops[a:b]) for a, b in pairwise((0, *cuts, len(flops)))]
+        work = [sum(flops[start:stop]) for start, stop in pairwise((0, *cuts, len(flops)))]
         return max([*work[:-1], work[-1] + head])
 
-    assert max(found.flops) == min(map(slowest, combinations(range(1, len(flops)), stages - 1)))
+    assert max(split.flops) == min(map(slowest, combinations(range(1, len(flops)), stages - 1)))
 
 
 def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:

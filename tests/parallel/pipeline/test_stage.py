@@ -47,6 +47,7 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     with torch.no_grad():
         values = [float(loss_of(model, batch)) for batch in data]
         logp = causal_lm_logprobs(model, data[0]).logp
+
     losses: dict[Any, torch.Tensor] = {}
     most = 0
     for op in make_schedule(channel.ranks, n, chunks=chunks).programs[channel.rank]:
@@ -60,6 +61,7 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     channel.finish()
     if stage.balance is not None:
         stage.balance.channel.finish()
+
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"values": values, "logp": logp, "gradients": gradients, "in_flight": most}
 
@@ -84,33 +86,36 @@ def test_stages_together_are_the_model(
     ranks: int, cases: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 4
-    found = run_ranks(run_stages, ranks, cases, n)
+    results = run_ranks(run_stages, ranks, cases, n)
     monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", exact_balance)
     for i, (family, chunks) in enumerate(cases):
-        compare(family, make_schedule(ranks, n, chunks=chunks), [rank[i] for rank in found])
+        compare(family, make_schedule(ranks, n, chunks=chunks), [of_rank[i] for of_rank in results])
 
 
-def compare(family: str, schedule: Schedule, found: list[dict[str, Any]]) -> None:
+def compare(family: str, schedule: Schedule, ranks: list[dict[str, Any]]) -> None:
     """Compare the stages of a model, one a rank, with the whole model."""
-    model, data = make_model(family), batches(schedule.microbatches)
-    wanted = [loss_of(model, batch) for batch in data]
-    torch.stack(wanted).sum().backward()
+    model = make_model(family)
+    data = batches(schedule.microbatches)
+    losses = [loss_of(model, batch) for batch in data]
+    torch.stack(losses).sum().backward()
     logp = causal_lm_logprobs(model, data[0]).logp
     gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    assert [rank["in_flight"] for rank in ranks] == [in_flight(program) for program in schedule.programs]
     embedding = next(iter(gradients))
-    together: dict[str, torch.Tensor] = {}
-    assert [rank["in_flight"] for rank in found] == list(map(in_flight, schedule.programs))
-    for rank in found:
-        assert rank["values"] == pytest.approx([float(x.detach()) for x in wanted], rel=1e-10)
+    together: dict[str, torch.Tensor] = {}  # the gradients of all ranks, under the names of the whole model
+    for rank in ranks:
+        assert rank["values"] == pytest.approx([float(loss.detach()) for loss in losses], rel=1e-10)
         assert torch.allclose(rank["logp"], logp, rtol=1e-6, atol=1e-7)
         for name, gradient in rank["gradients"].items():  # a tied weight has a part on two ranks
             whole = name if name in gradients else embedding
             together[whole] = together.get(whole, 0) + gradient
+
     assert set(together) == {name for name, gradient in gradients.items() if gradient is not None}
     for name, gradient in together.items():
-        wide = gradients[name]
-        assert wide is not None
-        assert torch.allclose(gradient, wide, rtol=1e-9, atol=1e-9), (family, name)
+        of_whole = gradients[name]
+        assert of_whole is not None
+        assert torch.allclose(gradient, of_whole, rtol=1e-9, atol=1e-9), (family, name)
 
 
 def test_the_plan_and_the_model_agree() -> None:
