@@ -55,6 +55,7 @@ class Engine:
             self.ledger = ledger_of(state)
             self._intake.marks = {place: [mark] for place, mark in state["marks"].items()}
             self._intake.forms = state["forms"]
+            self._intake.restore_counts(state)
             if same:  # it has a row for each rank
                 self._intake.turns = state["turns"].numpy().copy()
         # The state from which the first step resumes, and whether its planned steps fit this job.
@@ -77,6 +78,7 @@ class Engine:
         """Begin a pass over one source, or continue it at the cursors of its shards."""
         source = self._settings.sources[number]
         ledger = self.ledger
+        # In a resumed pass whose records were all bad until now, this is true, and the next pass finds out.
         self._gave[number] = bool(ledger.cursors[source.first : source.stop].any())
         self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
@@ -158,6 +160,8 @@ class Engine:
         state["forms"] = intake.forms
         state["turns"] = torch.from_numpy(intake.turns.copy())
         state["ended"] = intake.exhausted.tolist()
+        state["bad"] = list(intake.bad)
+        state["counts"] = dict(intake.counts)
         return state
 
     def _end_pass(self) -> None:
@@ -219,7 +223,7 @@ class Engine:
         # This collective runs even if nothing is left to read, because it also brings errors of other ranks.
         wanted = wanted_of(window, ledger, settings, intake.exhausted)
         fresh = intake.gather(wanted if most is None else np.minimum(wanted, most))
-        np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
+        intake.advance(ledger.cursors)
         self._gave[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
 

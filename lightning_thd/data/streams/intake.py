@@ -87,9 +87,23 @@ class Intake:
         self.turns = np.full((wire.ranks, len(self._sources), 3), [-1, 0, 0])
         self.marks: Marks = {}
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
-        self._tallies = [Tally() for _ in self._sources]  # counts of this rank
+        self.bad = [0] * len(self._sources)  # the bad records of each source, over all ranks
+        # What the state of a resume has counted, and the counts of this rank since then.
+        self._earlier_counts = dict(self.counts)
+        self._earlier_bad = list(self.bad)
+        self._tallies = [Tally() for _ in self._sources]
+        self._odd = [Tally() for _ in self._sources]  # records of another form, of all ranks: see ``_alike``
+        # By shard, the row behind the last that was used or left out since the last call of ``advance``.
+        self._reached: dict[int, int] = {}
         self.forms: Form = {}  # the form of most of the first records that were read
         self._readers: dict[int, Reader] = {}  # the reader of each source
+
+    def restore_counts(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a state; one of an older release counts from 0."""
+        self._earlier_counts |= state.get("counts", {})
+        self._earlier_bad = list(state.get("bad", self._earlier_bad))
+        self.counts.update(self._earlier_counts)
+        self.bad = list(self._earlier_bad)
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; the calling thread starts its workers."""
@@ -113,7 +127,10 @@ class Intake:
             turn=self.turns[self._wire.rank, number].tolist(),
             marks={place: marks[0] for place, marks in self.marks.items() if place[0] in mine},
         )
-        self._readers[number] = Reader(reading, self._tallies[number], source, settings.num_workers)
+        most_bad = math.inf if source.max_errors is None else source.max_errors - self._earlier_bad[number]
+        self._readers[number] = Reader(
+            reading, self._tallies[number], source, most_bad=most_bad, num_workers=settings.num_workers
+        )
 
     def end_pass(self, numbers: IntArray) -> None:
         """Forget how far the pass over some sources has come; ``open`` begins the next."""
@@ -133,6 +150,15 @@ class Intake:
         """Read the unused sequences of a checkpoint again, on the ranks of their shards; a collective."""
         mine = ended[:, self._wire.rank].tolist()
         return self._exchange(lambda number, reader: reader.read_again(pending, ended=mine[number]))
+
+    def advance(self, cursors: IntArray) -> None:
+        """Move the cursors of shards behind all records that were read since the last call, bad ones too.
+
+        Otherwise, a resume would read a bad record again at another turn of its worker, and count it twice.
+        """
+        for shard, row in self._reached.items():
+            cursors[shard] = max(int(cursors[shard]), row)
+        self._reached = {}
 
     def fail(self, error: Exception) -> NoReturn:
         """Send an error of this rank in the collective with which the others read on; all ranks raise it."""
@@ -158,27 +184,33 @@ class Intake:
         for report in reports:
             for place, marks in report.marks.items():
                 self.marks[place] = self.marks.get(place, []) + marks
+            self._reached |= report.reached
         status = np.array([report.status for report in reports])  # int64 ``[ranks, N, 4]``
         self.exhausted = status[..., 0].T.astype(bool)
         self.turns = status[..., 1:]
-        self._add_up([report.tallies for report in reports])
         forms: dict[int, Form] = {}
         for report in reports:
             forms |= report.forms
-        return self._alike(_pooled([report.table for report in reports]), forms)
+        table = self._alike(_pooled([report.table for report in reports]), forms)
+        self._add_up([*(report.tallies for report in reports), self._odd])
+        return table
 
     def _report(self, reads: list[Read], failure: Exception | None) -> _Report:
         """Return the message to the other ranks about what was read, and keep the sequences."""
         marks = Marks()
+        reached: dict[int, int] = {}
         for reader in self._readers.values():
             marks |= reader.marks
+            reached |= reader.reached
             reader.marks = {}
+            reader.reached = {}
         return _Report(
             failure=None if failure is None else str(failure),
             table=self._table(reads),
             status=[(reader.exhausted, *reader.turn) for reader in self._readers.values()],
             tallies=self._tallies,
             marks=marks,
+            reached=reached,
             forms={read.sample.meta["form"]: read.sample.form for read in reads if read.sample is not None},
         )
 
@@ -192,17 +224,15 @@ class Intake:
         # For each form of a source that differs from the usual one, a key in which it does.
         odd = {pair: key for pair, form in keyed.items() for key in form if form[key] != self.forms[key]}
         is_odd = np.array([pair in odd for pair in read], bool)
-        for code, *place, holder in table[["form", "round", "shard", "row", "holder"]][is_odd].tolist():
+        for code, *place in table[["form", "round", "shard", "row"]][is_odd].tolist():
             self.payloads.pop(tuple(place), None)
             _, shard, row = place
             number = self._settings.source_of[shard]
-            source = self._sources[number]
-            # A skipped record is counted by the rank that holds it; an error is raised by all ranks.
-            if holder == self._wire.rank or source.on_error == "raise":
-                key = odd[code, number]
-                fault = _odd_form(key, keyed[code, number][key], self.forms[key])
-                name = self._settings.shards[shard].name
-                self._tallies[number].add(f"shard {name}, row {row}: {fault}", source)
+            key = odd[code, number]
+            fault = _odd_form(key, keyed[code, number][key], self.forms[key])
+            name = self._settings.shards[shard].name
+            # All ranks see the same table, so each of them counts all of its odd records, or raises.
+            self._odd[number].add(f"shard {name}, row {row}: {fault}", self._sources[number])
         alike: Table = table[~is_odd]
         return alike
 
@@ -240,12 +270,15 @@ class Intake:
         return table[np.lexsort((table["row"], table["round"], table["shard"]))]
 
     def _add_up(self, tallies: Sequence[list[Tally]]) -> None:
-        """Add up the counts of all ranks; raise if more than ``max_errors`` records of a source are bad."""
+        """Add up counts of all ranks, by source; raise if more than ``max_errors`` records of one are bad."""
         for name in POLICIES:
-            self.counts[name] = sum(tally.counts[name] for of_rank in tallies for tally in of_rank)
-        self.counts["bad"] = sum(tally.bad for of_rank in tallies for tally in of_rank)
-        for source, of_ranks in zip(self._sources, zip(*tallies, strict=True), strict=True):
-            bad = sum(tally.bad for tally in of_ranks)
+            added = sum(tally.counts[name] for of_rank in tallies for tally in of_rank)
+            self.counts[name] = self._earlier_counts[name] + added
+        for number, of_ranks in enumerate(zip(*tallies, strict=True)):
+            self.bad[number] = self._earlier_bad[number] + sum(tally.bad for tally in of_ranks)
+        self.counts["bad"] = sum(self.bad)
+
+        for source, bad, of_ranks in zip(self._sources, self.bad, zip(*tallies, strict=True), strict=True):
             if source.max_errors is not None and bad > source.max_errors:
                 of = f" of {source.name!r}" if source.name else ""
                 raise ValueError(
@@ -298,6 +331,7 @@ class Read:
     bad: str | None = None  # the fault of a bad record
     counts: Counter[str] = field(default_factory=Counter)  # what the policies did to the record
     mark: Mark | None = None  # a state of the shard in this pass; mostly None
+    stopped: bool = False  # whether no record could be read from this row on
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
@@ -356,7 +390,7 @@ class Reading(IterableDataset[Read]):
         except (ModuleNotFoundError, MisconfigurationException):
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
-            yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
+            yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}", stopped=True)
 
     def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
         """Convert a record to a sample; what fails there makes the record bad."""
@@ -419,20 +453,25 @@ class _Report:
     status: list[tuple[int, ...]]
     tallies: list[Tally]  # for each source, from the first record on
     marks: Marks
+    reached: dict[int, int]  # see ``Reader.reached``
     forms: dict[int, Form]  # by their hashes
 
 
 class Reader:
     """Reads a rank's shards of a source, in this process or in workers, and counts the records left out."""
 
-    def __init__(self, reading: Reading, tally: Tally, source: Source, num_workers: int) -> None:
+    def __init__(
+        self, reading: Reading, tally: Tally, source: Source, *, most_bad: float, num_workers: int
+    ) -> None:
         self._reading = reading
         self._tally = tally
         self._source = source
-        self._most_bad = math.inf if source.max_errors is None else source.max_errors
+        self._most_bad = most_bad  # with more bad records in ``tally``, reading ends
         self.turn = reading.turn  # see ``Intake.turns``
         self.exhausted = False  # whether all shards of this rank are read
         self.marks: Marks = {}  # saved states since the last exchange
+        # By shard, the row behind the last that was handed out or left out since the last exchange.
+        self.reached: dict[int, int] = {}
         self._read_ahead: list[Read] = []  # samples that are read, but not yet asked for
 
         reads_alone = bool(self.turn[1])
@@ -452,6 +491,7 @@ class Reader:
         """Return up to ``count`` samples; fewer at the end of the shards, or after too many bad records."""
         taken = self._read_ahead[:count]
         self._read_ahead = self._read_ahead[count:]
+        self.reached |= {read.shard: read.row + 1 for read in taken}
         while len(taken) < count and self._tally.bad <= self._most_bad:
             try:
                 read = next(self._rows, None)
@@ -463,6 +503,9 @@ class Reader:
                 break
 
             self.turn[0] = read.shard
+            is_record = read.row >= 0 and not read.stopped  # where reading stopped, a resume tries again
+            if is_record:
+                self.reached[read.shard] = read.row + 1
             if read.mark is not None:
                 self.marks.setdefault((read.shard, read.round), []).append(read.mark)
             self._tally.counts.update(read.counts)
@@ -489,8 +532,11 @@ class Reader:
                     f"the checkpoint was written, but gives {len(reads)} of them now. Restore its data."
                 )
             for read in reads:
-                self._tally.counts.update(read.counts)
-            samples += [read for read in reads if read.sample is not None]  # a policy may leave some out now
+                if read.sample is not None:  # its policies are in the counts of the state
+                    samples.append(read)
+                else:  # a policy that is new leaves the record out
+                    self._tally.counts.update(read.counts)
         if ended:  # all shards had been read; records may have been added since
             self._read_ahead = self.take(1)
+            self.reached |= {read.shard: read.row for read in self._read_ahead}  # it is not handed out yet
         return samples

@@ -174,7 +174,9 @@ _PLACE = ("shard", "row", "round")  # the fields that identify a sequence
 class Ledger:
     """The position in a stream, the same on all ranks. It has K shards and N sources."""
 
-    cursors: IntArray  # int64 ``[K]``, row after the last that was taken from each shard in this pass
+    cursors: (
+        IntArray  # int64 ``[K]``, row behind the last that was read of each shard in this pass, if bad too
+    )
     rounds: IntArray  # int64 ``[N]``, number of the present pass over each source
     drawn: IntArray  # int64 ``[N]``, sequences planned of each source since ``out`` last changed
     out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry under dry="rest", until the pass ends
