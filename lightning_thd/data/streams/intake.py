@@ -382,7 +382,7 @@ class Reading(IterableDataset[Read]):
             mark = None
         row = start - 1
         try:
-            for row, record, saved in shard.read(start, mark):
+            for row, record, saved in shard.read(start, mark, epoch=self.round):
                 yield self._read(number, row, record, saved)
             state_at_end = getattr(getattr(shard, "beginning", None), "ended", None)
             if state_at_end is not None:

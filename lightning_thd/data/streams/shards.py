@@ -53,7 +53,7 @@ class FileShard:
         """Return the folder at which relative paths of images start; None for a remote file."""
         return None if "://" in self.name else Path(self.name).parent
 
-    def read(self, start: int, mark: Mark | None = None) -> Rows:
+    def read(self, start: int, mark: Mark | None = None, *, epoch: int = 0) -> Rows:
         """Yield the records from a row on; a record may be ``Bad``, and blank lines are no rows."""
         with _open(self.name) as file:
             if KINDS[suffix_of(self.name)] == "JSONL":
@@ -148,7 +148,9 @@ class Beginning:
         except TypeError:  # the source is not hashable, or allows no weak reference
             return cls(source)
 
-    def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
+    def read(
+        self, source: Any, mark: Mark | None = None, *, epoch: int = 0
+    ) -> Iterator[tuple[Any, Mark | None]]:
         """Yield (record, mark) from the start or a saved state on; the first and every 64th have marks."""
         first = 0  # the row that comes next from the source
         state: Any = None  # the state to load
@@ -164,9 +166,15 @@ class Beginning:
             saved = (0, self._state)
 
         self._was_read = True
+        # A state inside a pass is loaded last, because set_epoch may begin a pass. A state at the start is
+        # loaded first, because it may hold the epoch of the pass before.
+        if first > 0:
+            _set_epoch(source, epoch)
         if state is not None:
             # Copied, because a source may go on with the very object, and change it.
             source.load_state_dict(copy.deepcopy(state))
+        if first == 0:
+            _set_epoch(source, epoch)
         # From a state saved at the end of a pass, the first iteration may give nothing.
         iterations = 2 if state is not None and first == 0 else 1
         for _ in range(iterations):
@@ -186,6 +194,15 @@ class Beginning:
 _BEGINNINGS: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
 
 
+def _set_epoch(source: Any, epoch: int) -> None:
+    """Tell a source, or the dataset of a loader, the number of the pass that begins, if it asks for that."""
+    if isinstance(source, DataLoader):
+        source = source.dataset
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
 def has_state(source: object) -> bool:
     """Return whether a source can save and restore its position."""
     return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -202,18 +219,25 @@ class IterableShard:
     whole: bool = False  # whether this is the whole source, which one rank reads for all ranks
     beginning: Beginning | None = field(default=None, compare=False, repr=False)
 
-    def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield the records from row ``start`` on; the source is read from its start or a saved state."""
+    def read(self, start: int, mark: Mark | None = None, *, epoch: int = 0) -> Rows:
+        """Yield the records from row ``start`` on; the source is read from its start or a saved state.
+
+        Args:
+            start: the first row to yield.
+            mark: a saved state of the source at this row or before it.
+            epoch: the number of the pass, which a source with ``set_epoch`` gets.
+        """
         records = self.begin()
         first = 0
         # States of Hugging Face datasets are not used: they lose the records in shuffle buffers.
         if has_state(records) and not is_hf(records):
             beginning = self.beginning or Beginning.of(records)
-            marked = beginning.read(records, mark)
+            marked = beginning.read(records, mark, epoch=epoch)
             if mark is not None:
                 first = mark[0]
         else:
             self._refuse_begun(records)
+            _set_epoch(records, epoch)
             marked = ((record, None) for record in records)
 
         for row, (record, saved) in islice(enumerate(marked, first), start - first, None):
@@ -312,9 +336,7 @@ def _part(dataset: Any, index: int, count: int) -> Any:
     """Return one of ``count`` shards of a Hugging Face IterableDataset; any dataset if ``count=1``."""
     if count == 1:
         return dataset
-    part = dataset.shard(num_shards=count, index=index)
-    part.set_epoch(dataset.epoch)
-    return part
+    return dataset.shard(num_shards=count, index=index)
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
