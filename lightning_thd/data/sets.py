@@ -14,7 +14,14 @@ from lightning_thd._checks import described
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.read.vision_chat import ChatRows
-from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
+from lightning_thd.data.store.index import (
+    Empty,
+    MapDataset,
+    Places,
+    SequenceIndex,
+    build_index,
+    keeps_rows,
+)
 
 _BAR_FROM = 10_000  # Up to this many sequences are counted in less than a second, without a progress bar.
 
@@ -37,7 +44,6 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     counts = [len(index.lengths) for index in indices]
     starts = (np.cumsum(counts) - counts).tolist()
     pairs = list(zip(indices, starts, strict=True))
-    with_largest, its_start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
         lengths=np.concatenate([index.lengths for index in indices]),
         loss_tokens=np.concatenate([index.loss_tokens for index in indices]),
@@ -51,7 +57,8 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
             [index.sequence_weights for index in indices],
             default=lambda k: np.ones(counts[k]),
         ),
-        largest=np.array([with_largest.largest[0], with_largest.largest[1] + its_start]),
+        largest=_join_largest([(index.largest, start) for index, start in pairs]),
+        largest_label=_join_largest([(index.largest_label, start) for index, start in pairs]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
         sizes=_join_columns(
             [index.sizes for index in indices],
@@ -59,7 +66,25 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
         ),
         sizes_measured=all(index.sizes_measured for index in indices),
         checked=all(index.checked for index in indices),
+        places=_join_places(pairs),
     )
+
+
+def _join_largest(largest: list[tuple[NDArray[np.integer], int]]) -> NDArray[np.integer]:
+    """Return the largest of several ``[value, row]``, each with the row at which its dataset starts."""
+    (value, row), start = max(largest, key=lambda pair: int(pair[0][0]))
+    return np.array([value, row + start])
+
+
+def _join_places(pairs: list[tuple[SequenceIndex, int]]) -> Places:
+    """Join the files of datasets end to end; rows of a dataset without files have only their number."""
+    names: list[str] = []
+    ends: list[int] = []
+    for index, start in pairs:
+        places = index.places
+        names += places.names or ("",)
+        ends += [start + end for end in places.ends] or [start + len(index.lengths)]
+    return Places(names=tuple(names), ends=tuple(ends))
 
 
 def _join_columns(columns: list[NDArray[Any]], *, default: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
@@ -176,6 +201,7 @@ def open_set(
         cache_dir=opener.cache_dir,
         one_each=one_each,
         extras_cost=extras_cost,
+        places=opened.places,
     )
     return DataSet(
         name=name,

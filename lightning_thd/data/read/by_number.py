@@ -11,7 +11,7 @@ import numpy as np
 from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.read.records import Bad, Line, file_chunks, holds_lines, parse_line, without_nulls
 from lightning_thd.data.store.columns import arrow_table, is_hugging_face
-from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.index import MapDataset, Places
 
 Place = str | Line
 # The place of a record for messages, the record, and the folder at which its relative paths start.
@@ -95,6 +95,7 @@ class RowsByNumber:
     ) -> None:
         self._folders = _folders_of(files)
         self._ends = np.cumsum(rows)
+        self._places = Places.of_files([file.name for file in files], rows)
         source: Any = dataset
         # As Arrow tables, rows hold images as they are stored; datasets would decode them.
         self._as_arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
@@ -113,5 +114,5 @@ class RowsByNumber:
         folder = None
         if self._folders:
             folder = self._folders[int(np.searchsorted(self._ends, i, side="right"))]
-        place = f"row {i}"
+        place = self._places.name(i, "row")
         return place, _checked(row, place), folder

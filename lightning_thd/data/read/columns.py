@@ -81,6 +81,9 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
     """Return True if all files have ids, False at the first that has text or chats instead."""
     types_of_files = [_column_types(file) for file in files]
     first = types_of_files[0]
+    beside_ids = {name: "" for name in first if name != "input_ids"}
+    if kind_of(beside_ids, text_key) is not None and _begins_with_null_ids(files[0]):
+        return False  # as in other containers, the first record shows the kind
     for file, types in zip(files, types_of_files, strict=True):
         if "input_ids" not in types:
             if kind_of(dict.fromkeys(types, ""), text_key) is not None:
@@ -94,6 +97,18 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
                 "Give files with the same columns."
             )
     return True
+
+
+def _begins_with_null_ids(file: SourceFile) -> bool:
+    """Return whether a Parquet or Arrow file has a column of ids, and a null in its first row."""
+    if "input_ids" not in _column_types(file):
+        return False
+    if file.suffix == ".parquet":
+        batches = open_parquet(file).iter_batches(batch_size=1, columns=["input_ids"])
+    else:
+        batches = iter(map_arrow(file).select(["input_ids"]).to_batches())
+    first = next((batch for batch in batches if batch.num_rows), None)
+    return first is not None and not first.column(0)[0].is_valid
 
 
 def _column_types(file: SourceFile) -> dict[str, Any]:

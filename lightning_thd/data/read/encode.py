@@ -21,7 +21,7 @@ from lightning_thd._imports import require
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch.examples import PARTS, example_sample, parts_of
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
-from lightning_thd.batch.samples import check_sample, is_scalar, token_row
+from lightning_thd.batch.samples import is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.conversations import (
     ALPACA_KEYS,
@@ -35,7 +35,7 @@ from lightning_thd.data.read.conversations import (
 from lightning_thd.data.read.message_keys import check_record
 from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
-from lightning_thd.data.store.index import OnError
+from lightning_thd.data.store.index import OnError, checked_row
 from lightning_thd.data.store.tokens import Rows, Skipped
 
 Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
@@ -236,6 +236,8 @@ class Encoder:
             return self._encode_example(record)
 
         kind = kind_of(record, self.text_key)
+        if self.kind == "ids" and kind is None and "input_ids" in record:
+            raise ValueError("'input_ids' is null. Give the record's ids, or remove it.")
         if isinstance(record, str) or (kind != self.kind and not is_kind(record, self.kind)):
             raise ValueError(f"a record of kind {kind!r} among records of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
@@ -391,8 +393,10 @@ def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
         raise ValueError(
             f"{', '.join(lost)} beside input_ids would be lost: only ids and labels are kept. Write Parquet."
         )
-    read = {name: record[name] for name in ("input_ids", "labels", "attention_mask") if name in record}
-    sample = check_sample(read, "the record", empty=True)
+    read: dict[str, Any] = {
+        name: record[name] for name in ("input_ids", "labels", "attention_mask") if name in record
+    }
+    sample = checked_row(read, "the record", empty=True)
     return sample["input_ids"], sample.get("labels")
 
 

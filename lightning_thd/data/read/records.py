@@ -156,9 +156,11 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
 
 def as_written(record: Any, features: Any = None) -> Any:
     """Apply ``without_nulls`` to a record of a dataset or stream; leave records of ids as they are."""
-    if not isinstance(record, dict) or "input_ids" in record:
+    if not isinstance(record, dict) or record.get("input_ids") is not None:
         return record
-    return without_nulls(record, features)
+    cleaned = without_nulls(record, features)
+    # Null ids beside nothing else are an empty sequence, and no record without ids.
+    return {**cleaned, "input_ids": None} if "input_ids" in record else cleaned
 
 
 def without_nulls(value: Any, feature: Any = None) -> Any:

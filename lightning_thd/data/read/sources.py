@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -24,7 +24,7 @@ from lightning_thd.data.read.records import Chunk, file_chunks, part_sizes, row_
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.vision_chat import ChatRows, VisionChat
 from lightning_thd.data.store.columns import is_hugging_face
-from lightning_thd.data.store.index import MapDataset, OnError, check_row
+from lightning_thd.data.store.index import MapDataset, OnError, Places, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
 # Path is last, or jsonargparse would save any value in a config as a Path. Dataset has no type argument,
@@ -32,7 +32,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 13  # part of cache keys; raise it when reading gives other tokens or refuses other records
+_READER = 14  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
@@ -43,6 +43,8 @@ class Opened:
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     key: dict[str, Any] | None  # the cache key of the content; None without a fingerprint
     schedule: NDArray[np.int64] | None = None  # the index of each sequence's pack, if rows are ready packs
+    # The files of the rows, if the rows of Parquet or Arrow files are read as they are.
+    places: Places = field(default_factory=Places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +118,9 @@ class Opener:
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         may_hold_ids = self.records in ("auto", "ids") and _are_all(files, "column")
         if may_hold_ids and hold_ids(files, self.text_key):
-            return Opened(dataset=as_rows(load_columns(files, self.cache_dir)), key=key)
+            rows = as_rows(load_columns(files, self.cache_dir))
+            places = Places.of_files([file.name for file in files], [sum(part_sizes(file)) for file in files])
+            return Opened(dataset=rows, key=key, places=places)
         return self._tokenised(self._chunks(files), key)
 
     def _open_rendered(self, files: list[SourceFile]) -> Opened:

@@ -128,8 +128,9 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
     """Count tokens and loss tokens; None unless ids (and any labels and masks) are Arrow integer lists.
 
     Returns:
-        ``lengths``, ``loss_tokens``, ``largest`` and ``bad`` of a ``SequenceIndex``. A bad row has an id or
-        label that is null or out of range, a mask with zeros, or labels or a mask of another length.
+        ``lengths``, ``loss_tokens``, ``largest``, ``largest_label`` and ``bad`` of a ``SequenceIndex``. A bad
+        row has an id or label that is null or out of range, a mask with zeros, or labels or a mask of another
+        length.
     """
     table = arrow_table(dataset)
     if table is None:
@@ -145,8 +146,10 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
     largest = ids.largest
     wrong = ids.wrong
     loss_tokens = np.maximum(lengths - 1, 0)
+    largest_label = np.full_like(largest, -1)
     if "labels" in table.column_names:
         labels = _facts(table, "labels", _are_no_labels)
+        largest_label = labels.largest
         loss_tokens = labels.targets
         wrong = wrong | labels.wrong | (labels.lengths != lengths)
     if "attention_mask" in table.column_names:
@@ -157,15 +160,21 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
     lengths[wrong] = 0
     loss_tokens[wrong] = 0
     largest[wrong] = -1
+    largest_label[wrong] = -1
 
-    largest = visible(dataset, largest)
-    row_of_largest = int(largest.argmax())
     return {
         "lengths": visible(dataset, lengths),
         "loss_tokens": visible(dataset, loss_tokens),
-        "largest": np.array([largest[row_of_largest], row_of_largest]),
+        "largest": _with_row(visible(dataset, largest)),
+        "largest_label": _with_row(visible(dataset, largest_label)),
         "bad": np.flatnonzero(visible(dataset, wrong)),
     }
+
+
+def _with_row(largest: IntArray) -> IntArray:
+    """Return the largest value over all rows, and the first row that has it."""
+    row = int(largest.argmax())
+    return np.array([largest[row], row])
 
 
 def _are_no_ids(values: NDArray[Any]) -> NDArray[np.bool_]:

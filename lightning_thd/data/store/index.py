@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from lightning_thd.warnings import DataWarning, warn
 Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]
 
-_VERSION = 5  # the version of cached counts
+_VERSION = 6  # the version of cached counts
 _SHIFT_ROWS = 32  # sequences whose labels are compared with their ids, to find shifted labels
 _HASHED_ROWS = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
 _NO_SIZES = np.empty((0, COLUMNS), np.int64)
@@ -57,6 +58,52 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """The files of a dataset's rows, which lie end to end; without files, rows have only their number."""
+
+    names: tuple[str, ...] = ()  # the name of each file; "" for rows of another source
+    ends: tuple[int, ...] = ()  # the row behind the last of each file
+
+    @classmethod
+    def of_files(cls, names: Sequence[str], rows: Sequence[int]) -> Places:
+        """Return the places of files that have ``rows`` rows each."""
+        return cls(names=tuple(names), ends=tuple(np.cumsum(rows).tolist()))
+
+    def name(self, i: int, kind: str = "Sequence") -> str:
+        """Return ``"a.parquet, row 3"`` for a row of a file, and ``"Sequence 3"`` for any other."""
+        file = bisect_right(self.ends, i)
+        if file == len(self.ends) or not self.names[file]:
+            return f"{kind} {i}"
+        first = self.ends[file - 1] if file else 0
+        return f"{self.names[file]}, row {i - first}"
+
+
+def checked_row(sample: Mapping[str, Any], place: str, *, empty: bool = False) -> dict[str, Any]:
+    """Return ``check_sample`` of a row; a list or column with a null in it is refused with its position."""
+    try:
+        return check_sample(sample, place, empty=empty)
+    except (TypeError, ValueError) as err:
+        for name in ("input_ids", "labels", "weights"):
+            position = _first_null(sample.get(name))
+            if position is not None:
+                count = len(sample[name])
+                raise ValueError(
+                    f"{place} has a null under {name!r}, at position {position} of {count}. Remove it."
+                ) from err
+        raise
+
+
+def _first_null(values: Any) -> int | None:
+    """Return the position of the first null; in an array of floats that is a NaN, see ``ColumnRows``."""
+    if isinstance(values, list | tuple):
+        return next((k for k, value in enumerate(values) if value is None), None)
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and values.ndim == 1:
+        nulls = np.flatnonzero(np.isnan(values))
+        return int(nulls[0]) if len(nulls) else None
+    return None
 
 
 def check_row(sample: Any, i: int) -> Mapping[str, Any]:
@@ -111,6 +158,8 @@ class SequenceIndex:
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     # The largest token id, and the row it is in; [-1, 0] if unknown.
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
+    # The largest label, and the row it is in; [-1, 0] if unknown, or without labels.
+    largest_label: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     # Sorted indices of the rows that were skipped, whose entry in ``lengths`` is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # Patches and pixels of images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text, or if unknown.
@@ -118,15 +167,19 @@ class SequenceIndex:
     # Whether ``sizes`` come from the images themselves; if so, every row that is read is compared with them.
     sizes_measured: bool = True
     checked: bool = True  # every row was checked when it was counted, so batches do not check it again
+    places: Places = field(default_factory=Places)  # where rows come from, for errors
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
-        """Raise if the largest id that was counted is outside a model's vocabulary."""
-        largest, row = self.largest.tolist()
-        if vocab_size is not None and largest >= vocab_size:
-            raise ValueError(
-                f"Sequence {row} of the {name} data has the token id {largest}, but the model's vocabulary "
-                f"has {vocab_size} entries. Use the model's tokenizer, or pass vocab_size=."
-            )
+        """Raise if the largest id or label that was counted is outside a model's vocabulary."""
+        if vocab_size is None:
+            return
+        for what, counted in (("token id", self.largest), ("label", self.largest_label)):
+            value, row = counted.tolist()
+            if value >= vocab_size:
+                raise ValueError(
+                    f"{self.places.name(row)} of the {name} data has the {what} {value}, but the model's "
+                    f"vocabulary has {vocab_size} entries. Use the model's tokenizer, or pass vocab_size=."
+                )
 
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False, keeps: bool = False
@@ -149,9 +202,9 @@ class SequenceIndex:
             row = check_row(row, i)
         sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in row.items()}
         if not self.checked:
-            sample = check_sample(sample, f"Sequence {i}")
+            sample = checked_row(sample, self.places.name(i))
         elif "label" in sample or "labels" in sample:
-            sample = with_label(sample, f"Sequence {i}")
+            sample = with_label(sample, self.places.name(i))
 
         length = len(sample["input_ids"])
         self._check_counts(sample, i, length)
@@ -328,6 +381,7 @@ def build_index(
     cache_dir: str | Path | None = None,
     one_each: bool = False,
     extras_cost: ExtrasCost | None = None,
+    places: Places | None = None,
 ) -> SequenceIndex:
     """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
 
@@ -342,6 +396,7 @@ def build_index(
         cache_dir: the folder of the cache; None is the user's.
         one_each: whether to refuse rows whose ``position_ids`` mark several sequences.
         extras_cost: a user's function that says what the images of a row cost.
+        places: the files of the rows, which errors name.
 
     Raises:
         ValueError: the dataset is empty, a row cannot be trained on, or too many cannot.
@@ -349,22 +404,25 @@ def build_index(
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
 
-    counted = _known_counts(dataset, on_error) if extras_cost is None else None
+    places = places or Places()
+    counted = _known_counts(dataset, on_error, places) if extras_cost is None else None
     sizes_measured = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
         cache_key = None
         if key is not None and extras_cost is None:  # nothing identifies what a user's function returns
             cache_key = {**key, "sequences": len(dataset), "on_error": on_error}
         rows = without_pixels(dataset) if extras_cost is None else dataset
-        read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
+        read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost, places)
         counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
-    index = SequenceIndex(**counted, sizes_measured=sizes_measured, checked=_are_all_checked(dataset))
+    index = SequenceIndex(
+        **counted, sizes_measured=sizes_measured, checked=_are_all_checked(dataset), places=places
+    )
 
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
     if empty == "error" and is_empty.any():
-        raise ValueError(f"Sequence {int(np.argmax(is_empty))} has no tokens. Set empty='drop'.")
+        raise ValueError(f"{places.name(int(np.argmax(is_empty)))} has no tokens. Set empty='drop'.")
     _refuse_shifted(dataset, index)
     return index
 
@@ -400,7 +458,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
     if not len(index.bad):
         return
 
-    first = " | ".join(_fault_of(dataset, int(i)) for i in index.bad[:3])
+    first = " | ".join(_fault_of(dataset, int(i), index.places) for i in index.bad[:3])
     if max_errors is not None and len(index.bad) > max_errors:
         raise ValueError(
             f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first}"
@@ -410,20 +468,21 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
     warn(f"{len(index.bad)} bad rows are left out; the first: {first}", DataWarning)
 
 
-def _fault_of(dataset: MapDataset, i: int) -> str:
+def _fault_of(dataset: MapDataset, i: int, places: Places) -> str:
     """Read a bad row again and return what is wrong with it."""
+    place = places.name(i, "Row")
     try:
         row = counted_row(dataset, i)
     except Exception as err:  # any error of the user's dataset
-        return f"Row {i}: {type(err).__name__}: {err}"
+        return f"{place}: {type(err).__name__}: {err}"
     try:
-        check_sample(row, f"Row {i}", empty=True)
+        checked_row(row, place, empty=True)
     except (TypeError, ValueError) as err:
         return str(err)
-    return f"Row {i} differs from the rows before in having labels."
+    return f"{place} differs from the rows before in having labels."
 
 
-def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
+def _known_counts(dataset: MapDataset, on_error: OnError, places: Places) -> dict[str, NDArray[Any]] | None:
     """Return counts from the dataset's ``lengths`` or Arrow columns; None if every row must be read."""
     if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
         return _given_counts(dataset)
@@ -433,7 +492,7 @@ def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[A
         return None
     bad = counted["bad"]
     if len(bad) and on_error == "raise":
-        fault = _fault_of(dataset, int(bad[0]))
+        fault = _fault_of(dataset, int(bad[0]), places)
         raise ValueError(f"{fault} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
     return {**counted, "sizes": _NO_SIZES}
 
@@ -454,7 +513,8 @@ def _given_counts(dataset: Any) -> dict[str, NDArray[Any]] | None:
 
     counts = {"lengths": lengths, "loss_tokens": loss_tokens}
     if isinstance(dataset, TokenStore):
-        counts |= {"largest": np.array(dataset.largest), "sizes": _NO_SIZES}
+        counts |= {"largest": np.array(dataset.largest), "largest_label": np.array(dataset.largest_label)}
+        counts["sizes"] = _NO_SIZES
     return counts
 
 
@@ -468,21 +528,39 @@ class _Counted(NamedTuple):
     sequence_weight: float
     has_weights: float
     largest: float  # id; -1 without tokens
+    largest_label: float  # -1 without labels
     is_bad: float
     has_labels: float
 
 
 _FACTS = len(_Counted._fields)
-_BAD_ROW = _Counted(0, 0, False, 0, 1.0, False, -1, True, False)
+_BAD_ROW = _Counted(
+    length=0,
+    loss_tokens=0,
+    has_media=False,
+    weight=0,
+    sequence_weight=1.0,
+    has_weights=False,
+    largest=-1,
+    largest_label=-1,
+    is_bad=True,
+    has_labels=False,
+)
 
 
 class _CountedRows(TorchDataset[tuple[float, ...]]):
     """A dataset -> for each row the numbers of ``_Counted``, and the sizes of its images."""
 
     def __init__(
-        self, dataset: MapDataset, on_error: OnError, one_each: bool, extras_cost: ExtrasCost | None
+        self,
+        dataset: MapDataset,
+        on_error: OnError,
+        one_each: bool,
+        extras_cost: ExtrasCost | None,
+        places: Places,
     ) -> None:
         self._dataset = dataset
+        self._places = places
         self._on_error = on_error
         self._one_each = one_each
         self._extras_cost = extras_cost
@@ -502,11 +580,12 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
             return (*_BAD_ROW, *no_sizes)
 
     def _measure(self, i: int) -> tuple[float, ...]:
+        place = self._places.name(i)
         row: Any = counted_row(self._dataset, i)
         if isinstance(row, str):
-            raise ValueError(f"Sequence {i} is text; wanted a dict with 'input_ids'.")
+            raise ValueError(f"{place} is text; wanted a dict with 'input_ids'.")
         try:
-            sample = check_sample(row, f"Sequence {i}", empty=True)
+            sample = checked_row(row, place, empty=True)
         except (TypeError, ValueError) as err:
             raise ValueError(f"{err} {_ADVICE}") from err
         if self._one_each:
@@ -517,10 +596,10 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
         has_weights = "weights" in sample
         weight, sequence_weight = float(loss_tokens), 1.0
         if has_weights:
-            weight, sequence_weight = whole_weight(sample, f"Sequence {i}")
+            weight, sequence_weight = whole_weight(sample, place)
         sizes = sizes_of(sample)
         if self._extras_cost is not None:
-            sizes = declared(self._extras_cost, row, f"Sequence {i}")
+            sizes = declared(self._extras_cost, row, place)
 
         counted = _Counted(
             length=len(ids),
@@ -530,6 +609,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
             sequence_weight=sequence_weight,
             has_weights=has_weights,
             largest=int(ids.max()) if len(ids) else -1,
+            largest_label=int(sample["labels"].max()) if "labels" in sample and len(ids) else -1,
             is_bad=False,
             has_labels="labels" in sample,
         )
@@ -542,6 +622,7 @@ def _refuse_odd(
     bad: NDArray[np.float64],
     lengths: NDArray[np.float64],
     on_error: OnError,
+    places: Places,
 ) -> None:
     """Refuse rows without labels among rows with them, or the reverse; or mark them as bad."""
     good = np.flatnonzero((bad == 0) & (lengths > 0))
@@ -554,7 +635,7 @@ def _refuse_odd(
     if on_error == "raise":
         first, other = (f"no {name}", name) if has[good[0]] else (name, f"no {name}")
         raise ValueError(
-            f"Sequence {odd[0]} has {first}, but the sequences before have {other} ({len(odd):,} of "
+            f"{places.name(int(odd[0]))} has {first}, but the sequences before have {other} ({len(odd):,} of "
             f"{len(has):,} differ). Give {name} to all sequences of a source, or to none. {_ADVICE}"
         )
     bad[odd] = 1
@@ -568,10 +649,11 @@ def read_rows(
     progress: bool,
     one_each: bool,
     extras_cost: ExtrasCost | None,
+    places: Places,
 ) -> dict[str, NDArray[Any]]:
     """Read every row of a dataset once and return the arrays of a ``SequenceIndex``."""
     loader = DataLoader(
-        _CountedRows(dataset, on_error, one_each, extras_cost),
+        _CountedRows(dataset, on_error, one_each, extras_cost, places),
         batch_size=256,
         num_workers=num_workers,
         collate_fn=np.asarray,
@@ -591,10 +673,11 @@ def read_rows(
     columns: Any = _Counted(*table[:, :_FACTS].T)
     sizes = table[:, _FACTS:]
     # A row without weights among weighted ones is no error: it has the weight 1.
-    _refuse_odd("labels", columns.has_labels, columns.is_bad, columns.length, on_error)
+    _refuse_odd("labels", columns.has_labels, columns.is_bad, columns.length, on_error, places)
 
     is_weighted = columns.has_weights.any()
     row_of_largest = int(columns.largest.argmax())
+    row_of_label = int(columns.largest_label.argmax())
     return {
         "lengths": columns.length.astype(np.int64),
         "loss_tokens": columns.loss_tokens.astype(np.int64),
@@ -602,6 +685,7 @@ def read_rows(
         "weights": columns.weight.copy() if is_weighted else np.empty(0),
         "sequence_weights": columns.sequence_weight.copy() if is_weighted else np.empty(0),
         "largest": np.array([int(columns.largest[row_of_largest]), row_of_largest]),
+        "largest_label": np.array([int(columns.largest_label[row_of_label]), row_of_label]),
         "bad": np.flatnonzero(columns.is_bad),
         "sizes": sizes.astype(np.int64) if sizes.any() else _NO_SIZES,
     }

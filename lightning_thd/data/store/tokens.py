@@ -60,6 +60,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         label: a number for each whole sequence ``[n]``, which classifiers learn; None for other models.
         parts: role and length of the query and documents that lie in each sequence, ints ``[parts, 2]``.
         part_counts: the number of parts in each sequence, ints ``[n]``.
+        largest_label: the largest label and its sequence, ints ``[2]``; None finds it when it is needed.
     """
 
     keeps_rows = True  # a row stays unchanged when other rows are read
@@ -74,6 +75,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         label: NDArray[Any] | None = None,
         parts: NDArray[np.integer] | None = None,
         part_counts: NDArray[np.integer] | None = None,
+        largest_label: NDArray[np.integer] | None = None,
     ) -> None:
         tokens = _flat(tokens, "tokens")
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
@@ -104,6 +106,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         self._part_offsets = np.concatenate([[0], np.cumsum(counts)])
         self._loss_tokens = loss_tokens
         self._largest = largest
+        self._largest_label = largest_label
         self._folder: Path | None = None  # where the files are, if the arrays are mapped
         self.trusted = False  # whether the ids were checked before they were written
         self.fingerprint: str | None = None
@@ -140,6 +143,15 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return int(self._largest[0]), int(self._largest[1])
 
     @property
+    def largest_label(self) -> tuple[int, int]:
+        """Return the largest label and the sequence it is in; (-1, 0) for a store without labels."""
+        if self.labels is None:
+            return -1, 0
+        if self._largest_label is None:
+            self._largest_label = np.array(_largest_id(self.labels, self.offsets))
+        return int(self._largest_label[0]), int(self._largest_label[1])
+
+    @property
     def skipped(self) -> int:
         """Return how many records were left out of the store; its ``skipped.jsonl`` lists them."""
         return len(_skipped_in(self._folder)) if self._folder is not None else 0
@@ -173,6 +185,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
+            arrays["largest_label"] = np.array(self.largest_label)
         if self.label is not None:
             arrays["label"] = self.label
         if self.parts is not None and self.part_counts is not None:
@@ -280,6 +293,7 @@ def _arrays_of(rows: Rows) -> dict[str, Any]:
     }
     if rows.labels is not None:
         arrays["labels"] = rows.labels.astype(np.int32)
+        arrays["largest_label"] = np.array(_largest_id(rows.labels, offsets))
         arrays["loss_tokens"] = count_targets(rows.labels, rows.lengths)
     if rows.label is not None:
         is_whole = rows.label.dtype.kind in "iub"
@@ -312,27 +326,30 @@ def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
 def _join(folder: Path, paths: Sequence[Path], *, labelled: bool) -> int:
     """Join the files of all parts, with one part in memory at a time; return the number of sequences."""
     per_sequence: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
-    largest, row_of_largest = -1, 0
+    largest = {"largest": (-1, 0)}  # values and the sequences they are in
+    if labelled:
+        largest["largest_label"] = (-1, 0)
     sequences = 0
     for path in paths:
         with np.load(path, allow_pickle=False) as part:
-            for name in set(part.files) - {"tokens", "labels", "skipped", "largest"}:
+            for name in set(part.files) - {"tokens", "labels", "skipped", "largest", "largest_label"}:
                 per_sequence.setdefault(name, []).append(part[name])
-            largest_of_part, row = part["largest"].tolist()
-            if largest_of_part > largest:
-                largest = largest_of_part
-                row_of_largest = sequences + row
+            for name, (so_far, _) in list(largest.items()):
+                # Only parts of an older release and parts without a sequence have none.
+                value, row = part[name].tolist() if name in part else (-1, 0)
+                if value > so_far:
+                    largest[name] = value, sequences + row
             sequences += len(part["lengths"])
 
     arrays = {name: np.concatenate(values) for name, values in per_sequence.items()}
     lengths = arrays.pop("lengths")
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
-    arrays["largest"] = np.array([largest, row_of_largest])
+    arrays |= {name: np.array(value_and_row) for name, value_and_row in largest.items()}
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
 
     total = int(lengths.sum())
-    _join_tokens(folder, "tokens", _narrowest_dtype(largest), total, paths)
+    _join_tokens(folder, "tokens", _narrowest_dtype(largest["largest"][0]), total, paths)
     if labelled:
         _join_tokens(folder, "labels", np.dtype(np.int32), total, paths)
     return sequences

@@ -17,7 +17,6 @@ from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, PER_TOKEN, inputs
 from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
 from lightning_thd.batch.samples import (
-    check_sample,
     refuse_null_targets,
     refuse_restart,
     refuse_shifted,
@@ -26,7 +25,7 @@ from lightning_thd.batch.samples import (
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 from lightning_thd.data.read.vision_chat import VisionChat
-from lightning_thd.data.store.index import refuse_cut
+from lightning_thd.data.store.index import checked_row, refuse_cut
 from lightning_thd.packing.entries import Oversize
 
 # What every rank knows about each sequence that any rank has read.
@@ -137,7 +136,10 @@ class Sampler:
             raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or str.")
 
         if isinstance(record, Mapping):
-            record = dict(record)
+            fields: dict[str, Any] = dict(record)
+            if "input_ids" in fields and kind_of(fields, self.text_key) is None:
+                return fields  # null ids, and nothing beside them that has tokens
+            record = fields
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, folder)
 
@@ -165,7 +167,7 @@ class Sampler:
     def _checked(self, encoded: dict[str, Any]) -> dict[str, Any]:
         """Check a sample, and drop keys that are not inputs of the model, such as text and names."""
         refuse_null_targets(encoded, "the record")
-        sample = check_sample({key: x for key, x in encoded.items() if _is_read(key, x)}, "the record")
+        sample = checked_row({key: x for key, x in encoded.items() if _is_read(key, x)}, "the record")
         sample.pop("attention_mask", None)  # checked to be all ones
         if self.one_each:
             refuse_restart(sample, "the record", "Give one sequence per record, or set packed='off'.")
