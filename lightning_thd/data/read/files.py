@@ -121,17 +121,27 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
 
 def refuse_blank(files: Sequence[SourceFile]) -> None:
     """Raise if all files are empty or blank; warn, with their names, if some are."""
-    blank = [file for file in files if _is_blank(file.path)]
-    names = ", ".join(file.name for file in blank[:3])
-    if blank and len(blank) == len(files):
-        raise ValueError(f"{names} has no record: it is empty or blank. Give at least one line, file or row.")
+    blank = [file.name for file in files if is_blank(file.path)]
+    refuse_all_blank(blank, len(files))
     if blank:
-        warn(
-            f"{len(blank)} of {len(files)} files have no record, because they are blank: {names}", DataWarning
-        )
+        warn(name_blank(blank, len(files)), DataWarning)
 
 
-def _is_blank(path: Path) -> bool:
+def refuse_all_blank(blank: Sequence[str], files: int) -> None:
+    """Raise, with names, if all of a number of files are blank."""
+    if blank and len(blank) == files:
+        names = ", ".join(blank[:3])
+        raise ValueError(f"{names} has no record: it is empty or blank. Give at least one line, file or row.")
+
+
+def name_blank(blank: Sequence[str], files: int) -> str:
+    """Return a sentence with the names of blank files."""
+    names = ", ".join(blank[:3])
+    return f"{len(blank)} of {files} files have no record, because they are blank: {names}"
+
+
+def is_blank(path: Path) -> bool:
+    """Return whether a file is empty, or has only blanks and line ends."""
     with path.open("rb") as file:
         while block := file.read(1 << 16):
             if block.strip():

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
-from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked, without_query
+from lightning_thd.data.read.files import (
+    KINDS,
+    PACKED,
+    expand,
+    is_blank,
+    name_blank,
+    refuse_all_blank,
+    suffix_of,
+    unpacked,
+    without_query,
+)
 from lightning_thd.data.read.records import as_written, parse_line
 from lightning_thd.warnings import SlowWarning, warn
 
@@ -60,6 +71,17 @@ class FileShard:
                 yield from self._read_lines(file, start)
             else:
                 yield from self._read_columns(file, start)
+
+    def is_blank(self) -> bool:
+        """Return whether a local file of lines has none; other files are not looked into."""
+        if "://" in self.name or KINDS[suffix_of(self.name)] != "JSONL":
+            return False
+        suffix = Path(self.name.lower()).suffix
+        if suffix not in PACKED:
+            return is_blank(Path(self.name))
+        with contextlib.suppress(Exception), _open(self.name) as file:  # reading will raise the error again
+            return not any(block.strip() for block in unpacked(file, self.name, suffix=suffix))
+        return False
 
     def _read_lines(self, file: Any, start: int) -> Rows:
         suffix = Path(self.name.lower()).suffix
@@ -381,7 +403,17 @@ def open_shards(source: Any, *, parts: int) -> list[Shard]:
             shards += iterable_shards(entry, parts, prefix=prefix)
     if not shards:
         raise ValueError("The stream has no shards: its source is an empty list. Pass at least one path.")
+    _name_blank_files(shards)
     return shards
+
+
+def _name_blank_files(shards: Sequence[Shard]) -> None:
+    """Raise if all shards are blank files; name those that are, which is no fault of a file among others."""
+    files = [shard for shard in shards if isinstance(shard, FileShard)]
+    blank = [file.name for file in files if file.is_blank()]
+    refuse_all_blank(blank, len(shards))
+    if blank:
+        rank_zero_info(name_blank(blank, len(files)))
 
 
 def first_records(shard: Shard) -> str | None:

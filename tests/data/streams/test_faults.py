@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -241,3 +242,19 @@ def test_what_a_stream_would_lose() -> None:
     for more, message in lost:
         with pytest.raises(ValueError, match=f"row 1: .*{message}"):
             run([plain, {**plain, **more}].__iter__, n=1)
+
+
+def test_blank_files_of_a_stream_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text("\n  \n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n\n"))
+    with pytest.raises(ValueError, match=r"a\.jsonl, .*b\.jsonl\.gz has no record: it is empty or blank"):
+        run([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl.gz"])
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'\n{"input_ids": [1, 2, 3]}\n'))
+    (tmp_path / "d.jsonl.gz").write_bytes(b"damaged")
+    with caplog.at_level("INFO"):
+        steps, _ = run([f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.gz")], n=1)
+    assert [step["tokens"] for step in steps] == [[[[1, 2, 3]]]]
+    assert "2 of 3 files have no record, because they are blank" in caplog.text
+    assert "b.jsonl.gz" in caplog.text
+    with pytest.raises(ValueError, match=r"d\.jsonl\.gz, row 0: reading stopped: .* is damaged"):
+        run(f"{tmp_path}/d.jsonl.gz", n=1)
