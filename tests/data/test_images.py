@@ -21,6 +21,7 @@ from lightning_thd.batch import THDStep
 from lightning_thd.batch.media import patch_table
 from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import build_index
+from lightning_thd.data.streams import Stream
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost
 from tests.data.support import batches_of, make_trainer
@@ -457,3 +458,46 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     given.lengths = [len(row["input_ids"]) for row in given]
     with pytest.raises(ValueError, match=message):  # never read before: refused when it is
         batches_of(THDDataModule(given, capacity=8, oversize=oversize))
+
+
+def only_batch(source: Any, family: str) -> THDBatch:
+    data = THDDataModule(source, capacity=512, processor=processor(family), global_batch=Packs(1))
+    data.setup("fit")
+    [batch] = data.train_dataloader()
+    return batch
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("container", ["list", "stream"])
+def test_images_in_an_answer_are_not_learned(family: str, container: str, tmp_path: Path) -> None:
+    image(0).save(tmp_path / "a.png")
+    drawn = {"type": "image", "path": str(tmp_path / "a.png")}
+    record = {
+        "messages": [
+            {"role": "user", "content": "draw it"},
+            {"role": "assistant", "content": [*as_parts("see"), drawn, *as_parts("there")]},
+        ]
+    }
+    batch = only_batch([record] if container == "list" else Stream(lambda: iter([record])), family)
+    tokenizer = processor(family).tokenizer
+    placeholder = tokenizer.convert_tokens_to_ids(processor(family).image_token)
+    assert (batch.input_ids == placeholder).any(), "the answer has no image"
+    learned = tokenizer.decode(batch.targets[batch.targets != -100])
+    assert learned.replace(" ", "") == "seethere<|im_end|>"
+
+
+def test_relative_paths_of_a_streams_file_start_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("one", "two", "elsewhere")):
+        (tmp_path / name).mkdir()
+        image(number).save(tmp_path / name / "a.png")
+        (tmp_path / name / "chats.jsonl").write_text(json.dumps(chat(0, "a.png")) + "\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")  # which has another image of this name
+    for name in ("one", "two"):
+        read = only_batch(Stream(tmp_path / name / "chats.jsonl"), "qwen2_5_vl")
+        wanted = only_batch([chat(0, str(tmp_path / name / "a.png"))], "qwen2_5_vl")
+        assert torch.equal(read.extras["image_grid_thw"], wanted.extras["image_grid_thw"])
+        assert torch.equal(read.extras["pixel_values"], wanted.extras["pixel_values"])
+    other = only_batch([chat(0, "a.png")], "qwen2_5_vl")
+    assert not torch.equal(other.extras["pixel_values"][:4], wanted.extras["pixel_values"][:4])

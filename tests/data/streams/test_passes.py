@@ -1,4 +1,4 @@
-"""Each pass over a stream begins with ``set_epoch``, so that a source that draws its order draws another one."""
+"""Each pass over a stream begins with ``set_epoch``, so that a source that shuffles gives another order."""
 
 from __future__ import annotations
 
