@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
@@ -249,7 +250,7 @@ class IterableShard:
             mark: a saved state of the source at this row or before it.
             epoch: the number of the pass, which a source with ``set_epoch`` gets.
         """
-        records = self.begin()
+        records: Any = self.begin()
         first = 0
         # States of Hugging Face datasets are not used: they lose the records in shuffle buffers.
         if has_state(records) and not is_hf(records):
@@ -259,7 +260,8 @@ class IterableShard:
                 first = mark[0]
         else:
             self._refuse_begun(records)
-            _set_epoch(records, epoch)
+            # The passes of a Hugging Face dataset count from the epoch that the user set.
+            _set_epoch(records, epoch + int(records.epoch) if is_hf(records) else epoch)
             marked = ((record, None) for record in records)
 
         for row, (record, saved) in islice(enumerate(marked, first), start - first, None):
@@ -356,9 +358,17 @@ def _counts_across_shards(dataset: Any) -> str | None:
 
 def _part(dataset: Any, index: int, count: int) -> Any:
     """Return one of ``count`` shards of a Hugging Face IterableDataset; any dataset if ``count=1``."""
-    if count == 1:
+    if not is_hf(dataset):
         return dataset
-    return dataset.shard(num_shards=count, index=index)
+    if count > 1:
+        part = dataset.shard(num_shards=count, index=index)
+        part.set_epoch(dataset.epoch)
+        return part
+    # A copy, so that the epochs of passes do not change the one that the user set. The package datasets keeps
+    # it in a tensor that processes share, and its copies share all their attributes.
+    part = copy.copy(dataset)
+    part.__dict__ = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(dataset).items()}
+    return part
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
