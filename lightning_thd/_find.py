@@ -18,12 +18,16 @@ def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> An
             if on_peft is not None:
                 on_peft(model)
             model = model.get_base_model()
-        elif not hasattr(model, "get_output_embeddings") and isinstance(
-            getattr(model, "module", None), nn.Module
-        ):
+        elif _wraps_a_module(model):
             model = model.module
         else:
             return model
+
+
+def _wraps_a_module(model: Any) -> bool:
+    """Return whether a model is a wrapper, such as DDP's, that holds another one as ``module``."""
+    is_a_model = hasattr(model, "get_output_embeddings")
+    return not is_a_model and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -33,20 +37,25 @@ def has_parameters(module: nn.Module) -> bool:
 
 def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
     """Yield the path and the module of every module with a transformers config, outer modules first."""
-    for name, child in module.named_modules() if module is not None else ():
+    if module is None:
+        return
+    for name, child in module.named_modules():
         if hasattr(getattr(child, "config", None), "get_text_config"):
             yield name, child
 
 
 def outermost_models(module: nn.Module | None) -> dict[str, Any]:
     """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
-    found: dict[str, Any] = {}
-    for name, child in module.named_modules() if module is not None else ():
+    if module is None:
+        return {}
+    models: dict[str, Any] = {}
+    for name, child in module.named_modules():  # outer modules come first
         # Accept configs of other packages, because FLOPs are also counted without transformers.
         model_type = getattr(getattr(child, "config", None), "model_type", None)
-        if model_type and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
-            found[name] = child
-    return found
+        is_inside = any(outer == "" or name.startswith(f"{outer}.") for outer in models)
+        if model_type and not is_inside:
+            models[name] = child
+    return models
 
 
 def recipe_of(module: nn.Module | None) -> Any | None:
@@ -64,9 +73,9 @@ def model_with_head(module: nn.Module) -> Any | None:
     """Return the outermost model that owns a language model's head, or None."""
     for _, child in models_in(module):
         # Look at the class: a PEFT wrapper has all attributes of the model inside, but its class does not.
-        if hasattr(type(child), "get_output_embeddings") and isinstance(
-            child.get_output_embeddings(), nn.Module
-        ):
+        if not hasattr(type(child), "get_output_embeddings"):
+            continue
+        if isinstance(child.get_output_embeddings(), nn.Module):
             return child
     return None
 

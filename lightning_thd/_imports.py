@@ -43,7 +43,7 @@ def trouble(name: str, install: str = "") -> str | None:
             return f"{name} does not import here: {install}"
         importlib.import_module(name)
     except Exception as err:  # a build for another ABI raises exceptions of many classes
-        line = f"{err}".partition("\n")[0]
+        line = f"{err}".partition("\n")[0]  # the rest may be pages of a linker's output
         if isinstance(err, ModuleNotFoundError):  # a submodule or a dependency is missing
             return f"{name} does not import here ({line}): {install}"
         return (
@@ -54,6 +54,7 @@ def trouble(name: str, install: str = "") -> str | None:
 
 
 def _hint(name: str) -> str:
+    """Return how to install the package of a dotted name."""
     top = name.partition(".")[0]
     return _HINTS.get(top, f"pip install {top}")
 

@@ -48,16 +48,19 @@ def known_problems(
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[KnownBad]:
     """Return the entries of ``TABLE`` that apply to this machine, for one feature or for all."""
-    return [
-        entry
-        for entry in TABLE
-        if feature in (None, entry.feature)
-        and entry.capability in (None, capability)
-        and not (entry.without and version_of(entry.without) is not None)
-        and all(_within(version_of(name), wanted) for name, wanted in entry.versions.items())
-    ]
+    entries = [entry for entry in TABLE if feature in (None, entry.feature)]
+    return [entry for entry in entries if _applies(entry, capability, version_of)]
 
 
-def _within(version: str | None, wanted: str) -> bool:
-    """Return whether a version is in the given range; pre-releases and local builds count as the release."""
-    return version is not None and Version(Version(version).base_version) in SpecifierSet(wanted)
+def _applies(entry: KnownBad, capability: int | None, version_of: Callable[[str], str | None]) -> bool:
+    """Return whether a machine has an entry's device and packages, and lacks what fixes the problem."""
+    if entry.capability not in (None, capability):
+        return False
+    if entry.without and version_of(entry.without) is not None:
+        return False
+    return all(_within(version_of(name), versions) for name, versions in entry.versions.items())
+
+
+def _within(version: str | None, versions: str) -> bool:
+    """Return whether a version is in a range; pre-releases and local builds count as the release."""
+    return version is not None and Version(Version(version).base_version) in SpecifierSet(versions)

@@ -36,9 +36,8 @@ def lazy_face(
         if before is not None:
             before(name)
         module = importlib.import_module(places[name])
-        value: ModuleType | Any = module
-        if places[name] != f"{package}.{name}":
-            value = getattr(module, name)
+        is_submodule = places[name] == f"{package}.{name}"
+        value: ModuleType | Any = module if is_submodule else getattr(module, name)
         # The next access finds the name without this function.
         setattr(sys.modules[package], name, value)
         return value

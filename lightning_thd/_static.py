@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 STATIC = threading.local()  # not a ContextVar, which torch.compile cannot trace
-ONLY_LOOKS = "_thd_only_looks"
+ONLY_LOOKS = "_thd_only_looks"  # the attribute of a hook that does not change a step's results
 
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
     """Mark a context whose code must not read values of tensors, because its recording is replayed."""
-    before, STATIC.on = shapes_are_static(), True
+    before = shapes_are_static()
+    STATIC.on = True
     try:
         yield
     finally:
@@ -45,6 +46,7 @@ def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a hook, but not in a trial run."""
     if getattr(STATIC, "trial", False):
         return None
     return hook(*args, **kwargs)

@@ -57,8 +57,12 @@ def users_function(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is None or not (is_users(code.co_filename) or code.co_filename.startswith(_TYPED)):
+    function = getattr(function, "__func__", function)  # a method's function
+    code = getattr(function, "__code__", None)
+    if code is None:  # an object that is called, whose class may be the user's
+        code = getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return ""
+    if not (is_users(code.co_filename) or code.co_filename.startswith(_TYPED)):
         return ""
     return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"

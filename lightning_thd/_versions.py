@@ -70,26 +70,27 @@ def installed_version(name: str) -> str | None:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: ``2.14.0a0+cu130`` becomes ``(2, 14, 0)``."""
-    found: list[int] = []
+    leading: list[int] = []
     for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        suffix = part.lstrip("0123456789")
+        digits = part.removesuffix(suffix)
         if digits:
-            found.append(int(digits))
-        if digits != part:
+            leading.append(int(digits))
+        if suffix:  # a pre-release or a build: what follows is no number of the release
             break
-    return tuple(found)
+    return tuple(leading)
 
 
 def is_older(version: str, release: str) -> bool:
     """Return whether a version comes before a release: ``5.18.2`` comes before ``5.19``."""
-    wanted = numbers(release)
-    return numbers(version)[: len(wanted)] < wanted
+    limit = numbers(release)
+    return numbers(version)[: len(limit)] < limit
 
 
 def is_newer(version: str, release: str) -> bool:
     """Return whether a version comes after all of a release: ``2.15.0`` after ``2.14``, not ``2.14.1``."""
-    wanted = numbers(release)
-    return numbers(version)[: len(wanted)] > wanted
+    limit = numbers(release)
+    return numbers(version)[: len(limit)] > limit
 
 
 def newer_than_tested(
@@ -97,19 +98,22 @@ def newer_than_tested(
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[Newer]:
     """Return the installed packages among ``names`` that are newer than the newest tested release."""
-    found = []
+    newer = []
     for name in names:
         version = version_of(name)
         newest = SUPPORTED[name].newest
         if version is not None and is_newer(version, newest):
-            found.append(Newer(name, version, newest))
-    return found
+            newer.append(Newer(name, version, newest))
+    return newer
 
 
 def releases_of(name: str) -> str:
     """Return the supported releases of a package in words: ``5.19 to 5.24``."""
     oldest, newest, _ = SUPPORTED[name]
-    return oldest if numbers(oldest)[: len(numbers(newest))] == numbers(newest) else f"{oldest} to {newest}"
+    last = numbers(newest)
+    if numbers(oldest)[: len(last)] == last:  # such as 2.6.6, of which 2.6 is the newest release
+        return oldest
+    return f"{oldest} to {newest}"
 
 
 @cache

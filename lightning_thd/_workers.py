@@ -14,9 +14,14 @@ def begin_worker(worker: int) -> None:
     torch's worker notices that, but before it exits, it waits forever for a reader of its queue.
     """
     # Finalizers run in descending priority: users' (above 0), this one (-1), the queue's, which waits (-5).
-    parent = os.getppid()
-    util.Finalize(None, lambda: os.getppid() == parent or os._exit(1), exitpriority=-1)
+    util.Finalize(None, _exit_if_orphaned, args=(os.getppid(),), exitpriority=-1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive a fork
+
+
+def _exit_if_orphaned(parent: int) -> None:
+    """Exit at once if the process ``parent`` is gone, whose place as the parent another process then has."""
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def own_generator(number: int = 0) -> torch.Generator:

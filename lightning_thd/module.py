@@ -34,10 +34,12 @@ def adamw(
     groups: Iterable[Tensor] | Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
     """Build AdamW; it is fused if all parameters are unsharded floats on a CPU or CUDA device."""
-    given: list[Any] = list(groups)
-    parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
-    fused = bool(parameters) and all(_may_fuse(p) for p in parameters)
-    optimizer = torch.optim.AdamW(given, lr=lr, betas=betas, fused=fused or None)
+    items: list[Any] = list(groups)  # parameters, or dicts of options with "params"
+    parameters: list[Tensor] = []
+    for item in items:
+        parameters += item["params"] if isinstance(item, dict) else [item]
+    fused = bool(parameters) and all(_may_fuse(parameter) for parameter in parameters)
+    optimizer = torch.optim.AdamW(items, lr=lr, betas=betas, fused=fused or None)
     if fused:
         # Lightning refuses to clip in mixed precision if the optimizer unscales gradients itself. With this
         # flag off, GradScaler and Lightning unscale before the step, as for any other optimizer.
@@ -55,12 +57,13 @@ def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: f
     return final + (1 - final) * (1 + math.cos(math.pi * passed)) / 2
 
 
-_MISSPELT = 0.93  # if difflib finds two names at least this similar, one is a misspelling of the other
-
-
 def _may_fuse(parameter: Tensor) -> bool:
-    plain = type(parameter) in (Tensor, nn.Parameter)
-    return plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
+    """Return whether torch's fused AdamW takes a parameter: a DTensor or quantized weight has a subclass."""
+    is_plain = type(parameter) in (Tensor, nn.Parameter)
+    return is_plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
+
+
+_MISSPELT = 0.93  # if difflib finds two names at least this similar, one is a misspelling of the other
 
 
 def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
@@ -69,13 +72,17 @@ def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
         default = make()
     except Exception:  # a few configs cannot be made without arguments
         return
-    known = {name.lstrip("_") for name in (*default.to_dict(), *vars(default), *default.attribute_map)}
+
+    names = (*default.to_dict(), *vars(default), *default.attribute_map)
+    read_names = {name.lstrip("_") for name in names}
     for name in arguments:
-        is_known = name.lstrip("_") in known or hasattr(type(default), name)
-        if not is_known and (meant := get_close_matches(name, known, 1, _MISSPELT)):
+        if name.lstrip("_") in read_names or hasattr(type(default), name):
+            continue
+        similar = get_close_matches(name, read_names, 1, _MISSPELT)
+        if similar:
             raise ValueError(
                 f"config holds {name!r}, which {type(default).__name__} does not read; did you mean "
-                f"{meant[0]!r}?"
+                f"{similar[0]!r}?"
             )
 
 
@@ -120,8 +127,10 @@ class CausalLMModule(L.LightningModule):
         compile: Literal["off", "layers"] = "off",
         router_balance: RouterBalance | None = None,
     ) -> None:
-        # Modules and functions are not saved.
-        given = {name: value for name, value in locals().items() if value is not None and not callable(value)}
+        # The hyperparameters of checkpoints: all arguments but modules and functions, such as ``self``.
+        arguments = {
+            name: value for name, value in locals().items() if value is not None and not callable(value)
+        }
         super().__init__()
         choice(compile, "compile", "off", "layers")
         checked_balance(router_balance)
@@ -136,27 +145,33 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(
                 f"config={config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."
             )
-        for name, part in (("warmup_fraction", warmup_fraction), ("final_lr_fraction", final_lr_fraction)):
-            if not 0 <= part <= 1:
-                raise ValueError(f"{name}={part}; wanted a share of all steps or of lr, from 0 to 1.")
-        self._make = model if not isinstance(model, nn.Module) else None
+        for name, share in (("warmup_fraction", warmup_fraction), ("final_lr_fraction", final_lr_fraction)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}={share}; wanted a share of all steps or of lr, from 0 to 1.")
+
+        self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
+        self._make = model if not isinstance(model, nn.Module) else None  # a function, a path or a name
         self._config = config
         self._compile = compile
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.warmup_fraction = warmup_fraction
+        self.final_lr_fraction = final_lr_fraction
         self.router_balance = router_balance
-        self._losses: list[tuple[Tensor, float]] = []
         self._matrices = set[str]()  # names of the parameters with two or more dimensions
         self._accumulated: Tensor | float = 0.0  # sum of a step's batch losses, each divided by their number
-        self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
-        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
-        self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
-        self.save_hyperparameters(given, logger=False)
+        # With several evaluation sets, each batch's summed loss and the weighted number of its loss tokens.
+        self._losses: list[tuple[Tensor, float]] = []
+        self.save_hyperparameters(arguments, logger=False)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Load a file as Lightning does, or a folder of sharded weights, which Lightning cannot open."""
-        if isinstance(checkpoint_path, str | Path) and (folder := Path(checkpoint_path)).is_dir():
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            checkpoint = read_folder(Path(checkpoint_path), weights_only=kwargs.get("weights_only"))
             checkpoint_path = io.BytesIO()
-            torch.save(read_folder(folder, weights_only=kwargs.get("weights_only")), checkpoint_path)
+            torch.save(checkpoint, checkpoint_path)
             checkpoint_path.seek(0)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
@@ -182,13 +197,16 @@ class CausalLMModule(L.LightningModule):
         # Lightning logs once a step, after the last batch, and divides each loss by the number of batches.
         # With prog_bar=True it would read the loss from the device in every step.
         trainer = self.trainer
-        if (batches := trainer.accumulate_grad_batches) > 1 and "loss" in outputs:
+        batches = trainer.accumulate_grad_batches
+        if batches > 1 and "loss" in outputs:
             before = self._accumulated if batch_idx % batches else 0.0
             self._accumulated = before + outputs["loss"].detach()
             self.log("train/loss", self._accumulated, on_step=True, on_epoch=False, sync_dist=True)
+
         connector = trainer._logger_connector
-        if connector.should_update_logs and "train/loss" in (found := connector.callback_metrics):
-            connector._progress_bar_metrics["train/loss"] = float(found["train/loss"])
+        if connector.should_update_logs and "train/loss" in connector.callback_metrics:
+            loss = float(connector.callback_metrics["train/loss"])
+            connector._progress_bar_metrics["train/loss"] = loss
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss over all loss tokens of the evaluation set, or of each named set."""
@@ -207,19 +225,23 @@ class CausalLMModule(L.LightningModule):
         self._log_mean("test")
 
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
+        """Log a batch's loss under its set's name, and keep it for the mean over several sets."""
         if batch_idx == dataloader_idx == 0:
             self._losses.clear()  # an interrupted evaluation leaves losses behind
         # With labels of sequences, self.log would weigh a batch by their number, not by its loss tokens.
-        batch = batch.replace(extras={name: x for name, x in batch.extras.items() if name != "labels"})
+        extras = {name: value for name, value in batch.extras.items() if name != "labels"}
+        batch = batch.replace(extras=extras)
         if self.router_balance != "microbatch":
             batch = batch.replace(token_scale=0.0)  # leaves out the balancing loss
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
+
+        datamodule = getattr(self.trainer, "datamodule", None)
+        set_names = getattr(datamodule, "set_names", {}).get(stage)
         options: Any = {"batch_size": next(iter(batch)).size(0), "on_epoch": True, "sync_dist": True}
-        if not names:
+        if not set_names:
             self.log(f"{stage}/loss", loss, prog_bar=stage == "val", **options)
             return
-        self.log(f"{stage}/loss/{names[dataloader_idx]}", loss, add_dataloader_idx=False, **options)
+        self.log(f"{stage}/loss/{set_names[dataloader_idx]}", loss, add_dataloader_idx=False, **options)
         weight = 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # the weighted number of loss tokens
         self._losses.append((loss.detach() * weight, weight))
 
@@ -245,21 +267,27 @@ class CausalLMModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with linear warm-up and cosine decay over the Trainer's steps."""
-        matrices, vectors = list[Tensor](), list[Tensor]()
-        for name, p in self.named_parameters():
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
+        for name, parameter in self.named_parameters():
             if name.endswith("_flat_param") and self.weight_decay:
                 raise ValueError(
                     "FSDP1 has joined matrices, which weight_decay is for, and vectors in one parameter. Set "
                     "FSDPStrategy(use_orig_params=True), or weight_decay=0."
                 )
-            is_matrix = p.ndim >= 2 or re.sub(_WRAPPERS, "", name) in self._matrices
-            if p.requires_grad:
-                (matrices if is_matrix else vectors).append(p)
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim >= 2 or re.sub(_WRAPPERS, "", name) in self._matrices:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
         groups = [
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = adamw([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
+        groups = [group for group in groups if group["params"]]
+        optimizer = adamw(groups, lr=self.lr, betas=self.betas)
+
         steps = self.trainer.estimated_stepping_batches
         if math.isinf(steps):
             raise MisconfigurationException(
@@ -273,19 +301,23 @@ class CausalLMModule(L.LightningModule):
 
     @property
     def _built(self) -> nn.Module:
+        """Return the model; raise if ``configure_model`` has not built it yet."""
         if self.model is None:
             raise RuntimeError("The model is not built yet. Call configure_model() first; a Trainer does.")
         return self.model
 
     def _build(self) -> nn.Module:
+        """Build the model from the function, the path or the config that the user gave."""
         if callable(self._make):
             return self._make()
+
         transformers = require("transformers", feature="CausalLMModule with a config or a path")
         auto = transformers.AutoModelForCausalLM
         # Load in the Trainer's precision: else weights saved in bf16 would train in bf16 under "32-true".
         options = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
         if isinstance(self._make, str):
             return cast("nn.Module", auto.from_pretrained(self._make, **options))
+
         arguments = dict(self._config or {})
         kind = arguments.pop("model_type")
         _refuse_misspelt(arguments, partial(transformers.AutoConfig.for_model, kind))
