@@ -31,11 +31,16 @@ def shapes_are_static() -> bool:
 @contextlib.contextmanager
 def trial_runs() -> Iterator[None]:
     """Mark a context whose runs of a model are no part of training, so that hooks do not count them."""
+    before = _is_trial()
     STATIC.trial = True
     try:
         yield
     finally:
-        STATIC.trial = False
+        STATIC.trial = before  # a trial may run inside another
+
+
+def _is_trial() -> bool:
+    return getattr(STATIC, "trial", False)
 
 
 def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,6 +52,6 @@ def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a hook, but not in a trial run."""
-    if getattr(STATIC, "trial", False):
+    if _is_trial():
         return None
     return hook(*args, **kwargs)
