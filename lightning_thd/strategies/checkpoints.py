@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -350,7 +351,10 @@ def _whole_state(path: Path) -> dict[str, Any]:
         flat[key] = None  # a number or another object, which load() replaces
         if isinstance(entry, TensorStorageMetadata):
             flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(flat, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        # torch warns that it reads in one process, even if it is told to.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(flat, storage_reader=reader, no_dist=True)
 
     nested: dict[str, Any] = {}
     for key, value in flat.items():
