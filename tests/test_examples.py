@@ -14,6 +14,7 @@ ARGUMENTS = {
     "ray_train.py": None,  # tests/integrations/test_ray.py
     "accelerate_loop.py": ["--steps", "1", "--out", "{out}"],
     "chat_sft.py": ["--steps", "1"],
+    "classification.py": ["--steps", "1", "--out", "{out}"],
     "embeddings.py": ["--steps", "2"],
     "distillation.py": ["--steps", "2"],
     "fabric_loop.py": ["--steps", "1", "--out", "{out}"],
