@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from lightning_thd import Packs, Sequences
 from lightning_thd.cuda_graph.recording import RecordingBackend
@@ -38,6 +39,19 @@ def test_replayed_loops_equal_the_hand_loop(
     for _, _, replays, fallbacks in found:
         assert replays > STEPS // 2 or fallbacks["num_sequences"] > 0
         assert replays + sum(fallbacks.values()) >= STEPS
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
+def test_a_loop_with_compiled_layers_equals_the_hand_loop() -> None:
+    made = counters["stats"]["unique_graphs"]
+    _, loop = make_loop("fabric", Packs(1), 1)
+    graphed = loop.capture(max_sequences=24, backend=RecordingBackend(), compile_layers=True)
+    assert graphed is not None
+    params, losses, _ = run(loop, STEPS)
+    wanted, wanted_losses = by_hand(Packs(1), 1)
+    check_ranks([(params, losses)], wanted, wanted_losses, 1e-12)
+    assert graphed.stats.replays > 0
+    assert counters["stats"]["unique_graphs"] > made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
