@@ -212,7 +212,7 @@ def _fill_meta_tensors(module: nn.Module, device: torch.device) -> None:
     if not _has_meta_tensors(module):
         return
 
-    module.to_empty(device=device)  # all at once, so that tied weights stay tied
+    module.to_empty(device=device)  # FSDP2 wants that call on its root, not on each module
     not_drawn = set()
     for child in module.modules():
         reset = getattr(child, "reset_parameters", None)
