@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -142,9 +142,6 @@ _FASTEST: dict[int, tuple[Kernel, ...]] = {
 }
 
 
-_NOTICED: set[str] = set()  # slow kernels whose notice has been printed
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """The features of a call that decide which kernels can run it."""
@@ -192,11 +189,16 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 
 def _notice_slow(kernel: Kernel, request: Request) -> None:
-    if kernel in _NOTICED:
-        return
-    _NOTICED.add(kernel)
-    advice, capability = "", request.capability or 0
-    if request.device == "cuda" and request.dtype == torch.float32 and capability >= 7:
+    capability = request.capability or 0
+    faster_in_half = request.device == "cuda" and request.dtype == torch.float32 and capability >= 7
+    _notice_once(kernel, capability if faster_in_half else 0)
+
+
+@cache
+def _notice_once(kernel: Kernel, capability: int) -> None:
+    """Print that a kernel is slow; ``capability`` is 0 unless the GPU multiplies faster in half precision."""
+    advice = ""
+    if capability:
         half = "bf16-mixed" if capability >= 8 else "16-mixed"
         advice = f" This GPU multiplies faster with precision={half!r}."
     rank_zero_info(

@@ -162,7 +162,8 @@ def rows_with_target(
     number = counts.sum()
     kept = int(number) if at_most is None else min(at_most, total)
     if at_most is not None:
-        torch._assert_async(number <= kept, f"more targets count than the {kept} that loss_tokens allows")
+        message = f"more targets count than the {kept} that loss_tokens allows"
+        torch.ops.aten._assert_async.msg(number <= kept, message)
     if kept > (1.0 - _WORTH_SKIPPING) * total:
         return None, targets, None if at_most is None and kept == total else counts
     if at_most is None:
@@ -217,7 +218,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
     if counts is not None:
         right |= ~counts
     if targets.device.type != "cpu":
-        torch._assert_async(right.all(), f"a target is outside the vocabulary of {vocabulary}")
+        torch.ops.aten._assert_async.msg(right.all(), f"a target is outside the vocabulary of {vocabulary}")
     elif not getattr(STATIC, "on", False) and not bool(right.all()):
         at = int((~right).nonzero()[0])
         raise ValueError(

@@ -76,7 +76,7 @@ def thd_attention(
         device, own = query.device, module.__dict__
         kind = (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-            *(device, key.device, value.device, torch._C._get_deterministic_algorithms()),
+            *(device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
             *(is_causal, sliding_window, scaling, softcap, *decoded),

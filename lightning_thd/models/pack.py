@@ -204,7 +204,8 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
         raise ValueError(message)
     same = (offsets_k == offsets).all()
     if same.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(same, message)  # a read would wait for the device, or break the graph
+        # A read would wait for the device, or break the graph.
+        torch.ops.aten._assert_async.msg(same, message)
     elif not same:
         raise ValueError(message)
 
@@ -217,7 +218,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Boundaries | None:
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0
     if torch.compiler.is_compiling():
         # A read would break the graph, and a pack that is taken for one sequence would leak: assert instead.
-        torch._assert_async(
+        torch.ops.aten._assert_async.msg(
             (steps[0] >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",
         )

@@ -5,6 +5,7 @@ If transformers is too old, or its internals have changed, it can be imported, b
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -14,18 +15,15 @@ from lightning_thd._versions import SUPPORTED, installed_version, is_older, numb
 
 NAME = "thd"
 OLDEST: Final = SUPPORTED["transformers"].oldest
-_done: set[str] = set()
 
 
+@functools.cache
 def register_thd() -> None:
-    """Register ``attn_implementation="thd"`` with transformers, if installed; more calls do no harm."""
+    """Register ``attn_implementation="thd"`` with transformers, if installed; more calls do nothing."""
     for name, table, install in (
         ("transformers.modeling_utils", "AttentionInterface", _attention),
         ("transformers.masking_utils", "AttentionMaskInterface", _mask),
     ):
-        if name in _done:
-            continue
-        _done.add(name)
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError):  # not installed, or broken: the rest of us works

@@ -73,7 +73,7 @@ def test_choices(
 ) -> None:
     said: list[str] = []
     on_cuda.setattr(support, "rank_zero_info", said.append)
-    on_cuda.setattr(support, "_NOTICED", set())
+    support._notice_once.cache_clear()
     standins.install(on_cuda, *installed.split())
     assert [choose(backend, replace(CUDA, **change)) for _ in range(2)] == [kernel, kernel]
     assert [f"backend='{kernel}'" in line for line in said] == [True] * SUPPORT[kernel].slow  # once

@@ -24,7 +24,7 @@ register_thd()
 def test_a_transformers_that_cannot_be_imported_leaves_the_rest_working(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(register, "_done", set())
+    register_thd.cache_clear()
     monkeypatch.setattr(register.importlib, "import_module", Mock(side_effect=ImportError("no torch")))
     register_thd()
 

@@ -191,13 +191,14 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Ten
     """Attend to ``[1, H, T, D]`` with one kernel call per sequence; return contiguous ``[1, T, H, E]``."""
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    flash, _ = cpu_tiles.flash_operators()
     if len(few.rows) == 1:
-        whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
+        whole: Tensor = flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
         return whole.transpose(1, 2)
     parts = q.split_with_sizes(few.rows, 2), k.split_with_sizes(few.keys, 2), v.split_with_sizes(few.keys, 2)
     found = []
     for q, k, v, causal in zip(*parts, few.causal, strict=True):
-        found.append(cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0].transpose(1, 2))
+        found.append(flash(q, k, v, 0.0, causal, scale=scale)[0].transpose(1, 2))
     return torch.cat(found, 1)
 
 
@@ -205,7 +206,8 @@ def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ou
     """Return out and lse; out equals that of ``_attend_few`` bit for bit."""
     parts = _heads_first(q, few.rows), _heads_first(k, few.keys), _heads_first(v, few.keys)
     each = zip(*parts, few.causal, strict=True)
-    found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale) for q, k, v, causal in each]
+    flash, _ = cpu_tiles.flash_operators()
+    found = [flash(q, k, v, 0.0, causal, scale=scale) for q, k, v, causal in each]
     out, lse = (torch.cat(x, 2)[0].transpose(0, 1) for x in zip(*found, strict=True))
     return out.contiguous(), lse.contiguous()
 
@@ -214,7 +216,8 @@ def _few_backward(few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...],
     grads, queries, outs, sums = (_heads_first(x, few.rows) for x in by_q)
     keys, values = (_heads_first(x, few.keys) for x in by_k)
     each = zip(grads, queries, keys, values, outs, sums, few.causal, strict=True)
-    found = [cpu_tiles.flash_backward_op(*x, 0.0, causal, scale=scale) for *x, causal in each]
+    _, flash_backward = cpu_tiles.flash_operators()
+    found = [flash_backward(*x, 0.0, causal, scale=scale) for *x, causal in each]
     dq, dk, dv = (torch.cat(x, 2)[0].transpose(0, 1).contiguous() for x in zip(*found, strict=True))
     return dq, dk, dv
 

@@ -14,9 +14,14 @@ from torch import Tensor
 from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
-flash: Any = torch._scaled_dot_product_flash_attention_for_cpu
-flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SMALL = 256  # The cached causal mask has this many rows and keys: 256 KiB in fp32.
+
+
+@cache
+def flash_operators() -> tuple[Any, Any]:
+    """Return torch's flash kernel for CPUs and its backward, which have no public name."""
+    forward: Any = torch._scaled_dot_product_flash_attention_for_cpu
+    return forward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @cache
@@ -79,6 +84,7 @@ def flash_forward(
     # CPUs multiply fp16 slowly; in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py).
     wide = torch.float32 if dtype == torch.float16 else dtype
     heads_first = (x.to(wide).transpose(1, 2) for x in (q_BRHD, k, v))
+    flash, _ = flash_operators()
     out, lse = flash(*heads_first, 0.0, causal, attn_mask=_expand(mask), scale=scale)
     return out.transpose(1, 2).to(dtype), lse.transpose(1, 2)
 
@@ -100,7 +106,8 @@ def flash_backward(
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
     heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
     mask = _expand(mask if mask is None else mask.to(wide))
-    grads = flash_backward_op(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
+    _, flash_backward = flash_operators()
+    grads = flash_backward(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     kv_heads = k_BKGD.shape[2]
     return dq.to(narrow), _sum_heads(dk, kv_heads).to(narrow), _sum_heads(dv, kv_heads).to(narrow)
@@ -111,8 +118,9 @@ def kernel_shares_heads() -> bool:
     """Return whether torch's kernel supports fewer key-value than query heads, forward and backward."""
     q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
     try:
+        flash, flash_backward = flash_operators()
         out, lse = flash(q, kv, kv, 0.0, False)
-        grads = flash_backward_op(q, q, kv, kv, out, lse, 0.0, False)
+        grads = flash_backward(q, q, kv, kv, out, lse, 0.0, False)
     except RuntimeError:
         return False
     return torch.equal(out, q) and grads[2].shape == kv.shape and torch.equal(grads[2], 2 * kv)
