@@ -575,10 +575,7 @@ def _fill(
         work, slots, patches, position = items[next_item]
         # The bin with the least room for the work, among those with enough slots and patches.
         tightest_fit = bisect_left(bins, (work,))
-        while tightest_fit < len(bins):
-            _, free_slots, free_patches, _ = bins[tightest_fit]
-            if free_slots >= slots and free_patches >= patches:
-                break
+        while tightest_fit < len(bins) and (bins[tightest_fit][1] < slots or bins[tightest_fit][2] < patches):
             tightest_fit += 1
 
         if tightest_fit < len(bins):

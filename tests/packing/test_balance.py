@@ -101,23 +101,34 @@ def test_steps_of_512_are_even(shape: str, dp: int, capacity: int, most: float) 
     assert np.mean(ratios) <= most
 
 
-def test_plans_of_special_steps() -> None:
-    # Eight packs filled to the last slot: longest first runs into the cap, best fit does not.
+def test_packs_that_must_be_full_to_the_last_slot_are_found() -> None:
+    # Longest first runs into the cap here; best fit does not.
     lengths = [6, 4] * 5 + [7, 3] * 2 + [5, 3, 2]
     plan = balance(lengths, 10, dp=2, cost=COST)
     assert [len(rank) for rank in plan] == [4, 4]
     assert all(sum(lengths[i] for i in bin_) == 10 for rank in plan for bin_ in rank)
-    # Best fit needs three packs of 24, because it begins with 13 and 9.
+
+
+def test_two_microbatches_are_found_where_best_fit_needs_three() -> None:
+    # Best fit begins with 13 and 9.
     plan = balance([8, 13, 3, 9, 9, 6], 24, dp=1, cost=COST, num_microbatches=2)
     assert sorted(sorted(bin_.tolist()) for bin_ in plan[0]) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_rank_with_the_least_work_gets_the_heaviest_bin_of_a_microstep() -> None:
     # Microsteps {9, 8}, {6, 5}, {2, 1}: the rank that had 8 gets 6, and so on.
-    seats = assign_bins(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2).reshape(2, 3)
-    assert seats.tolist() == [[1, 4, 3], [2, 5, 0]]
-    # The longest sequence of a microbatch comes first, and equal ones keep their order.
+    bins_of_ranks = assign_bins(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2).reshape(2, 3)
+    assert bins_of_ranks.tolist() == [[1, 4, 3], [2, 5, 0]]
+
+
+def test_the_longest_sequence_of_a_microbatch_is_first_and_equal_ones_keep_their_order() -> None:
     lengths = np.random.default_rng(0).integers(58, 71, 128)
-    for microbatch in (bin_ for rank in balance(lengths, 1_024, dp=2) for bin_ in rank):
-        assert microbatch.tolist() == sorted(microbatch.tolist(), key=lambda i: (-lengths[i], i))
-    # Fewer sequences than ranks leave empty microbatches.
+    for rank in balance(lengths, 1_024, dp=2):
+        for microbatch in rank:
+            assert microbatch.tolist() == sorted(microbatch.tolist(), key=lambda i: (-lengths[i], i))
+
+
+def test_fewer_sequences_than_ranks_leave_empty_microbatches() -> None:
     assert sorted(len(rank[0]) for rank in balance([5, 3], 8, dp=4)) == [0, 0, 1, 1]
 
 

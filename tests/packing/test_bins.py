@@ -1,3 +1,5 @@
+"""Packs are those of placing the sequences one after the other, and about as full as they can be."""
+
 from typing import Any
 
 import numpy as np
@@ -42,32 +44,50 @@ def test_same_packs_as_placing_one_after_the_other(algorithm: str) -> None:
         lengths, capacity = random_case(number)
         limit = None if number % 2 else number % 5 + 1
         packs = pack_lengths(lengths, capacity, algorithm=algorithm, max_sequences=limit)
-        found = sorted((capacity - sum(lengths[i] for i in pack), len(pack)) for pack in packs)
-        assert found == one_after_the_other(lengths, capacity, algorithm, limit), number
+        rooms = sorted((capacity - sum(lengths[i] for i in pack), len(pack)) for pack in packs)
+        assert rooms == one_after_the_other(lengths, capacity, algorithm, limit), f"random case {number}"
         assert sorted(packs.indices) == list(range(len(lengths)))
         assert limit or algorithm == "next_fit" or count_packs(np.array(lengths), capacity) == len(packs)
         assert (packs.totals(lengths) <= capacity).all()
 
 
-def test_packs_of_large_numbers_of_none_and_of_what_is_padded() -> None:
+def test_lengths_past_16_bits_are_sorted_too() -> None:
     assert [pack.tolist() for pack in pack_lengths([5, 3, 4, 4], 8)] == [[0, 1], [2, 3]]
-    packs = pack_lengths([70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072], 1_000_000)  # past 16 bits
+    packs = pack_lengths([70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072], 1_000_000)
     assert [pack.tolist() for pack in packs] == [[2], [6, 0, 3, 5, 4, 1]]
-    assert (len(pack_lengths([], 8)), pack_lengths([], 8).fill([], 8)) == (0, 1.0)
-    for values in ([1] * 6, [1] * 8):
-        with pytest.raises(ValueError, match=f"values has {len(values)} numbers for 7 sequences. Pass one"):
-            packs.totals(values)
-    # Item-wise best fit reaches .990 and 1.000 of 8k packs; two in a thousand for the draw.
-    for name, least in (("long", 0.988), ("chat", 0.996)):
-        lengths = draw(name, 10_000)
-        assert pack_lengths(lengths, 8192).fill(lengths, 8192) > least
+
+
+def test_no_sequences_make_no_packs_which_count_as_full() -> None:
+    packs = pack_lengths([], 8)
+    assert len(packs) == 0
+    assert packs.fill([], 8) == 1.0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_totals_refuse_another_number_of_values_than_of_sequences(count: int) -> None:
+    packs = pack_lengths([5, 3, 4], 8)
+    with pytest.raises(ValueError, match=f"values has {count} numbers for 3 sequences. Pass one"):
+        packs.totals([1] * count)
+
+
+# Best fit of one after the other reaches .990 and 1.000 of packs of 8k slots; the rest is for the draw.
+@pytest.mark.parametrize(("shape", "least"), [("long", 0.988), ("chat", 0.996)])
+def test_packs_are_about_as_full_as_they_can_be(shape: str, least: float) -> None:
+    lengths = draw(shape, 10_000)
+    assert pack_lengths(lengths, 8192).fill(lengths, 8192) > least
+
+
+def test_padded_sequences_fit_the_usable_slots() -> None:
     slots = make_slots(100, Alignment(sequence_multiple=8, total_multiple=32))
     assert slots == Slots(usable=96, multiple=8)
     padded = slots.padded(np.random.default_rng(0).integers(1, 90, 200))
     packs = best_fit(padded, slots)
     assert packs.totals(padded).max() <= 96
     assert sorted(packs.indices) == list(range(200))
-    packs = best_fit(np.array([30, 4, 50, 4]), Slots(usable=8, multiple=2))  # too long: a pack of its own
+
+
+def test_a_sequence_that_is_too_long_has_a_pack_of_its_own() -> None:
+    packs = best_fit(np.array([30, 4, 50, 4]), Slots(usable=8, multiple=2))
     assert sorted(sorted(pack.tolist()) for pack in packs) == [[0], [1, 3], [2]]
 
 

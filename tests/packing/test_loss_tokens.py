@@ -1,3 +1,5 @@
+"""The weights of a step's loss tokens are those of its pieces; where they cannot be known, they are None."""
+
 import numpy as np
 import pytest
 
@@ -11,21 +13,24 @@ def test_the_steps_of_an_epoch_add_up_to_all_targets(oversize: str, batch: Packs
     options = {"global_batch": batch, "oversize": oversize, "window": 9}
     planner = PackPlanner(lengths, 16, **options, loss_tokens=lengths - 1)
     every = PackPlanner(lengths, 16, **options, loss_tokens="all")
-    found = [planner.step(0, k, 2).loss_tokens for k in range(len(planner))]
-    assert found == [every.step(0, k, 2).loss_tokens for k in range(len(planner))]
-    kept = np.minimum(lengths, 16) if oversize == "truncate" else lengths  # a split one is shifted whole
-    assert sum(found) == sum(kept - 1)
+    counted = [planner.step(0, k, 2).loss_tokens for k in range(len(planner))]
+    assert counted == [every.step(0, k, 2).loss_tokens for k in range(len(planner))]
+    used = np.minimum(lengths, 16) if oversize == "truncate" else lengths  # a split one is shifted whole
+    assert sum(counted) == sum(used - 1)
 
 
 def test_parts_of_partly_masked_sequences_are_unknown() -> None:
-    masked = PackPlanner([5, 8, 3, 1], 8, global_batch=Sequences(4), loss_tokens=[2, 0, 2, 0])
-    assert masked.step(0, 0, 2).loss_tokens == 4
-    cut = PackPlanner([20], 8, global_batch=Sequences(1), oversize="truncate", loss_tokens=[7])
-    assert cut.step(0, 0, 1).loss_tokens is None
-    apart = PackPlanner([20], 8, global_batch=Packs(1), oversize="split", loss_tokens=[7])
-    assert [apart.step(0, k, 1).loss_tokens for k in range(3)] == [None] * 3
-    without = PackPlanner([20], 8, global_batch=Packs(1), oversize="split", loss_tokens=[0])
-    assert [without.step(0, k, 1).loss_tokens for k in range(3)] == [0] * 3
+    whole = PackPlanner([5, 8, 3, 1], 8, global_batch=Sequences(4), loss_tokens=[2, 0, 2, 0])
+    assert whole.step(0, 0, 2).loss_tokens == 4
+
+    truncated = PackPlanner([20], 8, global_batch=Sequences(1), oversize="truncate", loss_tokens=[7])
+    assert truncated.step(0, 0, 1).loss_tokens is None
+
+    split = PackPlanner([20], 8, global_batch=Packs(1), oversize="split", loss_tokens=[7])
+    assert [split.step(0, k, 1).loss_tokens for k in range(3)] == [None] * 3
+
+    all_masked = PackPlanner([20], 8, global_batch=Packs(1), oversize="split", loss_tokens=[0])
+    assert [all_masked.step(0, k, 1).loss_tokens for k in range(3)] == [0] * 3
 
 
 def test_a_step_holds_the_scale_that_makes_its_mean() -> None:

@@ -90,24 +90,40 @@ def test_each_step_follows_the_shares_to_within_one_sequence(
         assert np.abs(found - len(index) * shares).max() <= 1 + 1 / max(1, mixture.total // n)
 
 
-def test_what_an_epoch_takes() -> None:
+def test_shares_of_tokens_hold_for_sources_of_other_lengths() -> None:
     rng = np.random.default_rng(0)
     lengths = {"long": rng.integers(100, 900, 300), "short": rng.integers(0, 30, 500), "cut": np.full(9, 999)}
     weights = {"long": 3.0, "short": 1.0, "cut": 1.0}
     mixture = make_mixture(lengths, weights, Mixing(shares="tokens"))
-    flat, drawn = np.concatenate(list(lengths.values())), mixture.indices(0, np.arange(mixture.total))
-    of_source = np.bincount(mixture.source_of(drawn), weights=flat[drawn])
-    assert of_source / of_source.sum() == pytest.approx([0.6, 0.2, 0.2], rel=0.02)
-    left_out = make_mixture({"a": np.array([3, 0, 4]), "b": np.array([9, 2])}, {"a": 1, "b": 1}, most=8)
-    assert set(left_out.indices(0, np.arange(left_out.total)).tolist()) == {0, 2, 4}
-    assert whole_shares([0.3, 0.7]) == whole_shares(np.array([3, 7])) == [3, 7]
+    drawn = mixture.indices(0, np.arange(mixture.total))
+    tokens = np.concatenate(list(lengths.values()))[drawn]
+    tokens_of_source = np.bincount(mixture.source_of(drawn), weights=tokens)
+    assert tokens_of_source / tokens_of_source.sum() == pytest.approx([0.6, 0.2, 0.2], rel=0.02)
+
+
+def test_empty_and_too_long_sequences_are_never_drawn() -> None:
+    mixture = make_mixture({"a": np.array([3, 0, 4]), "b": np.array([9, 2])}, {"a": 1, "b": 1}, most=8)
+    assert set(mixture.indices(0, np.arange(mixture.total)).tolist()) == {0, 2, 4}
+
+
+def test_weights_become_whole_numbers_in_the_same_proportions() -> None:
+    assert whole_shares([0.3, 0.7]) == [3, 7]
+    assert whole_shares(np.array([3, 7])) == [3, 7]
     assert whole_shares(np.float32([0.25, 0.75])) == [1, 3]
-    sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
-    assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
-    assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
-    # Rounding alone would leave out one of c's 25 sequences here, and use one of a's 26 twice.
+
+
+def test_an_epoch_ends_with_the_shortest_source_or_after_a_number_of_sequences() -> None:
+    sizes = {"a": 10, "b": 30}
+    weights = {"a": 1.0, "b": 1.0}
+    assert share_out(sizes, weights, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
+    assert share_out(sizes, weights, Mixing(epoch=7)) == {"a": 4, "b": 3}
+
+
+def test_rounding_neither_leaves_out_nor_repeats_a_sequence() -> None:
+    # Rounding alone would leave out one of c's 25 sequences.
     whole = share_out({"a": 3, "b": 2, "c": 25}, {"a": 0.3, "b": 0.3, "c": 2.0}, Mixing(epoch="longest"))
     assert whole == {"a": 4, "b": 4, "c": 25}
+    # Rounding alone would use one of a's 26 sequences twice.
     once = share_out({"a": 26, "b": 19, "c": 3}, {"a": 1.0, "b": 0.05, "c": 0.05}, Mixing(epoch="shortest"))
     assert once == {"a": 26, "b": 1, "c": 1}
 

@@ -21,16 +21,20 @@ COST = Cost()
 
 def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:
     assert sorted(plan.order.tolist()) == list(range(len(lengths)))
-    taken = np.zeros((plan.num_microbatches, ranks), dtype=int)
-    for at in range(len(plan.degree)):
-        degree, first = int(plan.degree[at]), int(plan.first[at])
+    groups_of_ranks = np.zeros((plan.num_microbatches, ranks), dtype=int)
+    for group in range(len(plan.degree)):
+        degree = int(plan.degree[group])
+        first = int(plan.first[group])
         assert first % degree == 0
-        taken[plan.microbatch[at], first : first + degree] += 1
+        groups_of_ranks[plan.microbatch[group], first : first + degree] += 1
+
+        members = lengths[plan.order[plan.offsets[group] : plan.offsets[group + 1]]]
+        slots = members.sum()
         align = sharing.align(degree)
-        own = lengths[plan.order[plan.offsets[at] : plan.offsets[at + 1]]]
-        slots = own.sum() if align is None else align.padded_total(int(align.padded_lengths(own).sum()))
+        if align is not None:
+            slots = align.padded_total(int(align.padded_lengths(members).sum()))
         assert slots <= capacity * degree
-    assert (taken == 1).all()
+    assert (groups_of_ranks == 1).all(), "a rank has no group in a microbatch, or several"
 
 
 @settings(max_examples=80, deadline=None)
@@ -62,9 +66,9 @@ def work_of_ranks(plan: SharedBins, ranks: int) -> np.ndarray:
 def end_of_step(plan: SharedBins, ranks: int) -> float:
     """When the last rank is done, if the ranks of a group begin together once the last of them is free."""
     free = np.zeros(ranks)
-    for at in np.argsort(plan.microbatch, kind="stable"):
-        group = slice(plan.first[at], plan.first[at] + plan.degree[at])
-        free[group] = free[group].max() + plan.load[at]
+    for group in np.argsort(plan.microbatch, kind="stable"):
+        members = slice(plan.first[group], plan.first[group] + plan.degree[group])
+        free[members] = free[members].max() + plan.load[group]
     return float(free.max())
 
 
