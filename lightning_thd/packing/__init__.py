@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lightning_thd._lazy import know_thd, lazy_face
 
 if TYPE_CHECKING:
-    from lightning_thd.packing.balance import Scheduler, balance
+    from lightning_thd.packing.balancing import Scheduler, balance
     from lightning_thd.packing.bins import Packing, pack_lengths
     from lightning_thd.packing.cost import Cost
     from lightning_thd.packing.entries import LengthSummary
@@ -32,11 +32,11 @@ _PLACES = {
     "PackPlanner": "lightning_thd.packing.planner",
     "Packing": "lightning_thd.packing.bins",
     "Packs": "lightning_thd.packing.plan",
-    "Scheduler": "lightning_thd.packing.balance",
+    "Scheduler": "lightning_thd.packing.balancing",
     "Sequences": "lightning_thd.packing.plan",
     "Spans": "lightning_thd.packing.plan",
     "StepPlan": "lightning_thd.packing.plan",
-    "balance": "lightning_thd.packing.balance",
+    "balance": "lightning_thd.packing.balancing",
     "pack_lengths": "lightning_thd.packing.bins",
 }
 if not TYPE_CHECKING:  # a type checker then still reports names that do not exist

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.balance import Scheduler, balanced_bins, order_by_rank, scheduled_bins
+from lightning_thd.packing.balancing import Scheduler, balanced_bins, order_by_rank, scheduled_bins
 from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.cost import Cost, Media, media_table
 from lightning_thd.packing.entries import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.balance import balanced_bins
+from lightning_thd.packing.balancing import balanced_bins
 from lightning_thd.packing.entries import (
     Lengths,
     Oversize,

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences, StepPlan, balance
-from lightning_thd.packing.balance import balanced_bins
+from lightning_thd.packing.balancing import balanced_bins
 from lightning_thd.packing.mixtures import MixturePlanner, make_mixture
 
 # Qwen3-VL-8B, and its tower made four times as deep: then text is the smaller part of the work.

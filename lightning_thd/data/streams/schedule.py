@@ -15,7 +15,7 @@ import torch
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.balance import balanced_bins, order_by_rank, scheduled_bins
+from lightning_thd.packing.balancing import balanced_bins, order_by_rank, scheduled_bins
 from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import bound
 from lightning_thd.packing import Cost, balance
-from lightning_thd.packing.balance import Problem, assign_bins, exchange, scheduled_bins
+from lightning_thd.packing.balancing import Problem, assign_bins, exchange, scheduled_bins
 from lightning_thd.packing.lengths import Slots
 
 from .shapes import draw
