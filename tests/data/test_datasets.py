@@ -190,7 +190,7 @@ def test_a_dataset_that_raises_stop_iteration_ends_no_epoch(known: bool) -> None
 
 BAD_ROWS = [
     ({"input_ids": [1, -2]}, "has the token id -2"),
-    ({"input_ids": [1, None]}, "input_ids is a list|has the token id|input_ids"),
+    ({"input_ids": [1, None]}, "has a null under 'input_ids', at position 1 of 2"),
     ({"input_ids": [1, 2**31]}, "has the token id 2147483648"),
     ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
     ({"input_ids": [1, 2], "labels": [1, -7000]}, "has the label -7000"),
@@ -209,10 +209,11 @@ def test_bad_rows_are_named_at_preparation_or_skipped(tmp_path: Path, form: str,
     if form == "parquet":
         source.to_parquet(str(tmp_path / "t.parquet"))
         source = tmp_path / "t.parquet"
-    with pytest.raises(ValueError, match=rf"(Sequence|Row) 2\b.*({message})"):
+    place = r"t\.parquet, row 2" if form == "parquet" else "(Sequence|Row) 2"
+    with pytest.raises(ValueError, match=rf"{place} .*{message}"):
         THDDataModule(source, capacity=8).setup("fit")
     data = THDDataModule(source, capacity=8, on_error="skip")
-    with pytest.warns(UserWarning, match="1 bad rows are left out; the first: Row 2"):
+    with pytest.warns(UserWarning, match=rf"1 bad rows are left out; the first: .*{place} "):
         [batch] = batches_of(data)
     assert sorted(batch.sequence_ids) == [0, 1, 3]
     assert data.counts["train"]["skipped"] == 1
