@@ -50,7 +50,6 @@ class VisionChat:
         self.records = records
         self.metadata_keys = tuple(metadata_keys)
         self.processor = _opened(processor)
-        self.images = self.processor.image_processor
         class_names = [kind.__name__ for kind in type(self.processor).__mro__]
         self.has_grids = any(name in class_names for name in _GRIDS)
         if not self.has_grids and not any(name in class_names for name in _ONE_SIZE):
@@ -59,6 +58,7 @@ class VisionChat:
                 f"{', '.join((*_GRIDS, *_ONE_SIZE))}."
             )
 
+        self.images = self.processor.image_processor
         # A copy, because the processor's template may differ from that of the user's tokenizer.
         self.tokenizer = copy.copy(self.processor.tokenizer)
         template = getattr(self.processor, "chat_template", None)
