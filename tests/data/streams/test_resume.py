@@ -78,7 +78,8 @@ def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
 def test_a_shard_that_lost_rows_is_noticed(tmp_path: Path) -> None:
     write_shards(tmp_path, [30])
     state = run(f"{tmp_path}/*.jsonl", steps=1, n=4)[1]
-    (tmp_path / "000.jsonl").write_text("")
+    first, *_ = (tmp_path / "000.jsonl").read_text().splitlines()
+    (tmp_path / "000.jsonl").write_text(first)
     with pytest.raises(ValueError, match="Rank 0: Shard .*000.jsonl had .* unused records when"):
         run(f"{tmp_path}/*.jsonl", state=state, n=4)
 
