@@ -20,7 +20,6 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
 from lightning_thd._static import ONLY_LOOKS
@@ -46,7 +45,7 @@ _requires_grad: Any = attrgetter("requires_grad")
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensor itself, or the tensors that a subclass wraps; a DTensor gives this rank's part."""
     wrapper: Any = tensor
-    if not is_traceable_wrapper_subclass(wrapper):
+    if not hasattr(type(wrapper), "__tensor_flatten__"):  # the protocol by which torch takes wrappers apart
         yield tensor
         return
     names, _ = wrapper.__tensor_flatten__()

@@ -297,16 +297,16 @@ _FUNCTIONS: Final[dict[Any, str]] = {
     torch.from_numpy: f"torch.from_numpy(...) {_CONSTANT}",
     Tensor.new_tensor: f".new_tensor(...) {_CONSTANT}",
 }
-_aten = torch.ops.aten
+aten = torch.ops.aten
 _OPERATORS: Final[dict[Any, str]] = {
-    _aten._local_scalar_dense.default: f"it {_READ}",
-    _aten.equal.default: f"torch.equal {_READ}",
-    _aten.nonzero.default: f"nonzero() {_SHAPE}. Use torch.where, or nonzero_static(size=...)",
-    _aten.masked_select.default: f"masked_select {_SHAPE}. Multiply by the mask, or use torch.where",
-    **dict.fromkeys((_aten._unique.default, _aten._unique2.default), f"unique() {_SHAPE}"),
-    _aten.unique_consecutive.default: f"unique_consecutive() {_SHAPE}",
-    _aten.unique_dim.default: f"unique() {_SHAPE}",
-    _aten.bincount.default: f"bincount() {_SHAPE}. Use scatter_add into a tensor of fixed size",
+    aten._local_scalar_dense.default: f"it {_READ}",
+    aten.equal.default: f"torch.equal {_READ}",
+    aten.nonzero.default: f"nonzero() {_SHAPE}. Use torch.where, or nonzero_static(size=...)",
+    aten.masked_select.default: f"masked_select {_SHAPE}. Multiply by the mask, or use torch.where",
+    **dict.fromkeys((aten._unique.default, aten._unique2.default), f"unique() {_SHAPE}"),
+    aten.unique_consecutive.default: f"unique_consecutive() {_SHAPE}",
+    aten.unique_dim.default: f"unique() {_SHAPE}",
+    aten.bincount.default: f"bincount() {_SHAPE}. Use scatter_add into a tensor of fixed size",
 }
 _BOOLEAN = f"indexing with a boolean mask {_SHAPE}. Multiply by the mask, or use torch.where"
 
@@ -325,16 +325,16 @@ def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Return why a dispatched operator cannot be captured, or None."""
     if (found := _OPERATORS.get(func)) is not None:
         return found
-    if func is _aten.repeat_interleave.Tensor:
+    if func is aten.repeat_interleave.Tensor:
         known = kwargs.get("output_size", args[1] if len(args) > 1 else None) is not None
         return None if known else f"repeat_interleave without output_size {_SHAPE}. Pass output_size="
-    if func in (_aten.index.Tensor, _aten._unsafe_index.Tensor):
+    if func in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _BOOLEAN if _has_mask(args[1]) else None
-    if func in (_aten.index_put.default, _aten.index_put_.default):
+    if func in (aten.index_put.default, aten.index_put_.default):
         # Writing one value under one mask is a masked_fill on every device, which can be captured.
         single = args[2].numel() == 1 and len(args[1]) == 1
         return _BOOLEAN if _has_mask(args[1]) and not single else None
-    if func is _aten._to_copy.default:
+    if func is aten._to_copy.default:
         target = kwargs.get("device")
         source = args[0].device.type
         if target is not None and torch.device(target).type != source:
