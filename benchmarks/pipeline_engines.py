@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import transformers
@@ -91,12 +92,12 @@ def model_of(family: str, dtype: torch.dtype) -> Any:
     return model.to(dtype).train()
 
 
-def lengths_of(corpus: str, count: int) -> np.ndarray:
+def lengths_of(corpus: str, count: int) -> npt.NDArray[np.int64]:
     """Draw the lengths of a corpus: one of ``SHAPES``, or modules of Python's standard library, cut."""
     if corpus == "library":
         folder = Path(sysconfig.get_paths()["stdlib"])
         sizes = [file.stat().st_size for file in sorted(folder.glob("*.py"))]
-        lengths = np.clip(np.resize(sizes, count), 2, CAPACITY)
+        lengths: npt.NDArray[Any] = np.clip(np.resize(sizes, count), 2, CAPACITY)
     else:
         mean, sigma, low, high = SHAPES[corpus]
         rng = np.random.default_rng(0)
@@ -110,7 +111,7 @@ def samples_of(lengths: Sequence[int]) -> list[dict[str, list[int]]]:
     return [{"input_ids": rng.integers(0, VOCABULARY, int(length)).tolist()} for length in lengths]
 
 
-def steps_of(lengths: np.ndarray, steps: int, *, capacity: int, pad: bool) -> list[list[THDBatch]]:
+def steps_of(lengths: npt.NDArray[np.int64], steps: int, *, capacity: int, pad: bool) -> list[list[THDBatch]]:
     """Make the packs of the first steps; all with the step's loss scale."""
     samples = samples_of(lengths.tolist())
     planner = PackPlanner(lengths, capacity, global_batch=Packs(MICROBATCHES))
@@ -259,7 +260,7 @@ def run_torch(
     return loss, gradients
 
 
-def exact_lengths() -> np.ndarray:
+def exact_lengths() -> npt.NDArray[np.int64]:
     """Return lengths of few and short sequences, for runs in fp64."""
     return np.random.default_rng(0).integers(2, 40, 200)
 
