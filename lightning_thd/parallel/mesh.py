@@ -20,6 +20,7 @@ DATA = "data_parallel"
 CONTEXT = "context_parallel"
 TENSOR = "tensor_parallel"
 PIPELINE = "pipeline_parallel"
+EXPERT = "expert_parallel"
 AXES = (DATA, CONTEXT, TENSOR)
 
 
@@ -31,6 +32,7 @@ class AxisSizes:
     context: int = 1  # ranks hold different slots of a pack
     tensor: int = 1  # ranks hold different rows or columns of weights
     pipeline: int = 1  # ranks hold different layers of a model
+    expert: int = 1  # ranks hold different experts; they are ranks of a stage, whatever their other axes
 
     @property
     def world(self) -> int:
@@ -57,10 +59,19 @@ class AxisSizes:
 
 
 def resolve_sizes(
-    world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1, pipeline: int = 1
+    world: int,
+    *,
+    data: int | Literal["auto"] = "auto",
+    context: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
 ) -> AxisSizes:
-    """Check sizes against the number of processes; ``data="auto"`` is that number over the other sizes."""
-    check_sizes(data=data, pipeline=pipeline, context=context, tensor=tensor)
+    """Check sizes against the number of processes; ``data="auto"`` is that number over the other sizes.
+
+    ``expert`` is no factor of that product: ranks of the other axes hold different experts.
+    """
+    check_sizes(data=data, pipeline=pipeline, context=context, tensor=tensor, expert=expert)
     shown = f"context_parallel_size={context} x tensor_parallel_size={tensor}"
     if pipeline > 1:
         shown = f"pipeline_parallel_size={pipeline} x {shown}"
@@ -73,11 +84,19 @@ def resolve_sizes(
                 "processes, or lower a size."
             )
         data = world // peers
-    sizes = AxisSizes(data=data, context=context, tensor=tensor, pipeline=pipeline)
+    sizes = AxisSizes(data=data, context=context, tensor=tensor, pipeline=pipeline, expert=expert)
     if sizes.world != world:
         raise ValueError(
             f"data_parallel_size={data} x {shown} is {sizes.world}, but the job has {world} processes. Start "
             f"{sizes.world} processes, or use data_parallel_size='auto'."
+        )
+
+    # The dispatch divides the tokens of a tensor-parallel group among its ranks, so it must reach all of them.
+    if expert > 1 and (sizes.stage % expert or expert % tensor):
+        raise ValueError(
+            f"expert_parallel_size={expert}, but {sizes.stage} ranks hold the same layers (data x context x "
+            f"tensor), of which {tensor} are tensor-parallel; wanted a divisor of {sizes.stage} that is a "
+            f"multiple of {tensor}. Change expert_parallel_size, or the number of processes."
         )
     return sizes
 
@@ -101,6 +120,8 @@ class Meshes:
     stage: DeviceMesh  # all axes but pipeline as one axis: ranks that hold the same layers
     shards: DeviceMesh  # FSDP2's mesh: the ranks of ``data_context``, on one axis or as replicas x shards
     tensor: DeviceMesh  # the tensor-parallel ranks, an axis of the mesh that ``shards`` comes from
+    experts: DeviceMesh | None  # the ranks that hold different experts; None if no experts are distributed
+    expert_shards: DeviceMesh | None  # the ranks that hold the same experts, FSDP2's mesh for these
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along one of the axes."""
@@ -133,8 +154,18 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     shards, tensor = data_context, axes[TENSOR]
     if replicas > 1:
         shards, tensor = _replicated(sizes, device_type, replicas)
+    experts = expert_shards = None
+    if sizes.expert > 1:
+        experts, expert_shards = _by_experts(sizes, device_type)
     return Meshes(
-        axes=axes, data_context=data_context, shards=shards, tensor=tensor, peers=peers, stage=stage
+        axes=axes,
+        data_context=data_context,
+        shards=shards,
+        tensor=tensor,
+        peers=peers,
+        stage=stage,
+        experts=experts,
+        expert_shards=expert_shards,
     )
 
 
@@ -147,6 +178,13 @@ def _replicated(sizes: AxisSizes, device_type: str, replicas: int) -> tuple[Devi
     names = (PIPELINE, "replicas", "shards", TENSOR)
     weights = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return weights["replicas", "shards"], weights[TENSOR]
+
+
+def _by_experts(sizes: AxisSizes, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the meshes of ranks with different experts, which are neighbours, and with the same ones."""
+    shape = (sizes.pipeline, sizes.stage // sizes.expert, sizes.expert)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, "expert_shards", EXPERT))
+    return mesh[EXPERT], mesh["expert_shards"]
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -86,6 +86,7 @@ def sizes_of(strategy: Any) -> AxisSizes:
         context=fixed_context(strategy),
         tensor=strategy.tensor_parallel_size,
         pipeline=strategy.pipeline_parallel_size,
+        expert=strategy.expert_parallel_size,
     )
 
 
@@ -111,7 +112,13 @@ def _refuse_axes(strategy: Any) -> None:
             )
         return
 
-    for name in ("data_parallel_replicas", "tensor_parallel_size", "pipeline_parallel_size"):
+    of_cut_weights = (
+        "data_parallel_replicas",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "expert_parallel_size",
+    )
+    for name in of_cut_weights:
         size = getattr(strategy, name)
         if size != 1:
             raise MisconfigurationException(

@@ -18,7 +18,7 @@ from torch.optim import LBFGS
 
 from lightning_thd._private import private_of
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.mesh import TENSOR, AxisSizes
+from lightning_thd.parallel.mesh import EXPERT, TENSOR, AxisSizes
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
@@ -205,6 +205,8 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        if _is_of_distributed_experts(parameter):
+            continue  # an earlier fit of ours has cut them, and their gradients are averaged
         ranks = _ranks_that_share(parameter)
         if ranks != ranks_with_own_tokens:
             raise MisconfigurationException(
@@ -212,6 +214,10 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
                 "ranks see different tokens. Call fully_shard on the whole model over "
                 "'data_context_parallel'."
             )
+
+
+def _is_of_distributed_experts(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _ranks_that_share(parameter: nn.Parameter) -> int:

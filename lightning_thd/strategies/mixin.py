@@ -93,6 +93,7 @@ class THDStrategyMixin(Strategy):
     pipeline_schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 1
     pipeline_split: Literal["auto"] | Sequence[int] = "auto"
+    expert_parallel_size: int = 1
 
     runs_thd_steps = True  # THDDataModule allows Sequences(n) only for such strategies
 

@@ -22,6 +22,7 @@ from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd._private import private_of
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.experts import require_dispatch
 from lightning_thd.parallel.fsdp import models_of, trains_towers
 from lightning_thd.parallel.mesh import check_sizes
 from lightning_thd.parallel.pipeline import ScheduleName
@@ -164,6 +165,9 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages per rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and parameters, or the number of layers of each stage.
+        expert_parallel_size: number of ranks that each hold some whole experts, to which transformers sends
+            the tokens (transformers 5.23 and later). They are ranks of the other axes: the number divides
+            data x context x tensor ranks, and FSDP2 shards experts over the rest. Other weights do not change.
     """
 
     strategy_name = "thd_model_parallel"
@@ -189,10 +193,18 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_schedule: ScheduleName = "1f1b",
         stages_per_rank: int = 1,
         pipeline_split: Literal["auto"] | Sequence[int] = "auto",
+        expert_parallel_size: int = 1,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
 
-        check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
+        check_sizes(
+            data=data_parallel_size,
+            tensor=tensor_parallel_size,
+            replicas=data_parallel_replicas,
+            expert=expert_parallel_size,
+        )
+        if expert_parallel_size > 1:
+            _check_experts(expert_parallel_size, context_parallel_size, sequence_parallel)
         _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
         if tensor_parallel_plan is not None:
             advice = "Pass names of modules and their styles: {'mlp.up_proj': 'colwise'}."
@@ -222,6 +234,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.pipeline_schedule = pipeline_schedule
         self.stages_per_rank = stages_per_rank
         self.pipeline_split = pipeline_split
+        self.expert_parallel_size = expert_parallel_size
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
         """Write the whole weights into a Hugging Face folder; a collective in which rank 0 writes.
@@ -264,6 +277,20 @@ def register_strategies() -> None:
     for strategy in (THDSingleDeviceStrategy, THDDDPStrategy, THDModelParallelStrategy):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")
+
+
+def _check_experts(size: int, context: int | str, sequence_parallel: bool) -> None:
+    require_dispatch()
+    if context == "dynamic":
+        raise ValueError(
+            f"expert_parallel_size={size} with context_parallel_size='dynamic': not all ranks run every "
+            "microbatch together, as the exchange of tokens needs. Set a fixed context_parallel_size."
+        )
+    if sequence_parallel:
+        raise ValueError(
+            f"expert_parallel_size={size} with sequence_parallel=True: both divide the tokens of "
+            "tensor-parallel ranks. Leave sequence_parallel out."
+        )
 
 
 def _configure(

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_thd.models.tiles import tile_of
 from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
-from lightning_thd.parallel import fsdp
+from lightning_thd.parallel import experts, fsdp
 from lightning_thd.parallel.across_ranks import on_host
 from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR, Meshes
@@ -83,6 +84,7 @@ class WeightShards:
             )
         policy = policy_of(strategy.precision_plugin.precision)
         plans = self._tensor_plans(module)
+        expert_plans = self._expert_plans(module)
         require_unchanged(module)
 
         # The order: a stage reads only its own layers, copies go over whole weights, and FSDP2 cuts last.
@@ -101,6 +103,7 @@ class WeightShards:
         frees = strategy.reshard_after_forward
         if frees == "auto":
             frees = pipeline is None
+        self._distribute_experts(module, expert_plans, policy=policy, reshard_after_forward=bool(frees))
         fsdp.shard_parameters(module, self._meshes.shards, policy=policy, reshard_after_forward=bool(frees))
         if pipeline is not None:
             pipeline.tie_ends(module)
@@ -115,6 +118,8 @@ class WeightShards:
         for model in fsdp.models_of(module) if tensor > 1 else ():
             plan = self._strategy.tensor_parallel_plan or model_plan(model, tensor)
             check_heads(model, tensor, plan)
+            if self._meshes.experts is not None:  # tensor parallelism would give each rank whole experts too
+                plan = {name: style for name, style in plan.items() if style != "moe_tp_experts"}
             plans.append(plan)
         return plans
 
@@ -126,6 +131,48 @@ class WeightShards:
             apply_tensor_parallel(model, plan, self._meshes.tensor)
             if self._strategy.sequence_parallel:
                 apply_sequence_parallel(model, self._meshes.group(TENSOR))
+
+    def _expert_plans(self, module: nn.Module) -> list[dict[str, str]]:
+        """Return the plan of each model's experts, in order; none if no experts are distributed."""
+        if self._meshes.experts is None:
+            return []
+        ranks = self._meshes.experts.size()
+        plans = []
+        for model in fsdp.models_of(module):
+            tile = tile_of(model)
+            if tile is not None:
+                raise MisconfigurationException(
+                    f"mlp_tile={tile} with expert_parallel_size={ranks}: ranks have different numbers of "
+                    "tiles, but must all take part in every exchange of tokens. Leave one of them out."
+                )
+            plans.append(experts.expert_plan(model, ranks))
+        return plans
+
+    def _distribute_experts(
+        self,
+        module: nn.Module,
+        plans: list[dict[str, str]],
+        *,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+    ) -> None:
+        """Leave this rank its experts, and shard them over the ranks that hold the same ones."""
+        meshes = self._meshes
+        if meshes.experts is None or meshes.expert_shards is None:
+            return
+
+        # FSDP2 takes the mean over the ranks that hold the same experts. The mean over all ranks with other
+        # tokens is wanted, as for other weights.
+        sizes = self._axes.sizes
+        scale = meshes.expert_shards.size() / (sizes.data * sizes.context)
+        for model, plan in zip(fsdp.models_of(module), plans, strict=True):
+            of_this_stage = {name: style for name, style in plan.items() if _has(model, name)}
+            experts.distribute_experts(
+                model, of_this_stage, meshes.experts, meshes.tensor, gradient_scale=scale
+            )
+            experts.shard_experts(
+                model, meshes.expert_shards, policy=policy, reshard_after_forward=reshard_after_forward
+            )
 
     def _put(self, module: nn.Module) -> nn.Module:
         """Give a module its memory, device and dtype, as the base strategy does; return it."""
@@ -245,6 +292,16 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
     if precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Return whether a module or parameter is on this rank: other pipeline stages hold other layers."""
+    parent, _, child = name.rpartition(".")
+    try:
+        holder = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    return child in holder._modules or child in holder._parameters
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
