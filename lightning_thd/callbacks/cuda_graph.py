@@ -235,6 +235,8 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule) -> str | None:
     size = getattr(trainer.strategy, "context_parallel_size", 1)
     if size != 1:
         return f"context_parallel_size={size!r} exchanges keys whose number depends on the lengths"
+    if (ranks := getattr(trainer.strategy, "expert_parallel_size", 1)) != 1:
+        return f"expert_parallel_size={ranks!r} reads in every layer, from the device, where its tokens go"
     if (found := sharded_by(module) or sharded_by(trainer.strategy.model or module)) is not None:
         return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
     return None

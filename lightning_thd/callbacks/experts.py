@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +18,7 @@ from lightning_thd._checks import real_number
 from lightning_thd._static import only_looking, shapes_are_static
 from lightning_thd.callbacks.seen import kept_slots
 from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
+from lightning_thd.parallel.experts import expert_ranks
 from lightning_thd.parallel.routers import routers_of
 
 _BIAS = "e_score_correction_bias"
@@ -34,6 +36,7 @@ class ExpertChoices:
         self.names = [*routers]
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
         self._sizes: list[int] = [x.num_experts for x in routers.values()]  # type: ignore[misc]
+        self._ranks = expert_ranks(module)
         self._counts: Tensor | None = None
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._count, layer)))
@@ -92,12 +95,28 @@ class ExpertChoices:
         if not ran.any():
             return {}
         busiest = counts.max(axis=1) * sizes / counts.sum(axis=1)
-        return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+        metrics = {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+        if self._ranks > 1:
+            metrics["experts/busiest_rank"] = _busiest_rank(counts, sizes, self._ranks)
+        return metrics
 
     def stop(self) -> None:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _busiest_rank(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], ranks: int) -> float:
+    """Return the tokens of a layer's busiest rank over the mean of its ranks, averaged over layers.
+
+    ``counts`` are ``[layers, most experts]``, ``sizes`` the layers' numbers of experts, of which every rank
+    holds as many neighbours. Counts ``[[3, 1, 0, 0]]`` on two ranks give 2.0.
+    """
+    shares = []
+    for of_layer, size in zip(counts, sizes, strict=True):
+        of_ranks = of_layer[:size].reshape(ranks, -1).sum(axis=1)
+        shares.append(of_ranks.max() / of_ranks.mean())
+    return float(np.mean(shares))
 
 
 def expert_load(module: nn.Module, group: Any = None) -> ExpertChoices | None:

@@ -70,6 +70,8 @@ def expert_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 )
             for match in _matching(inner, name):
                 plan[prefix + match] = style
+        if asked:
+            break  # the plan of a model includes those of the models inside it
     experts = [name for name, style in plan.items() if style == _DISPATCH]
     if not experts:
         why = f"its plan {sorted(asked)} matches no module" if asked else "it has no plan for experts"

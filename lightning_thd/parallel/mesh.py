@@ -91,7 +91,7 @@ def resolve_sizes(
             f"{sizes.world} processes, or use data_parallel_size='auto'."
         )
 
-    # The dispatch divides the tokens of a tensor-parallel group among its ranks, so it must reach all of them.
+    # The dispatch divides the tokens of tensor-parallel ranks among them, so it must reach all of them.
     if expert > 1 and (sizes.stage % expert or expert % tensor):
         raise ValueError(
             f"expert_parallel_size={expert}, but {sizes.stage} ranks hold the same layers (data x context x "

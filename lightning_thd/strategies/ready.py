@@ -74,6 +74,7 @@ _SHARDING = (
     "pipeline_schedule",
     "stages_per_rank",
     "pipeline_split",
+    "expert_parallel_size",
 )
 
 
@@ -167,7 +168,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_split: ``auto`` by FLOPs and parameters, or the number of layers of each stage.
         expert_parallel_size: number of ranks that each hold some whole experts, to which transformers sends
             the tokens (transformers 5.23 and later). They are ranks of the other axes: the number divides
-            data x context x tensor ranks, and FSDP2 shards experts over the rest. Other weights do not change.
+            data x context x tensor ranks, and FSDP2 shards experts over the rest. Other weights stay as they
+            are.
     """
 
     strategy_name = "thd_model_parallel"
