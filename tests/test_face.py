@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -179,3 +182,12 @@ def test_a_type_checker_sees_the_names(tmp_path: Path) -> None:
     )
     assert 'Revealed type is "lightning_thd.batch.thd_batch.THDBatch"' in done.stdout, done.stdout
     assert 'Module has no attribute "nothing"' in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("folder", ["attention", "batch", "packing", "parallel"])
+def test_names_of_a_package_are_not_hidden_by_its_modules(folder: str) -> None:
+    package = importlib.import_module(f"lightning_thd.{folder}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    hidden = [name for name in package.__all__ if isinstance(getattr(package, name), ModuleType)]
+    assert hidden == []
