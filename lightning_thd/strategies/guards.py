@@ -206,7 +206,7 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
         if not parameter.requires_grad:
             continue
         if _is_of_distributed_experts(parameter):
-            continue  # an earlier fit of ours has cut them, and their gradients are averaged
+            continue  # cut in an earlier fit, and their gradients are averaged
         ranks = _ranks_that_share(parameter)
         if ranks != ranks_with_own_tokens:
             raise MisconfigurationException(
