@@ -124,6 +124,10 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": PrivateName(
         "strategies/norms.py", _TORCH, "pipeline_parallel_size above 1"
     ),
+    # -- graphs
+    "torch._C._distributed_c10d._create_work_from_future": PrivateName(
+        "cuda_graph/recording.py", _TORCH, 'collectives in CUDAGraphCallback(backend="recording")'
+    ),
     # -- models of transformers that are cut
     "torch.nn.Module._parameters": PrivateName("parallel/tensor.py", _TORCH, "tensor_parallel_size above 1"),
     "transformers.PreTrainedModel._no_split_modules": PrivateName(

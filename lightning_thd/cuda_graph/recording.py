@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch.distributed import Work
 from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_thd._private import private
 from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.cuda_graph.fingerprint import plain_tensors
@@ -64,7 +64,8 @@ def _wait_for_recorded(result: Any) -> Any:
             Work.unbox(x).wait()
             future: Any = Future()
             future.set_result(None)
-            leaves[i] = _distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+            work: Any = private("torch._C._distributed_c10d._create_work_from_future")(future)
+            leaves[i] = work.boxed()
     return tree_unflatten(leaves, spec)
 
 
