@@ -165,9 +165,14 @@ def functions_in_torch(layer: type, tokens: Tensor) -> AbstractContextManager[No
 
     An installed kernel replaces them on every device, and refuses tensors of a CPU.
     """
-    if tokens.device.type not in ("cpu", "meta") or not any(map(available, _PACKAGES)):
+    if tokens.device.type not in ("cpu", "meta") or not _kernels_are_installed():
         return nullcontext()
     return _replaced(sys.modules[layer.__module__], _in_torch)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernels_are_installed() -> bool:
+    return any(map(available, _PACKAGES))
 
 
 # Layers of several threads would find each other's functions: backward recomputes in its own threads.
