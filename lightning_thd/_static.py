@@ -1,4 +1,4 @@
-"""Whether the running code is recorded in a graph, to be replayed on other batches, or is a trial run."""
+"""Whether the running code is recorded in a graph for other batches, is a trial run, or runs in backward."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def trial_runs() -> Iterator[None]:
 
 def _is_trial() -> bool:
     return getattr(STATIC, "trial", False)
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs this code, as when activation checkpointing recomputes a layer."""
+    from torch.utils.module_tracker import ModuleTracker  # this module loads without torch
+
+    # torch's public way to ask. A tracker that is not entered hooks nothing.
+    return bool(ModuleTracker().is_bw)
 
 
 def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:

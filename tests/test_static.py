@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_thd._static import only_looking, shapes_are_static, static_shapes, trial_runs
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lightning_thd._static import in_backward, only_looking, shapes_are_static, static_shapes, trial_runs
 
 
 def test_a_trial_inside_a_trial_leaves_the_outer_one_a_trial() -> None:
@@ -23,3 +26,16 @@ def test_a_recording_inside_a_recording_leaves_the_outer_one_recorded() -> None:
             assert shapes_are_static()
         assert shapes_are_static(), "the end of the inner recording ended the outer one"
     assert not shapes_are_static()
+
+
+def test_only_what_autograd_runs_is_in_backward() -> None:
+    asked: list[bool] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        asked.append(in_backward())
+        return x.sin()
+
+    loss = checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum()
+    loss.backward()
+    assert asked == [False, True], "the forward pass and its recomputation in backward were not told apart"
+    assert not in_backward(), "backward has ended"

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from lightning_thd._static import in_backward
 from lightning_thd._trees import tree_leaves, tree_map
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
 from lightning_thd.flops.pairs import visible_pairs
@@ -241,17 +242,12 @@ def _of_backward(
 def _of_phase(cost: _Cost) -> _Cost:
     """Return which FLOPs of a call count, by the pass in which Python runs it."""
     forward, backward = cost
-    if not _in_backward():
+    if not in_backward():
         return (forward, backward) if torch.is_grad_enabled() else (forward, 0)
     if torch.is_grad_enabled():  # activation checkpointing runs a layer again, for HFU
         return (0, backward) if _in_reentrant_checkpoint() else (0, 0)
     # The backward of an autograd.Function multiplies by itself what autograd would multiply.
     return (0, 0) if _in_our_code() else (0, forward)
-
-
-def _in_backward() -> bool:
-    """Return whether autograd runs this call; torch has no public way to ask."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _in_reentrant_checkpoint() -> bool:

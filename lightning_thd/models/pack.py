@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._checks import instance
+from lightning_thd._static import in_backward
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
@@ -90,7 +91,7 @@ def current_pack() -> Boundaries | None:
     scope: Scope | None = getattr(STATE, "scope", None)
     if scope is not None:
         return scope.pack
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if not torch.compiler.is_compiling() and in_backward():
         raise RuntimeError(
             "A layer is recomputed in backward and the boundaries of its pack are not known there. Use "
             "model.gradient_checkpointing_enable() or a CheckpointWrapper around layers of the model."
