@@ -88,7 +88,9 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "strategies/logs.py", _LIGHTNING, "self.log under our strategies"
     ),
     "lightning.pytorch.Trainer._logger_connector": PrivateName(
-        "strategies/logs.py", _LIGHTNING, "Sequences(n)"
+        "strategies/logs.py",
+        _LIGHTNING,
+        "Sequences(n), THDThroughputMonitor, ExpertBias or CUDAGraphCallback",
     ),
     f"{_LOGS}.logger_connector._LoggerConnector._current_fx": PrivateName(
         "strategies/logs.py", _LIGHTNING, "Sequences(n)"
@@ -104,6 +106,19 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     ),
     f"{_LOGS}.result._Sync._generate_sync_fn": PrivateName(
         "strategies/logs.py", _LIGHTNING, "self.log(on_step=True, sync_dist=True) with Sequences(n)"
+    ),
+    # -- logs of callbacks
+    f"{_LOGS}.logger_connector._LoggerConnector._callback_metrics": PrivateName(
+        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor or ExpertBias"
+    ),
+    f"{_LOGS}.logger_connector._LoggerConnector._progress_bar_metrics": PrivateName(
+        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor(progress_bar=True)"
+    ),
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped": PrivateName(
+        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor or CUDAGraphCallback"
+    ),
+    "torch.nn.Module._compiled_call_impl": PrivateName(
+        "callbacks/module_flops.py", _TORCH, "THDThroughputMonitor for a transformers model"
     ),
     # -- weights, gradients and checkpoints
     "lightning.pytorch.strategies.DDPStrategy._ddp_kwargs": PrivateName(

@@ -58,6 +58,9 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "datasets.IterableDataset": iterable_dataset,
     "lightning.pytorch.LightningModule": L.LightningModule,
     "lightning.pytorch.Trainer": lambda: L.Trainer(logger=False, enable_checkpointing=False),
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": (
+        lambda: L.Trainer(logger=False, enable_checkpointing=False).fit_loop.epoch_loop
+    ),
     "lightning.pytorch.strategies.DDPStrategy": DDPStrategy,
     "lightning.pytorch.strategies.ModelParallelStrategy": ModelParallelStrategy,
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (

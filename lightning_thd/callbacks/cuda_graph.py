@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.loggers import accumulates, logged_step, logs_now
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph import (
     Bucket,
@@ -96,8 +97,10 @@ class CUDAGraphCallback(L.Callback):
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
-        self.costs, self.require = costs, require
-        self.keep_gradients, self.compile_layers = keep_gradients, compile_layers
+        self.costs = costs
+        self.require = require
+        self.keep_gradients = keep_gradients
+        self.compile_layers = compile_layers
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
@@ -113,15 +116,20 @@ class CUDAGraphCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Replace ``training_step`` by one that replays graphs, or print why graphs are not possible."""
         self._remove()
-        self.step, self.plan, self._seen, self._idle = None, None, [], False
+        self.step = None
+        self.plan = None
+        self._seen = []
+        self._idle = False
         self._group = ALONE if trainer.world_size == 1 else None
-        named: dict[str, type[Backend]] = {"cuda": CudaBackend, "recording": RecordingBackend}
-        chosen: Any = self._backend_choice
-        backend: Backend = named[chosen]() if isinstance(chosen, str) else chosen
-        if (missing := backend.unavailable(trainer.strategy.root_device)) is not None:
+
+        backend = _backend_of(self._backend_choice)
+        missing = backend.unavailable(trainer.strategy.root_device)
+        if missing is not None:
             self._stay_idle(missing)
             return
-        if (reason := _unsupported(trainer, pl_module)) is not None:
+
+        reason = _unsupported(trainer, pl_module)
+        if reason is not None:
             if self.compile_layers:
                 raise MisconfigurationException(
                     f"CUDAGraphCallback(compile_layers=True) compiles layers inside graphs, but {reason}. "
@@ -130,21 +138,35 @@ class CUDAGraphCallback(L.Callback):
                 )
             self._stay_idle(reason)
             return
+
         prepare_if_asked(pl_module)
-        if self.compile_layers and (reason := cannot_compile(pl_module, backend)) is not None:
-            raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
+        if self.compile_layers:
+            reason = cannot_compile(pl_module, backend)
+            if reason is not None:
+                raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
+
+        self._replace_training_step(trainer, pl_module, backend)
+
+    def _replace_training_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, backend: Backend
+    ) -> None:
+        """Replace ``training_step`` of a module by one that captures graphs once they are chosen."""
         original = pl_module.training_step
+
+        def without_module(module: L.LightningModule, *args: Any) -> Any:
+            """Call the original, which is bound; ``GraphedStep`` passes the module as first argument."""
+            return original(*args)
 
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             batch = args[0] if args else None
             if self._idle or kwargs:
                 return original(*args, **kwargs)
+
             if self.step is None and self._choose(trainer, batch):
-                function = lambda module, *given: original(*given)  # noqa: E731
                 assert self.plan is not None
                 self.step = GraphedStep(
-                    function,
+                    without_module,
                     pl_module,
                     buckets=self.plan.buckets(),
                     backend=backend,
@@ -153,11 +175,13 @@ class CUDAGraphCallback(L.Callback):
                     compile_layers=self.compile_layers,
                 )
                 self.step.group = self._group
-            if self.step is None:
+            if self.step is None:  # the batches that the choice needs have not all been seen
                 return original(*args)
-            capture_s = self.stats.capture_s
+
+            capture_s_before = self.stats.capture_s
             output = self.step(*args)
-            if self.stats.capture_s > capture_s:
+            if self.stats.capture_s > capture_s_before:
+                # A capture takes seconds, which say nothing about the speed of training.
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
                     if isinstance(callback, THDThroughputMonitor):
                         callback.exclude_step()
@@ -167,7 +191,7 @@ class CUDAGraphCallback(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Log the hit rate and the fallbacks on the steps on which the Trainer logs."""
-        if not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs:
+        if not accumulates(trainer) and logs_now(trainer):
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -187,18 +211,21 @@ class CUDAGraphCallback(L.Callback):
         if not packs and not self._seen and group_size(self._group) == 1:
             self._stay_idle(f"the batches are {type(batch).__name__}, and graphs need THDBatch")
             return False
+
         planner = getattr(trainer.train_dataloader, "planner", None)
         if isinstance(planner, PackPlanner):
             sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
+            # Batches that fit no graph are noted too, so that all ranks get here after equally many batches.
             eager = not packs or batch.prefixes is not None or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else Layout.of_batch(batch))  # any type: ranks vote together
+            self._seen.append(None if eager else Layout.of_batch(batch))
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)
         rank_zero_info(self.plan.table())
+
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches. They capture only if all ranks expect a gain.
         if not all_agree(problem is None, trainer.strategy.root_device, self._group):
@@ -207,20 +234,32 @@ class CUDAGraphCallback(L.Callback):
         return True
 
     def _stay_idle(self, reason: str) -> None:
+        """Run this fit without graphs and print why; with ``require=True``, raise instead."""
         self._idle = True
         if self.require:
             raise MisconfigurationException(f"CUDAGraphCallback(require=True), but {reason}.")
+
         layers = ", and compile_layers=True compiles only inside graphs" if self.compile_layers else ""
         rank_zero_info(f"CUDAGraphCallback is idle: {reason}{layers}. See docs/reference/messages.md#graphs.")
 
     def _log(self, trainer: L.Trainer) -> None:
-        for logger in trainer.loggers if self.step is not None else ():
-            logger.log_metrics(self.stats.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self.step is None:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(self.stats.metrics(), step=logged_step(trainer))
 
     def _remove(self) -> None:
+        """Restore the module's own ``training_step`` and close the graphs; ``stats`` keeps their numbers."""
         self._replaced.close()
         if self.step is not None:
             self.step.close()
+
+
+def _backend_of(named: str | Backend) -> Backend:
+    """Return a backend that was passed, or a new one of a name."""
+    if isinstance(named, Backend):
+        return named
+    return CudaBackend() if named == "cuda" else RecordingBackend()
 
 
 def _unsupported(trainer: L.Trainer, module: L.LightningModule) -> str | None:
@@ -230,13 +269,21 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule) -> str | None:
             "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
             "part that computes the loss: GraphedStep(function, module, buckets=...)"
         )
-    if (stages := getattr(trainer.strategy, "pipeline_parallel_size", 1)) != 1:
+
+    stages = getattr(trainer.strategy, "pipeline_parallel_size", 1)
+    if stages != 1:
         return f"pipeline_parallel_size={stages!r} runs stages by a schedule, outside of training_step"
-    size = getattr(trainer.strategy, "context_parallel_size", 1)
-    if size != 1:
-        return f"context_parallel_size={size!r} exchanges keys whose number depends on the lengths"
-    if (ranks := getattr(trainer.strategy, "expert_parallel_size", 1)) != 1:
+
+    shards = getattr(trainer.strategy, "context_parallel_size", 1)
+    if shards != 1:
+        return f"context_parallel_size={shards!r} exchanges keys whose number depends on the lengths"
+
+    ranks = getattr(trainer.strategy, "expert_parallel_size", 1)
+    if ranks != 1:
         return f"expert_parallel_size={ranks!r} reads in every layer, from the device, where its tokens go"
-    if (found := sharded_by(module) or sharded_by(trainer.strategy.model or module)) is not None:
-        return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
+
+    # strategy.model is the wrapped module, such as FSDP1's, once the strategy has set it up.
+    sharding = sharded_by(module) or sharded_by(trainer.strategy.model or module)
+    if sharding is not None:
+        return f"the module is sharded by {sharding}, whose gathered parameters have no fixed address"
     return None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd._static import only_looking, shapes_are_static
+from lightning_thd._static import in_backward, only_looking, shapes_are_static
+from lightning_thd.callbacks.loggers import accumulates, record
 from lightning_thd.callbacks.seen import kept_slots
 from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
 from lightning_thd.parallel.experts import expert_ranks
@@ -30,49 +31,66 @@ class ExpertChoices:
     # Only forward passes in training are counted. Compiled layers and CUDA graphs run no hooks.
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
-        kinds = tuple(kind for kind, _ in routers_of(module))
-        found = [(n, x) for n, x in module.named_modules() if kinds and isinstance(x, kinds)]
-        routers = {n: x for n, x in found if isinstance(getattr(x, "num_experts", None), int)}
+        routers = _named_routers(module)
         self.names = [*routers]
-        self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._sizes: list[int] = [x.num_experts for x in routers.values()]  # type: ignore[misc]
+        self.group = group
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+        self._sizes: list[int] = [router.num_experts for router in routers.values()]  # type: ignore[misc]
         self._ranks = expert_ranks(module)
-        self._counts: Tensor | None = None
+        self._counts: Tensor | None = None  # made at the first choice, on the device where the router runs
+        self._mask: Any = None  # the attention_mask of the model's running call
+
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._count, layer)))
             for layer, router in enumerate(routers.values())
         ]
-        self._mask: Any = None  # the attention_mask of the model's running call
-        models = [x for x in module.modules() if routers and hasattr(type(x), "get_input_embeddings")]
-        look = only_looking(self._look)
-        self._handles += [x.register_forward_pre_hook(look, with_kwargs=True) for x in models]
+        if routers:
+            look = only_looking(self._look)
+            for child in module.modules():
+                if hasattr(type(child), "get_input_embeddings"):  # a transformers model
+                    self._handles.append(child.register_forward_pre_hook(look, with_kwargs=True))
 
     def _look(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember the attention_mask of a model's call, as a forward pre-hook."""
         if not torch.compiler.is_compiling():
             self._mask = kwargs.get("attention_mask")
 
     def _count(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
+        """Count the choices of one call of a router, as a forward hook; ``layer`` is a row of the counts."""
         # Skip recomputation in the backward pass, which would count the same choices twice.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or in_backward():
             return
         if not router.training or shapes_are_static() or not isinstance(output, tuple):
             return
+
+        # Routers return logits and weights as floats; the int64 tensor [slots, k] has the chosen experts.
         chosen = next((x for x in output if isinstance(x, Tensor) and x.dtype == torch.int64), None)
         if chosen is None or chosen.ndim != 2:
             return
+
         counts = self._tensor(chosen.device)
+        real_slots = self._real_slots(len(chosen))
+        if real_slots is None:
+            weights = torch.ones_like(chosen)
+        else:
+            weights = real_slots[:, None].expand_as(chosen).to(chosen.dtype)
+        counts[layer].scatter_add_(0, chosen.flatten(), weights.flatten())
+
+    def _real_slots(self, slots: int) -> Tensor | None:
+        """Return which slots of the running call hold real tokens, bool ``[slots]``; None if all may."""
         # A monitor of models without packs does not load attention.
         from lightning_thd.models.pack import current_scope
 
         scope = current_scope()
-        real = None if scope is None or scope.pack is None else scope.pack.real_slots
-        mask = self._mask if real is None else None
-        if isinstance(mask, Tensor) and mask.numel() == len(chosen):  # padded rows
-            real = kept_slots(mask).flatten()
-        ones = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).to(chosen.dtype)
-        counts[layer].scatter_add_(0, chosen.flatten(), ones.flatten())
+        if scope is not None and scope.pack is not None and scope.pack.real_slots is not None:
+            return scope.pack.real_slots
+        if isinstance(self._mask, Tensor) and self._mask.numel() == slots:  # padded rows
+            return kept_slots(self._mask).flatten()
+        return None
 
     def _tensor(self, device: torch.device) -> Tensor:
+        """Return the counts since the last ``take``, ``[layers, most experts]``."""
         if self._counts is None:
             shape = len(self._sizes), max(self._sizes, default=0)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -80,22 +98,31 @@ class ExpertChoices:
 
     def take(self) -> Tensor:
         """Add up all ranks' choices since the last call, in a collective: ``[layers, most experts]``."""
-        counts, several = self._tensor(self.device), group_size(self.group) > 1
+        counts = self._tensor(self.device)
+        several = group_size(self.group) > 1
         wire = communication_device(self.group, counts.device) if several else counts.device
-        found = counts.to(wire, copy=True)
+
+        total = counts.to(wire, copy=True)
         counts.zero_()
         if several:
-            dist.all_reduce(found, group=self.group)
-        return found
+            dist.all_reduce(total, group=self.group)
+        return total
 
     def close(self) -> dict[str, float]:
         """Return the metrics of the choices since the last call, after a collective and a device read."""
         counts = self.take().cpu().numpy()
-        counts, sizes = counts[ran := counts.any(axis=1)], np.array(self._sizes)[ran]
+        ran = counts.any(axis=1)  # some models do not run all their routers
         if not ran.any():
             return {}
-        busiest = counts.max(axis=1) * sizes / counts.sum(axis=1)
-        metrics = {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+        counts = counts[ran]
+        sizes = np.array(self._sizes)[ran]
+
+        # The busiest expert's tokens over the mean of the layer's experts; 1.0 is a perfect balance.
+        imbalance = counts.max(axis=1) * sizes / counts.sum(axis=1)
+        metrics = {
+            "experts/imbalance": float(imbalance.mean()),
+            "experts/worst_layer": float(imbalance.max()),
+        }
         if self._ranks > 1:
             metrics["experts/busiest_rank"] = _busiest_rank(counts, sizes, self._ranks)
         return metrics
@@ -104,6 +131,16 @@ class ExpertChoices:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _named_routers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers of a model that transformers knows, by name, if they have ``num_experts``."""
+    kinds = tuple(kind for kind, _ in routers_of(module))
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, kinds) and isinstance(getattr(child, "num_experts", None), int)
+    }
 
 
 def _busiest_rank(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], ranks: int) -> float:
@@ -150,10 +187,13 @@ class ExpertBias(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the biases and start to count choices."""
         self._choices = ExpertChoices(pl_module, stage_group(trainer.strategy))
-        named = [*pl_module.named_buffers(), *pl_module.named_parameters()]
-        biases = {name: value for name, value in named if name.rpartition(".")[2] == _BIAS}
-        self._biases, self._counted = [_bias_of(name, biases) for name in self._choices.names], False
-        half = [name for name, value in biases.items() if value.dtype.itemsize < 4]
+        self._counted = False
+        # Some models register the bias as a buffer, others as a parameter.
+        tensors = [*pl_module.named_buffers(), *pl_module.named_parameters()]
+        biases = {name: tensor for name, tensor in tensors if name.rpartition(".")[2] == _BIAS}
+        self._biases = [_bias_of(name, biases) for name in self._choices.names]
+
+        half = [name for name, bias in biases.items() if bias.dtype.itemsize < 4]
         several = getattr(trainer.strategy, "pipeline_parallel_size", 1) > 1  # a stage may have no experts
         if half or not (self._biases or several):
             came = f"{half[0]} is {biases[half[0]].dtype}" if half else "the model has no known routers"
@@ -168,6 +208,7 @@ class ExpertBias(Callback):
         """Move the biases according to the choices of the step."""
         if self._choices is None or not self._biases:
             return
+
         counts = self._choices.take()
         if not self._counted and not bool(counts.any()):
             raise MisconfigurationException(
@@ -176,38 +217,45 @@ class ExpertBias(Callback):
                 "See docs/reference/messages.md#experts."
             )
         self._counted = True
+
         with torch.no_grad():
-            for bias, row in zip(self._biases, counts, strict=True):
-                chosen = row[: bias.numel()]
-                move = self.rate * torch.sign(chosen.sum() - chosen * len(chosen))
-                whole = move.to(bias.device, bias.dtype).view(bias.shape)
+            for bias, layer_counts in zip(self._biases, counts, strict=True):
+                chosen = layer_counts[: bias.numel()]
+                # The sign of mean - chosen; times the number of experts, it is exact in int64.
+                direction = torch.sign(chosen.sum() - chosen * len(chosen))
+                change = (self.rate * direction).to(bias.device, bias.dtype).view(bias.shape)
                 if isinstance(bias, DTensor):  # a parameter that FSDP2 shards
-                    whole = distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)
-                bias.add_(whole)
+                    # Every rank has the same change, so that none has to send it (src_data_rank=None).
+                    change = distribute_tensor(change, bias.device_mesh, bias.placements, src_data_rank=None)
+                bias.add_(change)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the largest bias when the Trainer logs."""
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        steps = self._biases and not trainer.fit_loop._should_accumulate()
-        if every and steps and trainer.global_step % every == 0:
-            parts = [b.full_tensor() if isinstance(b, DTensor) else b for b in self._biases]
-            value = float(torch.stack([part.abs().max().float() for part in parts]).max())
-            trainer._logger_connector._callback_metrics["train/experts/bias"] = torch.tensor(value)
-            trainer._logger_connector.log_metrics({"train/experts/bias": value})  # type: ignore[dict-item]  # floats work
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside __init__
+        if not every or not self._biases or accumulates(trainer) or trainer.global_step % every:
+            return
+
+        whole = [bias.full_tensor() if isinstance(bias, DTensor) else bias for bias in self._biases]
+        largest = torch.stack([bias.abs().max().float() for bias in whole]).max()
+        metrics = {"train/experts/bias": float(largest)}
+        record(trainer, metrics, logged=metrics)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
         if self._choices is not None:
             self._choices.stop()
-        self._choices, self._biases = None, []
+        self._choices = None
+        self._biases = []
 
 
 def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
-    for place in (router, router.rpartition(".")[0]):
-        if found := [bias for name, bias in biases.items() if name.startswith(f"{place}.")]:
-            return found[0]
+    """Return the bias inside a router or, if it has none, inside the module that holds the router."""
+    for owner in (router, router.rpartition(".")[0]):
+        for name, bias in biases.items():
+            if name.startswith(f"{owner}."):
+                return bias
     raise MisconfigurationException(
         f"ExpertBias moves each router's {_BIAS}, and {router} has none. Use router_balance='sequence'."
     )

@@ -1,12 +1,20 @@
-"""All metrics -> the metrics that loggers get, and the charts that loggers show first."""
+"""Metrics of callbacks -> the Trainer, its progress bar and its loggers, with the charts they show first."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 from lightning.fabric.loggers import TensorBoardLogger
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
+
+from lightning_thd._private import private_of
+
+_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
+_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 
 # Loggers get only these keys by default.
 _LOGGED = re.compile(
@@ -42,3 +50,59 @@ def lay_out(loggers: Iterable[Logger]) -> None:
                 logger.experiment.define_metric(
                     f"train/{key}", step_metric="trainer/global_step", hidden=True
                 )
+
+
+def record(
+    trainer: Trainer,
+    metrics: Mapping[str, float],
+    *,
+    logged: Mapping[str, float],
+    shown: Mapping[str, float] | None = None,
+) -> None:
+    """Give metrics to the Trainer, from any hook.
+
+    Args:
+        trainer: the running Trainer.
+        metrics: what other callbacks find in ``trainer.callback_metrics``, as float64 tensors.
+        logged: what the loggers get.
+        shown: what the progress bar shows.
+    """
+    # Not through the Trainer's public properties: they would read every metric of the progress bar from the
+    # device. Not through self.log either, which Lightning refuses in hooks such as on_train_end.
+    connector = _logger_connector(trainer)
+
+    values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+    callback_metrics = private_of(connector, f"{_CONNECTOR}._callback_metrics")
+    callback_metrics.update(zip(metrics, values, strict=True))
+
+    if shown is not None:
+        private_of(connector, f"{_CONNECTOR}._progress_bar_metrics").update(shown)
+
+    connector.log_metrics(dict(logged))
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Return whether the Trainer logs the running batch, by its ``log_every_n_steps``."""
+    return bool(_logger_connector(trainer).should_update_logs)
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step under which Lightning logs: batches of the fit that ended with an optimizer step."""
+    # trainer.global_step is another number if there are several optimizers.
+    return int(private_of(trainer.fit_loop.epoch_loop, f"{_EPOCH_LOOP}._batches_that_stepped"))
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Return whether the running batch only adds to the gradients, and a later one ends with the step."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    if batches.current.ready % trainer.accumulate_grad_batches == 0:
+        return False
+
+    # Lightning also steps after the last batch of an epoch, except under strategies that count by themselves.
+    is_last = batches.is_last_batch or batches.current.ready == trainer.num_training_batches
+    return trainer.strategy.handles_gradient_accumulation or not is_last
+
+
+def _logger_connector(trainer: Trainer) -> Any:
+    """Return the part of the Trainer that keeps its metrics."""
+    return private_of(trainer, "lightning.pytorch.Trainer._logger_connector")

@@ -6,6 +6,7 @@ with and without gradients. Nothing is read from the device: shapes and the grad
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-from lightning_thd._static import only_looking
+from lightning_thd._private import private_of
+from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
@@ -52,7 +54,10 @@ class ModuleFlops:
     def __init__(
         self, module: nn.Module, given: FlopsModel | None = None, *, sharded: bool, **conventions: Any
     ) -> None:
-        self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
+        self._module = module
+        self._given = given
+        self._sharded = sharded  # context parallelism: a call has a shard of the slots
+        self._conventions = conventions
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" is the model before the first step
         self._tries: dict[str, int] = {}  # by stage, the number of watched steps
         self._stage = "train"  # the current one; validation may run between two microbatches of a step
@@ -60,8 +65,8 @@ class ModuleFlops:
         self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
-        own = {key: each for key, each in conventions.items() if key != "recompute"}
-        self._own = OwnModel(module, **own)
+        own_conventions = {name: value for name, value in conventions.items() if name != "recompute"}
+        self._own = OwnModel(module, **own_conventions)
 
     def model(self, stage: str) -> FlopsModel | None:
         """Return the model that counts the FLOPs of a stage; None while it is unknown."""
@@ -91,26 +96,31 @@ class ModuleFlops:
         if self._models[""] is None:
             self._own.begin(stage, batch, inside=inside)
             return
-        known = stage in self._models or self._tries.get(stage, 0) >= _MAX_WATCHED
-        if not inside and stage not in self._calls and not known:
-            models = outermost_models(self._module).items()
-            self._calls[stage] = {name: _Calls(model, lambda: self._stage == stage) for name, model in models}
+
+        decided = stage in self._models or self._tries.get(stage, 0) >= _MAX_WATCHED
+        if not inside and stage not in self._calls and not decided:
+            models = outermost_models(self._module)
+            self._calls[stage] = {
+                name: _Calls(model, lambda: self._stage == stage) for name, model in models.items()
+            }
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
         """Update a stage's FLOPs model from its first step; return whether the counting slowed the step."""
         slow = False
         if self._given is None and self._models[""] is None:
             slow = self._own.end(stage, step)
+
         if stage in self._calls and not discard and step:
-            found = _passes(self._calls[stage], step, sharded=self._sharded)
+            passes = _passes(self._calls[stage], step, sharded=self._sharded)
             if stage == "train":
                 # An interleaved pipeline schedule calls the model once for each stage of this rank.
                 calls = max((stage_module.chunks for stage_module in stages_in(self._module)), default=1)
-                found = {name: Passes(x.training / calls, x.forward / calls) for name, x in found.items()}
+                passes = {name: Passes(x.training / calls, x.forward / calls) for name, x in passes.items()}
             else:
-                found = {name: Passes(x.training + x.forward) for name, x in found.items()}
-            if any(x.training or x.forward for x in found.values()):
-                self._models[stage] = self._find(found)
+                # The meter of an evaluation counts forward work only, with or without gradients.
+                passes = {name: Passes(x.training + x.forward) for name, x in passes.items()}
+            if any(x.training or x.forward for x in passes.values()):
+                self._models[stage] = self._find(passes)
             self._tries[stage] = self._tries.get(stage, 0) + 1
         self._stop_watch(stage)
         return slow
@@ -157,13 +167,17 @@ class _Count:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a call, as a forward pre-hook."""
-        if torch._C._current_graph_task_id() != -1:  # checkpointing runs the layer again in backward
+        if in_backward():  # checkpointing runs the layer again in backward
             self.recomputed = True
             return
-        grad, slots = torch.is_grad_enabled(), _slots(args, kwargs)
+
+        grad = torch.is_grad_enabled()
+        slots = _slots(args, kwargs)
         self.number[grad] += 1
-        self.slots[grad] += slots or 0
-        self.unknown = self.unknown or slots is None
+        if slots is None:
+            self.unknown = True
+        else:
+            self.slots[grad] += slots
 
 
 class _Calls:
@@ -171,14 +185,18 @@ class _Calls:
 
     def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
-        layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
-        self._counts = [_Count() for _ in (model, *layers[:1])]
+        self.visible = not _is_compiled(model)  # whether hooks see every call of the model
+        self._counts: list[_Count] = []
         self._handles: list[RemovableHandle] = []
-        # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
-        self.visible = model._compiled_call_impl is None
-        for module, count in zip((model, *layers[:1]), self._counts, strict=True):
-            if module._compiled_call_impl is None:
-                hook = only_looking(lambda *args, count=count: count.note(*args) if runs() else None)
+
+        # The first layer shows what ran if the model's own calls are not seen.
+        layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
+        for module in (model, *layers[:1]):
+            count = _Count()
+            self._counts.append(count)
+            # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
+            if not _is_compiled(module):
+                hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def stop(self) -> None:
@@ -188,34 +206,57 @@ class _Calls:
 
     def passes(self, microbatches: int, slots: int) -> Passes | None:
         """Return passes per token, or None if hooks cannot see the calls; ``slots`` is 0 if unknown."""
-        count = next((count for count in self._counts if any(count.number.values())), None)
-        if count is None:
+        called = [count for count in self._counts if any(count.number.values())]
+        if not called:
             return Passes(0.0, 0.0) if self.visible else None
-        known = 0 if count.unknown else slots
-        training, forward = (
-            _share(count.number[grad], count.slots[grad], microbatches, known) for grad in (True, False)
-        )
-        return Passes(training + forward, 0.0) if count.recomputed else Passes(training, forward)
+
+        count = called[0]  # the model's, or that of its first layer
+        total = 0 if count.unknown else slots
+        training = _share(count.number[True], count.slots[True], microbatches, total)
+        forward = _share(count.number[False], count.slots[False], microbatches, total)
+        if count.recomputed:  # reentrant checkpointing runs a layer first without gradients
+            return Passes(training + forward, 0.0)
+        return Passes(training, forward)
+
+
+def _note_if(runs: Callable[[], bool], count: _Count, *call: Any) -> None:
+    """Count a call, as a forward pre-hook, while ``runs()`` is true."""
+    if runs():
+        count.note(*call)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
     """Return the passes per token of each model, from its calls or, if hooks see none, its gradients."""
     slots = 0 if sharded else sum(stats.slots for stats, _ in step)
     trained = {
-        name: any(p.grad is not None for p in calls.model.parameters()) for name, calls in watched.items()
+        name: any(parameter.grad is not None for parameter in calls.model.parameters())
+        for name, calls in watched.items()
     }
-    found = {}
+
+    passes_of: dict[str, Passes] = {}
     for name, calls in watched.items():
-        # Without seen calls, a model ran only forward if it has no gradients and another model has some.
-        unseen = Passes(0.0, 1.0) if any(trained.values()) and not trained[name] else Passes()
-        found[name] = calls.passes(len(step), slots) or unseen
-    return found
+        passes = calls.passes(len(step), slots)
+        if passes is None:
+            # Without seen calls, a model ran only forward if it has no gradients and another model has some.
+            only_forward = any(trained.values()) and not trained[name]
+            passes = Passes(0.0, 1.0) if only_forward else Passes()
+        passes_of[name] = passes
+    return passes_of
 
 
 def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the slots of a call's input: a batch, token ids or hidden states; None if it is neither."""
     named = [kwargs[name] for name in _INPUTS if kwargs.get(name) is not None]
-    value = next(iter([*named, *args]), None)
-    if (stats := getattr(value, "stats", None)) is not None:
+    inputs = [*named, *args]
+    value = inputs[0] if inputs else None
+
+    stats = getattr(value, "stats", None)
+    if stats is not None:
         return int(stats.slots)
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
@@ -243,7 +284,8 @@ def find_model(
 ) -> FlopsModel | None:
     """Join the FLOPs of a module's transformers models; None if it has none, or prints which is unknown."""
     models = outermost_models(module)
-    members, paths = list[Member](), list[str]()
+    members: list[Member] = []
+    seeing: list[nn.Module] = []  # models whose FLOPs include those of their vision towers
     for path, child in models.items():
         name = path or type(module).__name__
         times = (passes or {}).get(path, Passes())
@@ -254,16 +296,20 @@ def find_model(
         except ValueError as unknown:
             rank_zero_info(f"FLOPs of {name}: {unknown}")
             return None
+
+        # In a pipeline, the FLOPs are those of the whole model, of which this rank runs stages.
         stage = next(stages_in(child), None)
         model = model.for_module(child if stage is None or stage.whole is None else stage.whole)
         if recompute != "auto":
             model = replace(model, recompute=recompute)
         model = _with_own_head(model, child, module)
+
         members.append(Member(name=name, model=model, training=times.training, forward=times.forward))
-        paths.append(path)
+        if model.sees_images:
+            seeing.append(child)
     if not members:
         return None
-    seeing = [models[path] for path, member in zip(paths, members, strict=True) if member.model.sees_images]
+
     _warn_of_uncounted(module, models, seeing)
     return join(members)
 
@@ -276,45 +322,66 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
             return model
     except (AttributeError, NotImplementedError):
         return model
+
     groups = weights_by_layer(child, share_of_experts(child))
     pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    named = _POOLED_HEADS if pooled else _HEADS
-    heads = [w for key in ("transform", "") for w in groups.get(key, ()) if w.macs and named.search(w.path)]
+    head_names = _POOLED_HEADS if pooled else _HEADS
+    outside_layers = [*groups.get("transform", ()), *groups.get("", ())]
+    heads = [weight for weight in outside_layers if weight.macs and head_names.search(weight.path)]
+
     vocabulary = getattr(child.config, "vocab_size", None)
     elsewhere = any(isinstance(x, nn.Linear) and x.out_features == vocabulary for x in module.modules())
     if not heads and elsewhere:  # the user's module has a language head of its own
         return model
+
     transforms = hasattr(child, "head") and not pooled  # ModernBERT transforms every token before the head
     left_out = ("lm_head",) if transforms else ("lm_head", "transform")
     layers = [layer for layer in model.layers if layer.path not in left_out]
-    upstream = any(w.trained for group in groups.values() for w in group if not named.search(w.path))
-    upstream = upstream or any(term.input_grad for term in layers[-1].terms)
+
+    # A head gives a gradient to its input if anything before it is trained.
+    trained_before = any(
+        weight.trained for group in groups.values() for weight in group if not head_names.search(weight.path)
+    )
+    trained_before = trained_before or any(term.input_grad for term in layers[-1].terms)
     for head in heads:
         # A decoder's "score" runs on every token.
         basis: Basis = "sequence" if pooled and "score." not in head.path else "token"
         term = matmul("head", head.macs, kind="logits", basis=basis)
-        costs: Any = {"input_grad": term.forward * upstream, "weight_grad": term.forward * head.trained}
-        layers.append(lone("head", replace(term, **costs)))
-        upstream = upstream or head.trained
+        term = replace(
+            term,
+            input_grad=term.forward * trained_before,
+            weight_grad=term.forward * head.trained,
+        )
+        layers.append(lone("head", term))
+        trained_before = trained_before or head.trained
     return replace(model, layers=tuple(layers))
 
 
 def _warn_of_uncounted(
     module: nn.Module, models: Mapping[str, nn.Module], seeing: Sequence[nn.Module]
 ) -> None:
+    """Warn if a tower, or more than ``_UNCOUNTED`` of the weights, is in no model whose FLOPs are known.
+
+    Args:
+        module: the user's module.
+        models: the transformers models in it.
+        seeing: those whose FLOPs include their vision towers.
+    """
     counted = {
         id(parameter)
         for model in models.values()
         for name, parameter in model.named_parameters()
-        if any(model is x for x in seeing) or not _TOWER.search(name)
+        if any(model is each for each in seeing) or not _TOWER.search(name)
     }
     rest = {
         name: parameter.numel()
         for name, parameter in module.named_parameters()
         if id(parameter) not in counted and parameter.dim() > 1
     }
-    towers = {found[1] for name in rest if (found := _TOWER.search(name))}
+    matches = [_TOWER.search(name) for name in rest]
+    towers = {match[1] for match in matches if match is not None}
     total = sum(parameter.numel() for parameter in module.parameters())
+
     if total and (towers or sum(rest.values()) > _UNCOUNTED * total):
         others = {name.split(".")[0] for name in rest if not _TOWER.search(name)}
         names = sorted(towers | others)

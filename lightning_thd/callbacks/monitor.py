@@ -19,7 +19,7 @@ from lightning_thd._checks import described, flags, whole_number
 from lightning_thd._trees import tree_leaves
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.callbacks.experts import expert_load
-from lightning_thd.callbacks.loggers import for_loggers, lay_out
+from lightning_thd.callbacks.loggers import accumulates, for_loggers, lay_out, logged_step, record
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
 from lightning_thd.flops.model import FlopsModel, check_conventions, checked_flops
@@ -180,12 +180,19 @@ class THDThroughputMonitor(Callback):
         if capacity is not None:
             whole_number(capacity, "capacity", least=1, advice="Pass the data module's capacity.")
         self._remove_hooks()  # those of an earlier model
-        known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)
-        self._flops, self._log = self._flops_of(model, sharded=False), log
-        self._steps, self._graphs, self._marks = 0, _compiled_graphs(), StepMarks(self._clock)
-        self._new_meter("train", "training", hardware, model).capacity = capacity or 0
+        hardware = Hardware.of(model, device, self.peak, precision, group=None, devices=ranks)
+
+        self._flops = self._flops_of(model, sharded=False)
+        self._log = log
+        self._steps = 0
+        self._graphs = _compiled_graphs()
+        self._marks = StepMarks(self._clock)
+
+        meter = self._new_meter("train", "training", hardware, model)
+        meter.capacity = capacity or 0
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -196,12 +203,14 @@ class THDThroughputMonitor(Callback):
         """
         if "train" not in self._meters or self._flops is None:
             raise ValueError("step() was called before watch(model). Call monitor.watch(model) once.")
+
         self._begin_step(batch)
         try:
             yield
         except BaseException:
             self._flops.stop()
             raise
+
         self._add("train", batch)
         self._end_step()
         if self._steps % (self.every_n_steps or _OWN_LOOP_STEPS) == 0:
@@ -243,7 +252,8 @@ class THDThroughputMonitor(Callback):
         """Find the FLOPs model and the device's peak, and start measuring."""
         warn_of_newer()
         self._open("train", trainer, pl_module)
-        self._steps, self._graphs = 0, _compiled_graphs()
+        self._steps = 0
+        self._graphs = _compiled_graphs()
         self._marks = StepMarks(self._clock)
         self._wrap_saving(trainer)
         lay_out(trainer.loggers)
@@ -253,11 +263,13 @@ class THDThroughputMonitor(Callback):
     ) -> None:
         """Start the clock at the first batch, and again after each pause."""
         meter = self._meters["train"]
-        if not meter.steps[-1]:
+        inside_step = bool(meter.steps[-1])  # with gradient accumulation, after the step's first batch
+        if not inside_step:
             self._follow()
+
         meter.resume()
         if self._flops is not None:
-            self._flops.begin("train", batch, inside=bool(meter.steps[-1]))
+            self._flops.begin("train", batch, inside=inside_step)
         self._marks.waited(trainer.train_dataloader)
         self._marks.mark("other")
 
@@ -271,18 +283,20 @@ class THDThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and log the metrics when an interval ends."""
-        accumulates = trainer.fit_loop._should_accumulate()
-        self._marks.mark("forward_backward" if accumulates else "optimizer")
+        step_goes_on = accumulates(trainer)
+        self._marks.mark("forward_backward" if step_goes_on else "optimizer")
+
         skipped = pl_module.automatic_optimization and outputs == {}  # training_step returned None
         if not skipped:
             self._add("train", batch)
         elif self._flops is not None:
             self._flops.stop()
-        if accumulates:
+        if step_goes_on:
             return
+
         self._end_step()
         every = self.every_n_steps or _log_every(trainer)
-        if every and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0:
+        if every and (logged_step(trainer) + 1) % every == 0:  # Lightning adds the 1 after this hook
             self._report(trainer, "train")
         elif not every and self._steps % _FLUSH_STEPS == 0:
             self._meter("train").reduce(whole=True)
@@ -302,7 +316,9 @@ class THDThroughputMonitor(Callback):
         """Restore the Trainer's own methods and remove all hooks."""
         self._restored = self.state_dict()
         self._remove_hooks()
-        self._meters, self._hardware, self._flops = {}, None, None
+        self._meters = {}
+        self._hardware = None
+        self._flops = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of training so far, over all ranks."""
@@ -319,29 +335,35 @@ class THDThroughputMonitor(Callback):
             sharded = getattr(strategy, "context_parallel_size", 1) != 1
             self._flops = self._flops_of(pl_module, sharded=sharded)
             precision = str(getattr(trainer.precision_plugin, "precision", "32-true"))
-            job: Any = {"group": data_parallel_group(strategy), "devices": trainer.world_size}
-            self._hardware = Hardware.of(pl_module, strategy.root_device, self.peak, precision, **job)
+            self._hardware = Hardware.of(
+                pl_module,
+                strategy.root_device,
+                self.peak,
+                precision,
+                group=data_parallel_group(strategy),
+                devices=trainer.world_size,
+            )
+
         work: Work = "training" if stage == "train" else "forward"
         if stage == "train" and not trainer.global_step:  # neither a resumed nor a second fit
             self._restored = {}
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
-        known = {getattr(loader, "capacity", None) for loader in loaders} - {None}
-        known = known or {getattr(getattr(trainer, "datamodule", None), "capacity", None)}
-        if len(known) == 1 and isinstance(capacity := known.pop(), int):
-            meter.capacity = capacity
+        meter.capacity = _capacity_of(trainer, stage)
         return meter
 
     def _flops_of(self, module: nn.Module, *, sharded: bool) -> ModuleFlops:
+        """Return what finds the FLOPs models of a module's stages, by the monitor's arguments."""
         conventions: Any = {"causal": self.causal, "tokens": self.tokens, "recompute": self.recompute}
         return ModuleFlops(module, self.flops_model, sharded=sharded, **conventions)
 
     def _new_meter(
         self, stage: str, work: Work, hardware: Hardware, module: nn.Module, group: Any = None
     ) -> Meter:
-        self._meters[stage] = meter = Meter(stage, work, self._clock, hardware)
-        ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
-        meter.pad_id = next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
+        """Create the meter of a stage; that of training also gets the experts' choices and the totals."""
+        meter = Meter(stage, work, self._clock, hardware)
+        self._meters[stage] = meter
+        meter.pad_id = _pad_id_of(module)
+
         if stage == "train":
             meter.experts = expert_load(module, group)
             if self._restored:
@@ -357,25 +379,31 @@ class THDThroughputMonitor(Callback):
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pause training, and start the meter of an evaluation."""
         self._marks.pause()
         if "train" in self._meters:
             self._meters["train"].pause()
+
         meter = self._open(stage, trainer, pl_module)
         if self._flops is not None:
             self._flops.begin(stage)
         meter.resume()
 
     def _add(self, stage: str, batch: Any) -> None:
+        """Count a batch; warn once of one that cannot be counted."""
         meter = self._meters[stage]
         calls = [] if self._flops is None else self._flops.calls()
-        if not meter.add(batch, calls) and not self._warned:
+        microbatches = meter.add(batch, calls)
+
+        if not microbatches and not self._warned:
             self._warned = True
             warn(
                 f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
                 f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}.",
                 MeasureWarning,
             )
-        if stage != "train" and self._flops is not None:
+
+        if stage != "train" and self._flops is not None:  # each batch of an evaluation is a step
             self._flops.end(stage, meter.steps[-1])
 
     def _close(self, meter: Meter, *, last: bool) -> dict[str, float]:
@@ -385,6 +413,7 @@ class THDThroughputMonitor(Callback):
         if self._flops is not None:
             self._flops.follow()  # in a pipeline, where ``_follow`` does nothing
         self.latest.update(metrics)
+
         all_slots = meter.model is not None and meter.model.tokens == "slots"  # by the user's choice
         if meter.unknown_padding and not all_slots and not self._noticed_padding:
             self._noticed_padding = True
@@ -395,6 +424,7 @@ class THDThroughputMonitor(Callback):
                 "THDThroughputMonitor(tokens='slots') logs MFU. "
                 "See docs/reference/messages.md#padding."
             )
+
         if metrics and meter.unfilled and not self._noticed_fill:
             self._noticed_fill = True
             rank_zero_info(
@@ -407,33 +437,41 @@ class THDThroughputMonitor(Callback):
         """Close a step after the optimizer's update, and decide whether its time counts in the rates."""
         self._marks.end_step()
         self._steps += 1
-        graphs, meter = _compiled_graphs(), self._meters["train"]
-        leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
-        counted = self._flops is not None and self._flops.end("train", meter.steps[-1], discard=self._exclude)
-        meter.end_step(None if self._flops is None else self._flops.products)
-        if leave_out or counted:  # a step under torch's FLOP counter is slow
+        meter = self._meters["train"]
+
+        slow = False  # a step under torch's FLOP counter
+        products = None
+        if self._flops is not None:
+            slow = self._flops.end("train", meter.steps[-1], discard=self._exclude)
+            products = self._flops.products
+        meter.end_step(products)
+
+        graphs = _compiled_graphs()
+        compiled = graphs != self._graphs
+        if slow or compiled or self._exclude or self._steps <= self.warmup_steps:
             meter.leave_out()
             self._marks.close()
-        self._exclude, self._graphs = False, graphs
+
+        self._exclude = False
+        self._graphs = graphs
 
     def _report(self, trainer: Trainer, stage: str, *, last: bool = False) -> None:
+        """Close an interval of a stage, and give its metrics to the Trainer; a collective."""
         meter = self._meter(stage)
         if stage != "train":
             meter.pause()
             del self._meters[stage]
+
         metrics = self._close(meter, last=last)
         if stage == "train" and metrics:
             metrics |= self._marks.close()
             self.latest.update(metrics)
-        # The Trainer's public properties would read every metric of the progress bar from the device.
-        connector = trainer._logger_connector
-        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
-        connector._callback_metrics.update(zip(metrics, values, strict=True))
+
+        shown = None
         if self.progress_bar and stage == "train":
-            found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
-            connector._progress_bar_metrics.update(found)
-        shown: Any = dict(metrics) if self.all_keys else for_loggers(metrics)
-        connector.log_metrics(shown)
+            shown = {label: metrics[f"train/{key}"] for key, label in _BAR if f"train/{key}" in metrics}
+        logged = metrics if self.all_keys else for_loggers(metrics)
+        record(trainer, metrics, logged=logged, shown=shown)
 
     def _wrap_saving(self, trainer: Trainer) -> None:
         """Pause the clock while the Trainer saves; reduce the counts first, for the checkpoint."""
@@ -447,17 +485,23 @@ class THDThroughputMonitor(Callback):
                 original(*args, **kwargs)
                 self._marks.mark("checkpoint")
 
-        self._saving = trainer, trainer.__dict__.get("save_checkpoint"), save
+        # In the instance's __dict__, which shows whether other code had replaced the method before.
+        self._saving = (trainer, trainer.__dict__.get("save_checkpoint"), save)
         trainer.__dict__["save_checkpoint"] = save
 
     def _remove_hooks(self) -> None:
-        if "train" in self._meters and (load := self._meters["train"].experts) is not None:
-            load.stop()
+        """Remove the hooks on the model, and restore the Trainer's ``save_checkpoint``."""
+        if "train" in self._meters:
+            experts = self._meters["train"].experts
+            if experts is not None:
+                experts.stop()
         if self._flops is not None:
             self._flops.stop()
+
         if self._saving is None:
             return
-        (trainer, before, save), self._saving = self._saving, None
+        trainer, before, save = self._saving
+        self._saving = None
         if trainer.__dict__.get("save_checkpoint") is save:  # unless other code has replaced it since
             del trainer.__dict__["save_checkpoint"]
             if before is not None:
@@ -488,9 +532,13 @@ class StepMarks:
         total = getattr(loader, "waited_s", None)
         if total is None:
             return
-        if self._since is not None and self._waited is not None and self._waited[0] is loader:
-            self._seconds["data_wait"] += total - self._waited[1]
-            self._since += total - self._waited[1]
+
+        if self._since is not None and self._waited is not None:
+            last_loader, last_total = self._waited
+            if last_loader is loader:
+                waited_s = total - last_total
+                self._seconds["data_wait"] += waited_s
+                self._since += waited_s  # so that the next mark does not count it again
         self._waited = (loader, total)
 
     def end_step(self) -> None:
@@ -511,12 +559,38 @@ class StepMarks:
         """Return the mean seconds per step of each part since the last call, or {} without steps."""
         if not self._steps:
             return {}
-        found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
-        self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
-        return found
+
+        means = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._steps = 0
+        return means
+
+
+def _capacity_of(trainer: Trainer, stage: str) -> int:
+    """Return the slots of a full pack of a stage's loaders, else of the data module; 0 if unknown."""
+    loaders = tree_leaves(getattr(trainer, _LOADERS[stage]))
+    capacities = {getattr(loader, "capacity", None) for loader in loaders} - {None}
+    if not capacities:
+        datamodule = getattr(trainer, "datamodule", None)
+        capacities = {getattr(datamodule, "capacity", None)}
+    if len(capacities) != 1:  # loaders of several capacities
+        return 0
+
+    (capacity,) = capacities
+    return capacity if isinstance(capacity, int) else 0  # not a string such as "auto"
+
+
+def _pad_id_of(module: nn.Module) -> int | None:
+    """Return the first pad id that a config in a module has."""
+    for child in module.modules():
+        pad_id = getattr(getattr(child, "config", None), "pad_token_id", None)
+        if isinstance(pad_id, int):
+            return pad_id
+    return None
 
 
 def _notice_padding(meter: Meter) -> None:
+    """Say once, at the end, which share of the padded rows was padding, and what packing would save."""
     real, slots = meter.padded
     if 0 < real < slots:
         rank_zero_info(
