@@ -137,11 +137,11 @@ print(model.config._attn_implementation)
 @pytest.mark.parametrize(
     "statement",
     [
-        "from lightning_thd.attention import varlen_attention",
         "from lightning_thd.batch import THDBatch",
-        "from lightning_thd.packing import PackPlanner",
-        "from lightning_thd.parallel import shard_batch",
-        "import lightning_thd.loss",
+        pytest.param("from lightning_thd.attention import varlen_attention", marks=pytest.mark.slow),
+        pytest.param("from lightning_thd.packing import PackPlanner", marks=pytest.mark.slow),
+        pytest.param("from lightning_thd.parallel import shard_batch", marks=pytest.mark.slow),
+        pytest.param("import lightning_thd.loss", marks=pytest.mark.slow),
         "import lightning_thd; lightning_thd.batch.THDBatch",
     ],
 )

@@ -227,11 +227,15 @@ class THDDataModule(LogsSources):
         return self._settings.capacity
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the capacity that was found, which a resumed run keeps; nothing if it was given."""
-        return {"capacity": self._settings.capacity} if self._keeps_capacity else {}
+        """Return what a resumed run keeps: counts of a mixture's sources, and a capacity that was found."""
+        state = super().state_dict()
+        if self._keeps_capacity:
+            state["capacity"] = self._settings.capacity
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the capacity of a checkpoint, unless a number was given."""
+        """Take the counts of a checkpoint, and its capacity unless a number was given."""
+        super().load_state_dict(state_dict)
         if self._finds_capacity and "capacity" in state_dict:
             self.capacity = state_dict["capacity"]
             self._keeps_capacity = True

@@ -152,14 +152,19 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
         self._needs_boundaries = needs_boundaries and self._data_kwargs.get("needs_boundaries", True)
         if self._needs_boundaries:  # checks the first packs, then gives way to the class's own method
-            own: dict[str, Any] = self.__dict__
-            own[LOSS] = FirstStep(
+            self._first_step = FirstStep(
                 self.compute_loss,
                 what=f"{type(self).__name__}.{LOSS}",
                 option=OPTION,
-                passed=lambda: own.pop(LOSS),
+                passed=self._forget_first_step,
             )
+            self.__dict__[LOSS] = self._first_step
         self._refuse_settings()
+
+    def _forget_first_step(self) -> None:
+        """Give the class's own method back, unless somebody has put another function in its place."""
+        if self.__dict__.get(LOSS) is self._first_step:
+            del self.__dict__[LOSS]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; count sequences from 0, and make a new FLOPs model."""

@@ -134,7 +134,7 @@ def pair_losses(
             f"queries have {queries.shape[1]} numbers a row but documents have {documents.shape[1]}. Embed "
             "both by one model, or by two models of the same size."
         )
-    return losses_of_pairs(queries, documents, _checked_pairs(pairs, queries, documents), similarity)
+    return _losses_of_pairs(queries, documents, _checked_pairs(pairs, queries, documents), similarity)
 
 
 def _checked_pairs(pairs: Any, queries: Tensor, documents: Tensor) -> Pairs:
@@ -159,7 +159,7 @@ def _checked_pairs(pairs: Any, queries: Tensor, documents: Tensor) -> Pairs:
     return found
 
 
-def losses_of_pairs(queries: Tensor, documents: Tensor, pairs: Pairs, similarity: Similarity) -> Tensor:
+def _losses_of_pairs(queries: Tensor, documents: Tensor, pairs: Pairs, similarity: Similarity) -> Tensor:
     """Compute ``pair_losses`` of checked arguments."""
     device = queries.device
     wide = torch.promote_types(torch.promote_types(queries.dtype, documents.dtype), torch.float32)
@@ -471,7 +471,7 @@ def _share(table: Tensor, layout: _Layout, place: int, similarity: Similarity) -
         return table[:0].sum()  # 0, with a gradient, so that this rank takes part in the backward exchange
     queries = table.index_select(0, uploaded(layout.queries, table.device))
     documents = table.index_select(0, uploaded(layout.documents, table.device))
-    losses = losses_of_pairs(queries, documents, pairs, similarity)
+    losses = _losses_of_pairs(queries, documents, pairs, similarity)
     positives = np.bincount(pairs[:, 0])[pairs[:, 0]]
     total: Tensor = (losses / uploaded(positives, table.device)).sum()
     if torch.is_grad_enabled():

@@ -128,7 +128,7 @@ FIT = {
         ("--trainer.max_stpes 3", "no option --trainer.max_stpes; did you mean --trainer.max_steps?"),
         ("--config typo.yaml", "there is no option --data.capcity; did you mean --data.capacity?"),
         ("--config none.yaml", "File does not exist: '.*none.yaml'"),
-        ("--data.capacity much", 'Parser key "data.capacity": Expected a'),
+        ("--data.capacity much", 'Parser key "data.capacity": Does not validate against any'),
         ("--data.capacity -3", "capacity=-3; wanted 1 or more. Pass the tokens of a pack"),
         ("--trainer.accelerator abacus", "invalid accelerator name: `accelerator='abacus'`. Available"),
         ("--model.config {}", "config=.*: it names no model_type, for example"),

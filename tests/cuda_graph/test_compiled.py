@@ -115,6 +115,7 @@ def test_forty_packs_in_eager_training_need_one_graph() -> None:
     assert_compiled_once()
 
 
+@pytest.mark.slow
 def test_layers_that_a_user_compiled_stay_compiled() -> None:
     model = model_of()
     compiler = CompileCounterWithBackend("aot_eager")

@@ -63,6 +63,7 @@ def test_layer_inputs_in_cpu_memory_free_the_device(tmp_path: Path) -> None:
     assert "with offload: equal" in _run("offload", folder=tmp_path)
 
 
+@pytest.mark.slow
 @needs_imagination
 def test_the_largest_capacity_is_found_on_a_device(tmp_path: Path) -> None:
     assert "within a tenth" in _run("capacity", folder=tmp_path)

@@ -17,6 +17,8 @@ from tests.fuzz import Entry
 from tests.tiny import tiny_llama
 
 MODEL = tiny_llama(torch.float32)
+BASE = MODEL.model  # without its head
+ROLES = THDBatch.collate([{"query": [1, 2], "positive": [3, 4], "negative": [5]}])
 FIVE = THDBatch.collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
 
 
@@ -120,6 +122,35 @@ def _of_five(rng: random.Random) -> dict[str, Any]:
     return {**values, "batch": FIVE, "weights": rng.choice([None, torch.ones(5)])}
 
 
+def _contrastive(rng: random.Random) -> dict[str, Any]:
+    dims = rng.choice([None, (4, 2)])
+    return {
+        "queries": torch.randn(2, 4),
+        "documents": torch.randn(3, 4),
+        "pairs": rng.choice([None, [[0, 1], [1, 0]]]),
+        "temperature": rng.choice([0.05, 1]),
+        "symmetric": rng.random() < 0.5,
+        "normalize": rng.random() < 0.5,
+        "dims": dims,
+        "dim_weights": None if dims is None else rng.choice([None, (1.0, 0.5)]),
+    }
+
+
+def _embeddings(rng: random.Random) -> dict[str, Any]:
+    options = _contrastive(rng)
+    return {
+        **options,
+        "model": BASE if options["dims"] is None else torch.randn(3, 4),
+        "batch": ROLES,
+        "pooling": rng.choice(["last", "first", "mean"]),
+        "group": None,
+    }
+
+
+def _of_base(rng: random.Random) -> dict[str, Any]:
+    return {**_embeddings(rng), "model": BASE}
+
+
 def _others(rng: random.Random) -> dict[str, Any]:
     return {
         **{n: getattr(_rollouts(), n) for n in PackedRollouts.__dataclass_fields__},
@@ -152,6 +183,9 @@ _MADE: dict[Callable[[random.Random], dict[str, Any]], str] = {
     _policy: "policy.ppo_clip_loss policy.grpo_loss policy.cispo_loss policy.sapo_loss policy.vespo_loss",
     _of_rows: "policy.gspo_loss",
     _of_five: "dft_loss log_token_losses preference.sequence_sums",
+    _contrastive: "contrastive.pair_losses",
+    _of_base: "contrastive.embed",
+    _embeddings: "contrastive.info_nce",
     _others: "PackedRollouts PackedRollouts.from_padded mtp_targets policy.group_advantages",
 }
 

@@ -26,7 +26,7 @@ FAMILIES_WARN = pytest.mark.filterwarnings("ignore")  # of what is theirs
     ("kind", "family", "verdict", "reason"),
     [
         ("causal", "deepseek_v4", "refused", "adds keys of its own"),
-        ("causal", "minimax_m3_vl_text", "refused", "chooses the keys of every token by an index"),
+        ("causal", "minimax_m3_vl_text", "refused", "passes block_indices to its attention"),
         ("causal", "bart", "refused", "counts positions along the whole row"),
         ("causal", "gemma4_unified", "exact", ""),
         ("image_text", "gemma3", "exact", ""),
@@ -35,7 +35,7 @@ FAMILIES_WARN = pytest.mark.filterwarnings("ignore")  # of what is theirs
         ("encoder", "mobilebert", "refused", "trigram_input"),
         ("causal", "deepseek_v32", "refused", "chooses the keys of every token by an index"),
         pytest.param("causal", "zaya", "exact", "", marks=pytest.mark.slow),
-        ("causal", "doge", "refused", "adds to its mask"),
+        ("causal", "doge", "refused", "hides keys by a window or chunk of 8"),
         ("encoder", "layoutlm", "exact", ""),
         ("token", "umt5", "refused", "position_bias"),
         ("causal", "rwkv", "exact", ""),

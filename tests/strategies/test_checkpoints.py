@@ -142,6 +142,7 @@ def compiled(folder: str) -> list[dict[str, Any]]:
     return [full_parameters(getattr(model, "_orig_mod", model)) for model in models]
 
 
+@pytest.mark.slow
 def test_compiled_models_resume_and_leave_as_a_plain_file_and_a_hugging_face_folder(tmp_path: Path) -> None:
     whole, wanted, *resumed = run_ranks(compiled, 2, str(tmp_path))[0]
     assert max(largest_error(found, wanted) for found in resumed) < 1e-10
