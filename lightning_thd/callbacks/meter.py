@@ -35,7 +35,8 @@ from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, combine, win
 from lightning_thd.warnings import MeasureWarning, warn
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
-_Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
+# A microbatch's stats and its lengths on the host.
+_Resolved: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
@@ -53,8 +54,12 @@ class LowPrecision:
 
     def peak(self, peak: float, flops: FlopsBreakdown, work: Work) -> float:
         """Return the FLOP/s of a device that runs the low-precision part and the rest at their own peaks."""
+        if not flops.model:
+            return peak
+
+        # The time of both parts, in units of 1 / peak: the low-precision part runs ``ratio`` times as fast.
         low = self.shares[work] * flops.linear
-        return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
+        return peak * flops.model / (low / self.ratio + flops.model - low)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +79,9 @@ class Hardware:
     ) -> Hardware:
         """Look up the peak for a module and a precision; ``job`` has the group and the number of devices."""
         low = low_precision(module, device, peak)
-        found = resolve_peak(peak, device, torch.bfloat16 if low else compute_dtype(precision, module))
-        return cls(device=device, peak=found, low=low, ranks=group_size(job.get("group")), **job)
+        dtype = torch.bfloat16 if low else compute_dtype(precision, module)
+        flops_per_s = resolve_peak(peak, device, dtype)
+        return cls(device=device, peak=flops_per_s, low=low, ranks=group_size(job.get("group")), **job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +93,12 @@ class Counted:
     flops: FlopsBreakdown | None
 
     def __add__(self, other: Counted) -> Counted:
-        if not (self.microbatches and other.microbatches):
-            return self if self.microbatches else other
+        # Nothing counted has unknown FLOPs too, and must not make those of the other side unknown.
+        if not other.microbatches and self.microbatches:
+            return self
+        if not self.microbatches:
+            return other
+
         flops = None if self.flops is None or other.flops is None else self.flops + other.flops
         return Counted(self.stats + other.stats, self.microbatches + other.microbatches, flops)
 
@@ -169,22 +179,24 @@ class Meter:
         if self._since is None:
             return False
         synchronize(self.hardware.device)
-        self._seconds, self._since = self._elapsed(), None
+        self._seconds = self._elapsed()
+        self._since = None
         return True
 
     def use(self, flops: ModuleFlops, stage: str = "train") -> None:
         """Count with the FLOPs that are known of a stage by now."""
-        self.model, self.pattern = flops.model(stage), flops.pattern
+        self.model = flops.model(stage)
+        self.pattern = flops.pattern
 
     def add(self, batch: Any, calls: Sequence[AttentionCall] = ()) -> int:
         """Count a batch's microbatches in the running step and return their number.
 
         ``calls`` are its attention calls that ``pattern`` leaves out.
         """
-        found = microbatches(batch, self.pad_id)
-        self.steps[-1].extend(found)
+        seen = microbatches(batch, self.pad_id)
+        self.steps[-1].extend(seen)
         self._calls[-1].extend(calls)
-        return len(found)
+        return len(seen)
 
     def end_step(self, products: tuple[int, int] | None = None) -> None:
         """End the running step after the optimizer's update, and begin the next.
@@ -202,7 +214,9 @@ class Meter:
         synchronize(self.hardware.device)
         self._left_out_steps.extend(self._ended())
         self._left_out.extend(chain.from_iterable(self.steps))
-        self.steps, self._calls, self._products = [[]], [[]], [None]
+        self.steps = [[]]
+        self._calls = [[]]
+        self._products = [None]
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
@@ -211,16 +225,19 @@ class Meter:
         synchronize(hardware.device)  # before ``flush`` reads the clock
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(self.flush(whole=whole), group=hardware.group, device=wire)
-        found = interval(rows, self.model, self.work, self._lap(whole=whole))
-        everything = found.measured + found.left_out
-        self.totals["time"] += found.seconds
+        new = interval(rows, self.model, self.work, self._lap(whole=whole))
+        self._interval = new if self._interval is None else self._interval + new
+
+        everything = new.measured + new.left_out
+        self.totals["time"] += new.seconds
         self.totals["batches"] += everything.microbatches
         self.totals["samples"] += everything.stats.sequences
         self.totals["lengths"] += everything.stats.slots
-        self.unknown_padding = self.unknown_padding or found.unknown_slots > 0
-        self.padded = [self.padded[0] + found.padded_real, self.padded[1] + found.padded_slots]
-        self._interval = found if self._interval is None else self._interval + found
-        if (flops := everything.flops) is not None:
+        self.unknown_padding = self.unknown_padding or new.unknown_slots > 0
+        self.padded = [self.padded[0] + new.padded_real, self.padded[1] + new.padded_slots]
+
+        flops = everything.flops
+        if flops is not None:
             before = self._total_flops or dict.fromkeys(COLUMNS, 0.0)
             self._total_flops = {name: total + getattr(flops, name) for name, total in before.items()}
 
@@ -228,31 +245,48 @@ class Meter:
         """Return an interval's metrics over all ranks by key, such as "train/time"; a collective."""
         self.reduce()
         loads = {} if self.experts is None else self.experts.close()
-        found, self._interval = self._interval, None
-        left_out_seconds, self._left_out_seconds = self._left_out_seconds, 0.0
-        everything = None if found is None else found.measured + found.left_out
-        if found is None or everything is None or not everything.microbatches:
+        closed = self._interval
+        self._interval = None
+        left_out_seconds = self._left_out_seconds
+        self._left_out_seconds = 0.0
+        if closed is None:
             return {}
+        everything = closed.measured + closed.left_out
+        if not everything.microbatches:
+            return {}
+
         metrics = packing(everything.stats, everything.flops)
-        if found.room:
-            metrics["packing/fill"] = everything.stats.real_tokens / found.room
-        metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
-        rated, seconds = found.measured, found.seconds
+        if closed.room:
+            metrics["packing/fill"] = everything.stats.real_tokens / closed.room
+        metrics["packing/imbalance"] = closed.heaviest / closed.mean if closed.mean else 1.0
+
+        rated = closed.measured
+        seconds = closed.seconds
         if last and not self._rated and not rated.microbatches:  # a run with only left-out steps
-            rated, seconds = everything, left_out_seconds
+            rated = everything
+            seconds = left_out_seconds
             self.totals["time"] += seconds
         if rated.microbatches and seconds > 0:
-            peak, low = found.peak, self.hardware.low
+            peak = closed.peak
+            low = self.hardware.low
             if peak is not None and rated.flops is not None and low is not None:
                 peak = low.peak(peak, rated.flops, self.work)
-            job: Any = {"seconds": seconds, "devices": self.hardware.devices, "peak": peak}
-            metrics |= rates(rated.stats, rated.flops, microbatches=rated.microbatches, **job)
+            metrics |= rates(
+                rated.stats,
+                rated.flops,
+                microbatches=rated.microbatches,
+                seconds=seconds,
+                devices=self.hardware.devices,
+                peak=peak,
+            )
             self._rated = True
-        if found.unknown_slots:
+
+        if closed.unknown_slots:  # real tokens are unknown, and so is MFU unless the user counts slots
             for key in (*_OF_REAL_TOKENS, "real_items_per_sec"):
                 metrics.pop(key, None)
             if self.model is not None and self.model.tokens == "real":
                 metrics.pop("device/mfu", None)
+
         metrics |= loads
         metrics |= self.totals
         if self._total_flops is not None and everything.flops is not None:
@@ -265,37 +299,39 @@ class Meter:
         running_calls = self._calls.pop() if whole else []
         if whole:
             self._products.pop()
+
         ended = self._ended()
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
         seen = measured + self._left_out
         model = self.model
-        known = resolve(seen, model.vision if model is not None and model.sees_images else None)
-        unknown_slots = sum(stats.slots for stats, lengths in known if isinstance(lengths, Dense))
+        resolved = resolve(seen, model.vision if model is not None and model.sees_images else None)
+
+        # What is not known stays ``Dense``; rows whose lengths were on the device now have them.
+        unknown_slots = sum(stats.slots for stats, lengths in resolved if isinstance(lengths, Dense))
         padded = [
             stats
-            for (_, before), (stats, lengths) in zip(seen, known, strict=True)
+            for (_, before), (stats, lengths) in zip(seen, resolved, strict=True)
             if isinstance(before, Rows) and not isinstance(lengths, Dense)
         ]
         packs = [stats for stats, lengths in seen if not isinstance(lengths, Rows | Dense | None)]
         self.unfilled = bool(packs) and not self.capacity and all(x.slots == x.real_tokens for x in packs)
-        table = count_table(known, self.model)
-        ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
-        extra = self._extra(known, [*ended, *self._left_out_steps])
-        of_steps, left_out = extra[: len(ended)], extra[len(ended) :]
+
+        table = count_table(resolved, self.model)
+        measured_table = table[: len(measured)]
+        left_out_table = table[len(measured) :]
+        extra = self._extra(resolved, [*ended, *self._left_out_steps])
+        extra_of_steps = extra[: len(ended)]
+        extra_left_out = extra[len(ended) :]
+
         works: list[float] = []
-        if steps and self.hardware.ranks > 1:
-            every = -(-len(steps) // _BINS)
-            sums = np.add.reduceat(table[: len(measured)], [0, *ends[:-1]][::every], axis=0).tolist()
-            each = [from_ints(row, model) for row in sums]
-            more = [float(of_steps[i : i + every].sum()) for i in range(0, len(steps), every)]
-            works = [
-                float(x.slots if model is None else count(model, x, work=self.work).hardware + own)
-                for x, own in zip(each, more, strict=True)
-            ]
+        if self.hardware.ranks > 1:
+            works = self._works([len(step) for step in steps], measured_table, extra_of_steps)
+
+        # ``interval`` takes this vector apart.
         vector = [
-            *table[: len(measured)].sum(axis=0).tolist(),
-            *table[len(measured) :].sum(axis=0).tolist(),
+            *measured_table.sum(axis=0).tolist(),
+            *left_out_table.sum(axis=0).tolist(),
             len(measured),
             len(self._left_out),
             round(self.hardware.peak or 0),
@@ -308,38 +344,73 @@ class Meter:
                 for stats, lengths in seen
             ),
             # The FLOPs of some steps can exceed int64, so sums are sent as the 64 bits of floats.
-            *np.array([*of_steps.sum(0), *left_out.sum(0)]).view(np.int64).tolist(),
+            *np.array([*extra_of_steps.sum(0), *extra_left_out.sum(0)]).view(np.int64).tolist(),
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
-        self.steps, self._left_out = [running], []
-        self._calls, self._products, self._left_out_steps = [running_calls], [None], []
+
+        self.steps = [running]
+        self._calls = [running_calls]
+        self._products = [None]
+        self._left_out = []
+        self._left_out_steps = []
         return vector
 
+    def _works(self, microbatches: list[int], table: IntArray, extra: FloatArray) -> list[float]:
+        """Return this rank's work in each group of neighbouring steps, at most ``_BINS`` of them.
+
+        Args:
+            microbatches: their number in each step.
+            table: the counts of each microbatch, ``[microbatches, counts]``.
+            extra: the FLOPs of each step that ``model`` does not count, ``[steps, 2]``.
+        """
+        steps = len(microbatches)
+        if not steps:
+            return []
+
+        size = -(-steps // _BINS)  # steps of a group, rounded up
+        ends = np.cumsum(microbatches, dtype=np.int64)
+        starts_of_steps = [0, *ends[:-1]]
+        sums = np.add.reduceat(table, starts_of_steps[::size], axis=0).tolist()
+
+        works: list[float] = []
+        for group, row in enumerate(sums):
+            stats = from_ints(row, self.model)
+            if self.model is None:
+                works.append(float(stats.slots))
+                continue
+            more = float(extra[group * size : (group + 1) * size].sum())
+            works.append(float(count(self.model, stats, work=self.work).hardware + more))
+        return works
+
     def _ended(self) -> list[_Step]:
+        """Return what the steps of this interval ran, except a running step without microbatches."""
         each = zip(self.steps, self._calls, self._products, strict=True)
         return [_Step(len(step), calls, products) for step, calls, products in each if step]
 
-    def _extra(self, known: list[_Known], steps: list[_Step]) -> FloatArray:
+    def _extra(self, resolved: list[_Resolved], steps: list[_Step]) -> FloatArray:
         """Return each step's FLOPs that ``model`` does not count: (linear, attention), ``[steps, 2]``."""
-        found = np.zeros((len(steps), 2))
+        extra = np.zeros((len(steps), 2))
         if self.pattern is None or self.model is None:
-            return found
+            return extra
+
         training = self.work == "training"
         host: dict[int, list[int]] = {}  # offsets that were read from a device, by their id
         start = 0
         for i, step in enumerate(steps):
-            batches = known[start : start + step.microbatches]
+            batches = resolved[start : start + step.microbatches]
             start += step.microbatches
-            found[i, 1] = flops_of_calls(step.calls, self.pattern.convention, training=training, host=host)
+
+            extra[i, 1] = flops_of_calls(step.calls, self.pattern.convention, training=training, host=host)
             for _, lengths in batches:
-                held = getattr(lengths, "held", ())
-                found[i, 1] += self.pattern.flops(lengths or (), held, training=training)
+                held = getattr(lengths, "held", ())  # of sequences that share prefixes
+                extra[i, 1] += self.pattern.flops(lengths or (), held, training=training)
+
             if step.products is not None:
                 stats = combine(stats for stats, _ in batches)
                 share = stats.real_tokens / stats.slots if self.model.tokens == "real" else 1.0
                 flops = sum(step.products) if training else step.products[0]
-                found[i, 0] = flops * share - count(self.model, stats, work=self.work).linear
-        return found
+                extra[i, 0] = flops * share - count(self.model, stats, work=self.work).linear
+        return extra
 
     def state(self) -> dict[str, Any]:
         """Return the totals for a checkpoint."""
@@ -352,13 +423,17 @@ class Meter:
             self._total_flops = {name: float(state["flops"][name]) for name in COLUMNS}
 
     def _elapsed(self) -> float:
-        return self._seconds + (self.clock() - self._since if self._since is not None else 0.0)
+        """Return the counted seconds since the last lap, up to now if the clock runs."""
+        if self._since is None:
+            return self._seconds
+        return self._seconds + (self.clock() - self._since)
 
     def _lap(self, *, whole: bool = False) -> float:
         """Return and reset the seconds since the last call; with ``whole``, only those of ended steps."""
         elapsed = self._elapsed()
         seconds = self._whole_seconds if whole else elapsed
-        self._seconds, self._whole_seconds = elapsed - seconds, 0.0
+        self._seconds = elapsed - seconds
+        self._whole_seconds = 0.0
         if self._since is not None:
             self._since = self.clock()
         return seconds
@@ -373,8 +448,11 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     peaks = [row[2 * counts + 2] for row in rows]
     unknown_slots, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
     floats = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
-    extra, works = floats[:, :4].sum(axis=0), floats[:, 4:]
-    measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
+    extra = floats[:, :4].sum(axis=0)  # linear and attention, of measured and of left-out steps
+    works = floats[:, 4:]
+
+    measured = from_ints(totals[:counts], model)
+    left_out = from_ints(totals[counts : 2 * counts], model)
     return Interval(
         measured=Counted(measured, number, _flops(model, measured, work, extra[:2])),
         left_out=Counted(left_out, left_out_number, _flops(model, left_out, work, extra[2:])),
@@ -393,11 +471,15 @@ def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
     """Return all slots over the sum of the ranks' slots/s; None if ranks ran equally many microbatches."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
+
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
     rates = [slots / nanoseconds for slots, nanoseconds in worked if slots and nanoseconds]
+    if not rates:
+        return None
+
     # A rank whose steps were all left out counts at the mean rate of the others.
-    mean = sum(rates) / max(len(rates), 1)
-    return sum(slots for slots, _ in worked) / (mean * len(rows)) / 1e9 if rates else None
+    mean = sum(rates) / len(rates)
+    return sum(slots for slots, _ in worked) / (mean * len(rows)) / 1e9
 
 
 def _flops(model: FlopsModel | None, stats: SeqStats, work: Work, extra: FloatArray) -> FlopsBreakdown | None:
@@ -408,14 +490,18 @@ def _flops(model: FlopsModel | None, stats: SeqStats, work: Work, extra: FloatAr
     return count(model, stats, work=work) + FlopsBreakdown(linear=round(linear), attention=round(attention))
 
 
-def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
+def count_table(seen: list[_Resolved], model: FlopsModel | None) -> IntArray:
     """Return each microbatch's counts and its pairs in the model's windows, ``[microbatches, counts]``."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
+
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
-    if model is not None and (windows := model.windows):
-        columns.append(_window_columns(seen, windows))
-    for edge in model.vision_windows if model is not None else ():
+    if model is None:
+        return columns[0]
+
+    if model.windows:
+        columns.append(_window_columns(seen, model.windows))
+    for edge in model.vision_windows:
         # A batch that was collated without vision= has no window counts; use their upper bound, full windows.
         areas = [
             dict(stats.vision_window_pairs).get(
@@ -427,7 +513,8 @@ def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
     return np.concatenate(columns, axis=1)
 
 
-def _window_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray:
+def _window_columns(seen: list[_Resolved], windows: tuple[Window, ...]) -> IntArray:
+    """Count each microbatch's pairs in the windows, ``[microbatches, windows]``."""
     if all(stats.windows == windows for stats, _ in seen):
         return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
@@ -435,13 +522,16 @@ def _window_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray
             f"A batch has no lengths, and its stats lack the model's attention windows {list(windows)}. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    found = _pairs_of([lengths or () for _, lengths in seen], windows)
+
+    pairs = _pairs_of([lengths or () for _, lengths in seen], windows)
     if any(isinstance(lengths, Shared) for _, lengths in seen):
-        found -= _pairs_of([getattr(lengths, "held", ()) for _, lengths in seen], windows)
-    return found
+        # The pairs inside a prefix that an earlier sequence holds are computed there.
+        pairs -= _pairs_of([getattr(lengths, "held", ()) for _, lengths in seen], windows)
+    return pairs
 
 
 def _pairs_of(all_lengths: list[tuple[int, ...]], windows: tuple[Window, ...]) -> IntArray:
+    """Count the pairs of each batch's lengths in each window, ``[batches, windows]``."""
     flat = np.fromiter(chain.from_iterable(all_lengths), dtype=np.int64)
     ends = np.cumsum([len(lengths) for lengths in all_lengths])
     return np.stack([window_pairs(flat, window, ends=ends) for window in windows], axis=1)
@@ -469,23 +559,29 @@ def low_precision(module: nn.Module, device: torch.device, peak: str | float) ->
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None
     name = device_name(device)
-    low, high = peak_flops(name, recipe.dtype), peak_flops(name, "bf16")
+    low_peak = peak_flops(name, recipe.dtype)
+    bf16_peak = peak_flops(name, "bf16")
+    if low_peak is None or bf16_peak is None:
+        return None
+
     shares: dict[Work, float] = {work: fp8_share(module, work) for work in get_args(Work)}
-    return None if low is None or high is None else LowPrecision(shares=shares, ratio=low / high)
+    return LowPrecision(shares=shares, ratio=low_peak / bf16_peak)
 
 
 def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | str) -> float | None:
     """Return a device's dense FLOP/s (given, looked up or measured); warn and return None if unknown."""
     if not isinstance(peak, str):
         return float(peak)
+
     name = device_name(device)
     if peak == "measure":
         kind = dtype
         if isinstance(kind, str):  # torch.mm supports neither FP8 nor FP4, and tf32 is a mode of float32
             kind = torch.float32 if kind == "tf32" else torch.bfloat16
-        found = measure_flops(device, dtype=kind)
-        rank_zero_info(f"Measured {found / 1e12:.3f} TFLOP/s on {name!r} in {kind}; the run uses {dtype}.")
-        return found
+        measured = measure_flops(device, dtype=kind)
+        rank_zero_info(f"Measured {measured / 1e12:.3f} TFLOP/s on {name!r} in {kind}; the run uses {dtype}.")
+        return measured
+
     # Devices before Ampere have no tf32 unit, even if torch is allowed to use one.
     old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
     looked_up = peak_flops(name, torch.float32 if dtype == "tf32" and old else dtype)
