@@ -48,5 +48,6 @@ class THDFlops(Metric):
 
     def compute(self) -> Tensor:
         """Return the model's FLOPs of all counted sequences, float64."""
-        found = count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
-        return torch.tensor(float(found.model), dtype=torch.float64)
+        stats = from_ints(self.counts.tolist(), self.model)
+        flops = count(self.model, stats, work=self.work)
+        return torch.tensor(float(flops.model), dtype=torch.float64)

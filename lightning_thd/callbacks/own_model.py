@@ -35,7 +35,8 @@ class OwnModel:
     """
 
     def __init__(self, module: nn.Module, **conventions: Any) -> None:
-        self._name, self._conventions = type(module).__name__, conventions
+        self._name = type(module).__name__
+        self._conventions = conventions
         self.model: FlopsModel | None = None
         self.pattern: AttentionPattern | None = None
         self._active: CallListener | None = None  # what listens to the running step
@@ -71,45 +72,57 @@ class OwnModel:
         """Return the calls since the last time whose offsets are not the batch's."""
         if self._active is None:
             return []
-        new = self._active.calls[self._taken :]
+
+        others: list[AttentionCall] = []
+        for call in self._active.calls[self._taken :]:
+            if self._is_own(call):
+                self._own_calls.append(call)
+            else:
+                others.append(call)
         self._taken = len(self._active.calls)
-        own = [call for call in new if self._is_own(call)]
-        others = [call for call in new if not self._is_own(call)]
-        self._own_calls += own
         self._others = self._others or bool(others)
         return others
 
     def end(self, stage: str, step: Sequence[Seen]) -> bool:
         """End a step; return whether it was slow, because its products were counted for the first time."""
-        active, own_calls = self._active, self._own_calls
+        active = self._active
+        own_calls = self._own_calls
         self.products = None
         self.stop()
         if not isinstance(active, StepCounter):
             return False
         if not step:
             return True
+
         sequences = [_sequences(seen) for seen in step]
-        found = counted(active, [stats for stats, _ in resolve(step)], sequences)
+        counted_step = counted(active, [stats for stats, _ in resolve(step)], sequences)
+        # Ranks that share a pack run a shard each, and the FLOPs are those of the pack.
         shards = max((call.shards for call in own_calls), default=1)
-        every = self._agree is None
-        if not every:
-            self._learn(found, own_calls, len(step), shards)
-        forward, backward = found.flops
-        self.products = shards * forward, shards * backward
-        return not every
+        every_step_is_counted = self._agree is None
+        if not every_step_is_counted:
+            self._learn(counted_step, own_calls, len(step), shards)
+
+        forward, backward = counted_step.flops
+        self.products = (shards * forward, shards * backward)
+        return not every_step_is_counted  # else all steps are equally slow, and have to be rated
 
     def stop(self) -> None:
         """Stop to listen, after a step or an error."""
         if self._active is not None:
             self._active.stop()
-        self._active, self._taken, self._own_calls, self._places = None, 0, [], set()
+        self._active = None
+        self._taken = 0
+        self._own_calls = []
+        self._places = set()
 
     def forget(self) -> None:
         """Count again, because weights were frozen or unfrozen; the old counts hold until then."""
         self.stop()
-        self._steps, self._agree = [], False
+        self._steps = []
+        self._agree = False
 
     def _is_own(self, call: AttentionCall) -> bool:
+        """Return whether a call's queries and keys are the sequences of the running batches."""
         if call.whole is not None:
             return True
         same = call.cu_seqlens_q.data_ptr() == call.cu_seqlens_kv.data_ptr()
@@ -121,17 +134,21 @@ class OwnModel:
         slots = combine([stats for stats, _ in seen]).slots
         if not slots or self._varies(batch, slots):
             return False
+
         if not self._steps:
             rank_zero_info(
                 "No transformers config gives the FLOPs: the products of the first step are counted, and "
                 "those of one step of other lengths. To give them yourself, pass flops_model=."
             )
             return True
-        shapes = {(step.stats.slots, sum(step.sequences)) for step in self._steps}
-        if self._agree is None:
+        if self._agree is None:  # all steps are counted
             return True
+        if self._agree or len(self._steps) >= _MOST_STEPS:
+            return False
+
         sequences = sum(_sequences(each) for each in seen)
-        return not self._agree and len(self._steps) < _MOST_STEPS and (slots, sequences) not in shapes
+        counted_shapes = {(step.stats.slots, sum(step.sequences)) for step in self._steps}
+        return (slots, sequences) not in counted_shapes
 
     def _varies(self, batch: Any, slots: int) -> bool:
         """Return whether a decoder's share of the tokens has changed; then say that nothing is counted."""
@@ -147,8 +164,9 @@ class OwnModel:
             )
         return len(self._shares) > 1
 
-    def _learn(self, found: Counted, own_calls: list[AttentionCall], microbatches: int, shards: int) -> None:
-        self._steps.append(found)
+    def _learn(self, step: Counted, own_calls: list[AttentionCall], microbatches: int, shards: int) -> None:
+        """Make the FLOPs model and the pattern from the counted steps, of which this is the last."""
+        self._steps.append(step)
         try:
             layers, self._agree = counted_layers(self._steps, name=self._name, shards=shards)
         except ValueError as err:
@@ -160,13 +178,15 @@ class OwnModel:
 
 
 def _sequences(seen: Seen) -> int:
+    """Return the number of a microbatch's sequences, without a read of the device."""
     stats, lengths = seen
     return len(lengths) if isinstance(lengths, tuple) else stats.sequences
 
 
 def _places(batch: Any) -> Iterable[int]:
     """Yield the addresses of the offsets of a batch's own sequences, without a read of the device."""
-    if isinstance(several := getattr(batch, "microbatches", None), Sequence):
+    several = getattr(batch, "microbatches", None)
+    if isinstance(several, Sequence):
         for microbatch in several:
             yield from _places(microbatch)
         return

@@ -32,12 +32,15 @@ class Rows:
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
         """Turn ``counts``, read to the host, into lengths; ``Dense`` if unknown or longer than the rows."""
-        known = bool((counts >= 0).all())
-        if known and self.by_length:
-            counts = np.repeat(np.arange(len(counts)), counts)
-        if not known or counts.sum() > self.shape[0] * self.shape[1]:  # the counts belong to other rows
-            return Dense((self.shape[1],) * self.shape[0])
-        return tuple(counts.tolist())
+        rows, slots = self.shape
+        full = Dense((slots,) * rows)
+        if (counts < 0).any():
+            return full
+
+        lengths = np.repeat(np.arange(len(counts)), counts) if self.by_length else counts
+        if lengths.sum() > rows * slots:  # the counts belong to other rows
+            return full
+        return tuple(lengths.tolist())
 
 
 class Dense(tuple[int, ...]):
@@ -56,13 +59,17 @@ class Shared(tuple[int, ...]):
         """Return the lengths of a batch's sequences; those without slots of their own come last."""
         prefixes = batch.prefixes
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
+        num_with_slots = sum(held < length for length, held in pairs)
+
         rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
-        leaves = [(keys, keys - queries) for keys, queries in rows]
-        leaves = leaves[: sum(held < length for length, held in pairs)]  # the last row may be padding
-        ordered = [*leaves, *((length, held) for length, held in pairs if held == length)]
-        found = cls(length for length, _ in ordered)
-        found.held = tuple(held for _, held in ordered)
-        return found
+        with_slots = [(keys, keys - queries) for keys, queries in rows]
+        with_slots = with_slots[:num_with_slots]  # the last row may be padding
+        without_slots = [(length, held) for length, held in pairs if held == length]
+
+        ordered = [*with_slots, *without_slots]
+        shared = cls(length for length, _ in ordered)
+        shared.held = tuple(held for _, held in ordered)
+        return shared
 
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
@@ -73,19 +80,29 @@ Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     """Return a record for every pack and every padded batch in ``batch``, which may be a container."""
-    if isinstance(several := getattr(batch, "microbatches", None), Sequence):
+    several = getattr(batch, "microbatches", None)
+    if isinstance(several, Sequence):
         return [seen for microbatch in several for seen in microbatches(microbatch, pad_id)]
+
+    # Packs know their lengths.
     if isinstance(batch, SeqStats):
         return [(batch, None)]
-    if isinstance(stats := getattr(batch, "stats", None), SeqStats):
+    stats = getattr(batch, "stats", None)
+    if isinstance(stats, SeqStats):
         if getattr(batch, "prefixes", None) is not None:
             return [(stats, Shared.of(batch))]
         return [(stats, getattr(batch, "lengths", None))]
+
+    # Padded rows by key or attribute.
     look: _Lookup = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
-    if (ids := look("input_ids")) is not None:
+    ids = look("input_ids")
+    if ids is not None:
         return _rows(ids, look, pad_id)
-    if isinstance(embeds := look("inputs_embeds"), Tensor) and embeds.dim() == 3:
-        return _rows(embeds[..., 0].long(), look, None)
+    embeds = look("inputs_embeds")
+    if isinstance(embeds, Tensor) and embeds.dim() == 3:
+        return _rows(embeds[..., 0].long(), look, None)  # only the shape of these ids counts
+
+    # Containers, and bare rows.
     if isinstance(batch, Mapping):
         return _inside(list(batch.values()), pad_id)
     if isinstance(batch, (list, tuple)):
@@ -98,30 +115,46 @@ def resolve(
 ) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
     """Fill in the lengths and, with ``vision``, the images of padded rows, with one read per device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
-    wanted = [rows.counts for rows in padded]
-    wanted += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in wanted:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    found: dict[int, np.ndarray[Any, Any]] = {}
-    for several in by_device.values():
-        values = torch.cat([x.flatten().long() for x in several]).cpu().numpy()
-        ends = np.cumsum([x.numel() for x in several])[:-1]
-        found |= {id(x): part for x, part in zip(several, np.split(values, ends), strict=True)}
-    known: list[tuple[SeqStats, tuple[int, ...] | None]] = []
+    to_read = [rows.counts for rows in padded]
+    if vision is not None:
+        to_read += [image for rows in padded for image in rows.images.values() if not image.is_meta]
+    on_host = _read(to_read)
+
+    resolved: list[tuple[SeqStats, tuple[int, ...] | None]] = []
     for stats, lengths in seen:
         if isinstance(lengths, Rows):
-            images = {} if vision is None else _on_host(lengths.images, found)
-            lengths = lengths.lengths(found[id(lengths.counts)])
+            images = {} if vision is None else _on_host(lengths.images, on_host)
+            lengths = lengths.lengths(on_host[id(lengths.counts)])
             stats = SeqStats.from_lengths(lengths, slots=stats.slots, **counted(images, vision))
-        known.append((stats, lengths))
-    return known
+        resolved.append((stats, lengths))
+    return resolved
 
 
-def _on_host(images: Mapping[str, Tensor], found: Mapping[int, np.ndarray[Any, Any]]) -> dict[str, Any]:
+def _read(tensors: Iterable[Tensor]) -> dict[int, np.ndarray[Any, Any]]:
+    """Return the values of integer tensors, flat, by the tensor's id; one read per device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+
+    on_host: dict[int, np.ndarray[Any, Any]] = {}
+    for of_device in by_device.values():
+        values = torch.cat([tensor.flatten().long() for tensor in of_device]).cpu().numpy()
+        ends = np.cumsum([tensor.numel() for tensor in of_device])[:-1]
+        for tensor, part in zip(of_device, np.split(values, ends), strict=True):
+            on_host[id(tensor)] = part
+    return on_host
+
+
+def _on_host(images: Mapping[str, Tensor], read: Mapping[int, np.ndarray[Any, Any]]) -> dict[str, Any]:
     """Return the grids that were read, without rows of zeros, and the pixels' meta tensors unchanged."""
-    grids = {name: found[id(x)].reshape(-1, 3) for name, x in images.items() if not x.is_meta}
-    return {**images, **{name: grid[(grid > 0).all(1)] for name, grid in grids.items()}}
+    on_host: dict[str, Any] = {}
+    for name, image in images.items():
+        if image.is_meta:
+            on_host[name] = image
+        else:
+            grid = read[id(image)].reshape(-1, 3)
+            on_host[name] = grid[(grid > 0).all(1)]
+    return on_host
 
 
 def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
@@ -149,7 +182,8 @@ def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
     real = mask == 1
     ids = ids.long()
     largest = torch.iinfo(ids.dtype).max
-    hidden_low, hidden_high = torch.where(real, largest, ids).amin(), torch.where(real, -1, ids).amax()
+    hidden_low = torch.where(real, largest, ids).amin()
+    hidden_high = torch.where(real, -1, ids).amax()
     one_id = (hidden_high < 0) | (hidden_low == hidden_high)
     return (real | (mask == 0)).all() & real.any(1).all() & one_id
 
@@ -162,40 +196,59 @@ def _rows(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
             for i, part in enumerate(ids)
             for seen in _rows(part, partial(_part, look, i, len(ids)), pad_id)
         ]
-    found = _rows_with_lengths(ids, look, pad_id)
-    if not found or not (images := _images(look)):
-        return found
-    ((stats, lengths),) = found
+
+    records = _rows_with_lengths(ids, look, pad_id)
+    images = _images(look)
+    if not records or not images:
+        return records
+
+    ((stats, lengths),) = records
     if not isinstance(lengths, Rows):
         lengths = Rows((stats.sequences, stats.slots // stats.sequences), torch.tensor([-1]))
     return [(stats, replace(lengths, images=images))]
 
 
 def _images(look: _Lookup) -> dict[str, Tensor]:
-    grids = {
-        name: x.clone() for name in GRIDS if isinstance(x := look(name), Tensor) and x.shape[-1:] == (3,)
-    }
-    shapes = {name: x.to("meta") for name in PIXELS if isinstance(x := look(name), Tensor)}
-    return {name: x for name, x in {**grids, **shapes}.items() if x.numel()}
+    """Return a batch's image grids, on their device, and its pixels as meta tensors, which hold no memory."""
+    images: dict[str, Tensor] = {}
+    for name in GRIDS:
+        grid = look(name)
+        if isinstance(grid, Tensor) and grid.shape[-1:] == (3,) and grid.numel():
+            images[name] = grid.clone()  # the batch may change before the interval ends
+    for name in PIXELS:
+        pixels = look(name)
+        if isinstance(pixels, Tensor) and pixels.numel():
+            images[name] = pixels.to("meta")
+    return images
 
 
 def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
     """Return the record of padded rows or of a pack ``[T]``, with lengths from the batch's other tensors."""
-    ids = ids[None] if isinstance(ids, Tensor) and ids.dim() == 1 and look("input_ids") is ids else ids
+    if isinstance(ids, Tensor) and ids.dim() == 1 and look("input_ids") is ids:
+        ids = ids[None]
     if not _are_rows(ids):
         return []
-    mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
+
+    # In the order of how much they show: positions and numbered masks also tell sequences of one row apart.
+    mask = look("attention_mask")
     mask = mask.reshape(ids.shape) if _fits(mask, ids) else None
+    positions = look("position_ids")
     if _fits(positions, ids):
         return _padded(ids, _run_lengths(positions.long().reshape(ids.shape), mask), by_length=True)
     if mask is not None:
         return _padded(ids, _mask_lengths(mask), by_length=True)
+
     for name in _OFFSETS:
-        if isinstance(offsets := look(name), Tensor) and offsets.dim() == 1:
+        offsets = look(name)
+        if isinstance(offsets, Tensor) and offsets.dim() == 1:
             return _padded(ids, offsets.long().diff())
     for name in _LENGTHS:
-        if (given := look(name)) is not None and (lengths := _one_per_row(given, len(ids))) is not None:
+        values = look(name)
+        lengths = None if values is None else _one_per_row(values, len(ids))
+        if lengths is not None:
             return _padded(ids, lengths.clamp(max=ids.shape[1]))  # the rows may have been truncated later
+
+    labels = look("labels")
     if pad_id is not None and _fits(labels, ids):
         real = ((ids != pad_id) | (labels != -100)).long()
         spans = ids.shape[1] - real.argmax(1) - real.flip(1).argmax(1)  # pad ids between tokens are tokens
@@ -204,18 +257,23 @@ def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen
 
 
 def _part(look: _Lookup, i: int, parts: int, name: str) -> Any:
+    """Look up the value of microbatch ``i`` in a list with one value for each of ``parts`` microbatches."""
     value = look(name)
     return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
 
 
 def _are_rows(ids: Any) -> bool:
-    whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.layout is torch.strided
-    return whole and ids.dim() == 2 and ids.numel() > 0
+    """Return whether a value is padded rows of token ids, ``[B, N]``."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.layout is not torch.strided:
+        return False
+    return ids.dim() == 2 and ids.numel() > 0
 
 
 def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
-    whole = isinstance(value, Tensor) and value.layout is torch.strided
-    return whole and value.shape in (ids.shape, ids.squeeze(0).shape)  # a single row also as [N]
+    """Return whether a value is a tensor with an entry for each id; for a single row also as ``[N]``."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return value.shape in (ids.shape, ids.squeeze(0).shape)
 
 
 def _one_per_row(lengths: Any, rows: int) -> Tensor | None:
@@ -272,7 +330,8 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else kept_slots(mask)
     continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
     edge = torch.zeros_like(real[:, :1])
-    starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, continues), (continues, edge)))
+    starts = real & ~torch.cat((edge, continues), 1)
+    ends = real & ~torch.cat((continues, edge), 1)
     first = torch.where(starts, index, 0).cummax(1).values
     lengths = torch.where(ends, index - first + 1, 0)
     if mask is None and length > 1:
