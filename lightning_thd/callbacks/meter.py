@@ -402,7 +402,7 @@ class Meter:
 
             extra[i, 1] = flops_of_calls(step.calls, self.pattern.convention, training=training, host=host)
             for _, lengths in batches:
-                held = getattr(lengths, "held", ())  # of sequences that share prefixes
+                held = getattr(lengths, "held", ())  # only lengths with shared prefixes have it
                 extra[i, 1] += self.pattern.flops(lengths or (), held, training=training)
 
             if step.products is not None:
