@@ -109,7 +109,8 @@ def _weighted_nll(
         weighted = weights * penalties.loss(rows.logp, rows.lse, rows.mean_logit)
         if prepared.counts is not None:
             weighted = torch.where(prepared.counts, weighted, 0.0)
-        loss, losses = weighted.sum(), weighted.detach()
+        loss = weighted.sum()
+        losses = weighted.detach()
     if see is not None and losses is not None:
         see(SlotLosses(losses, weights, prepared.kept))
     return loss
@@ -132,14 +133,17 @@ def prepare_weighted(
         type(token_weights) is not float or not math.isfinite(token_weights)
     ):
         token_weights = real_number(token_weights, "token_weights")
+
     prepared = prepare(args)
-    kept, wide = prepared.kept, prepared.settings.accumulator
+    dtype = prepared.settings.accumulator
     if per_token is not None:
-        weights = per_token.detach().flatten().to(wide)
-        weights = weights if kept is None else weights[kept]
+        weights = per_token.detach().flatten().to(dtype)
+        if prepared.kept is not None:
+            weights = weights[prepared.kept]
     else:
-        weights = torch.ones(prepared.targets.shape, dtype=wide, device=prepared.targets.device)
-        weights = weights if token_weights is None else weights * token_weights
+        weights = torch.ones(prepared.targets.shape, dtype=dtype, device=prepared.targets.device)
+        if token_weights is not None:
+            weights = weights * token_weights
     if prepared.counts is not None:
         weights = torch.where(prepared.counts, weights, 0.0)
     if mean:
@@ -152,7 +156,7 @@ class _ScalarLoss(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *_, ctx.settings, ctx.job, ctx.name = arguments
         ctx.save_for_backward(*arguments[:5])  # so that autograd detects in-place changes
-        loss, ctx.found = _run(ctx, arguments[:5])
+        loss, ctx.gradients = _run(ctx, arguments[:5])
         return loss
 
     @staticmethod
@@ -161,15 +165,18 @@ class _ScalarLoss(torch.autograd.Function):
             refuse_double_grad(ctx.name)
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint allows no second read
         # Gradients are scaled in place, so they serve one backward pass; a second one computes them again.
-        found, ctx.found = ctx.found, None
-        if found is None:
-            _, found = _run(ctx, saved)
+        gradients = ctx.gradients
+        ctx.gradients = None
+        if gradients is None:
+            _, gradients = _run(ctx, saved)
+
         upstream = grads[0]
+        # Only a CPU's value is read to save a multiplication; reading another device would wait for it.
         if upstream.device.type != "cpu" or getattr(STATIC, "on", False) or float(upstream) != 1.0:
-            for part in (found.hidden, found.weight, found.bias):
-                if part is not None:
-                    part.mul_(upstream)
-        return (*found.like(saved[:3]), None, None, None, None, None)
+            for gradient in (gradients.hidden, gradients.weight, gradients.bias):
+                if gradient is not None:
+                    gradient.mul_(upstream)
+        return (*gradients.like(saved[:3]), None, None, None, None, None)
 
 
 # Operands, targets, weights ``[R]``, settings, a job and the name of the public function -> a scalar whose
@@ -179,12 +186,23 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     """Run a job on tiles of ``chunk`` rows; "auto" fills the budget, but takes at least ``fewest``."""
-    settings, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
-    on_cpu, kept = hidden.device.type == "cpu", settings.compute if settings.native else settings.accumulator
-    budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 2048)
-    columns = max(1, saved[1].shape[0])  # with padding: ranks of ``tp_group`` must cut the same tiles
-    fitting = max(fewest, budget // (columns * kept.itemsize) // 64 * 64)
-    chunk = max(1, min(hidden.shape[0], fitting if settings.chunk == "auto" else settings.chunk))
+    hidden, weight, _, targets, weights = saved
+    settings = ctx.settings
+    if hidden.device.type == "cpu":
+        budget = _CPU_STASH_BYTES
+        fewest = 256
+    else:
+        budget = _ACCELERATOR_STASH_BYTES
+        fewest = 2048
+
+    if settings.chunk == "auto":
+        kept_dtype = settings.compute if settings.native else settings.accumulator
+        columns = max(1, weight.shape[0])  # with padding: ranks of ``tp_group`` must cut the same tiles
+        chunk = max(fewest, budget // (columns * kept_dtype.itemsize) // 64 * 64)  # a multiple of 64 rows
+    else:
+        chunk = settings.chunk
+    chunk = max(1, min(hidden.shape[0], chunk))
+
     head = scoring_head(saved[:3], targets, settings, chunk)
     with without_autocast(hidden.device):
         result: tuple[Tensor, HeadGradients] = ctx.job(head, targets, weights, ctx.needs_input_grad[:3])

@@ -67,50 +67,71 @@ class Prepared:
 
 def scoring_head(operands: Operands, targets: Tensor, settings: Settings, chunk: int | None = None) -> Head:
     """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides the settings."""
-    rows, device, itemsize = operands[0].shape[0], operands[0].device, settings.accumulator.itemsize
-    tile = tile_shape(rows, settings.columns, device=device, itemsize=itemsize, chunk=chunk or settings.chunk)
+    hidden = operands[0]
+    tile = tile_shape(
+        hidden.shape[0],
+        settings.columns,
+        device=hidden.device,
+        itemsize=settings.accumulator.itemsize,
+        chunk=chunk or settings.chunk,
+    )
     return Head(operands, targets, settings, tile)
 
 
 def prepare(args: LossArgs) -> Prepared:
     """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
-    given = (args.hidden, args.weight, args.bias, args.targets)
-    if not {type(x) for x in given} <= _PLAIN:
+    if not {type(argument) for argument in (args.hidden, args.weight, args.bias, args.targets)} <= _PLAIN:
         args = _local(args)
-    hidden, weight, group = args.hidden, args.weight, args.tp_group
+    hidden = args.hidden
+    weight = args.weight
+    group = args.tp_group
     autocast = has_autocast(hidden.device)
-    if weight is None:
-        shard, weight = hidden.shape[-1], hidden.new_empty(0)
+    if weight is None:  # ``hidden`` are logits
+        columns_of_rank = hidden.shape[-1]
+        weight = hidden.new_empty(0)
     else:
         check_operands(hidden, weight, args.bias, autocast=autocast)
-        shard = weight.shape[0]
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        columns_of_rank = weight.shape[0]
     _check_targets(args.targets, hidden)
-    hidden, valid = hidden.flatten(0, -2), args.logit_map.valid_vocab_size
-    vocabulary = shard * ranks if valid is None else valid
-    if vocabulary > shard * ranks:
-        raise ValueError(
-            f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} "
-            "rank(s), wanted at most that many."
-        )
-    wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-    compute = hidden.dtype
-    if autocast:  # autocast does not cast fp64
-        compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
-    targets, shape = args.targets.flatten().long(), args.targets.shape
     if type(args.ignore_index) is not int:
         whole_number(args.ignore_index, "ignore_index", least=None)
     if args.chunk != "auto":
         whole_number(args.chunk, "chunk", least=1, advice='Pass the tokens of a tile, or "auto".')
+
+    ranks = 1 if group is None else dist.get_world_size(group)
+    start = 0 if group is None else dist.get_rank(group) * columns_of_rank
+    valid_vocab_size = args.logit_map.valid_vocab_size
+    vocabulary = columns_of_rank * ranks if valid_vocab_size is None else valid_vocab_size
+    if vocabulary > columns_of_rank * ranks:
+        raise ValueError(
+            f"valid_vocab_size is {vocabulary} but weight has {columns_of_rank * ranks} rows over {ranks} "
+            "rank(s), wanted at most that many."
+        )
+
+    accumulator = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    compute = hidden.dtype
+    if autocast:  # autocast does not cast fp64
+        is_fp64 = accumulator == torch.float64
+        compute = accumulator if is_fp64 else torch.get_autocast_dtype(hidden.device.type)
+
+    hidden = hidden.flatten(0, -2)
+    targets = args.targets.flatten().long()
+    shape = args.targets.shape
+    kept: Tensor | None = None
+    counts: Tensor | None
     if args.rows is None:
-        counted = hidden.device.type in _WAITS and version(args.targets) <= 0
-        known = args.loss_tokens if counted else None
-        kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=known)
-        hidden = hidden if kept is None else hidden.index_select(0, kept)
+        at_most = None
+        if hidden.device.type in _WAITS and version(args.targets) <= 0:  # nobody changed the targets in place
+            at_most = args.loss_tokens
+        kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=at_most)
+        if kept is not None:
+            hidden = hidden.index_select(0, kept)
     else:
         chosen = _check_rows(args.rows, hidden)
-        hidden, targets, shape = hidden.index_select(0, chosen), targets[chosen], chosen.shape
-        kept, counts = None, targets != args.ignore_index
+        hidden = hidden.index_select(0, chosen)
+        targets = targets[chosen]
+        shape = chosen.shape
+        counts = targets != args.ignore_index
     _check_target_values(targets, counts, args.ignore_index, vocabulary)
     return Prepared(
         operands=(hidden, weight, args.bias),
@@ -121,10 +142,10 @@ def prepare(args: LossArgs) -> Prepared:
         settings=Settings(
             logit_map=args.logit_map,
             vocabulary=vocabulary,
-            columns=max(0, min(shard, vocabulary - rank * shard)),
-            start=rank * shard,
+            columns=max(0, min(columns_of_rank, vocabulary - start)),  # without padding
+            start=start,
             compute=compute,
-            accumulator=wide,
+            accumulator=accumulator,
             native=is_native(compute, hidden.device),
             chunk=args.chunk,
             tp_group=group,
@@ -136,15 +157,23 @@ def prepare(args: LossArgs) -> Prepared:
 
 
 def _local(args: LossArgs) -> LossArgs:
-    hidden, group, partial = args.hidden, args.tp_group, args.partial_hidden
+    """Return the arguments with this rank's parts of DTensors, and the group that shares the vocabulary."""
+    hidden = args.hidden
+    group = args.tp_group
+    partial_hidden = args.partial_hidden
     if is_dtensor(args.weight):
         group = group_of_operands(hidden, args.weight, group)
     if is_dtensor(hidden):
-        hidden, partial = local_hidden(hidden, group)
-    bias = None if args.bias is None else plain(args.bias)
-    weight, targets = plain(args.weight), plain(args.targets)
+        hidden, partial_hidden = local_hidden(hidden, group)
+
     return replace(
-        args, hidden=hidden, weight=weight, bias=bias, targets=targets, tp_group=group, partial_hidden=partial
+        args,
+        hidden=hidden,
+        weight=plain(args.weight),
+        bias=None if args.bias is None else plain(args.bias),
+        targets=plain(args.targets),
+        tp_group=group,
+        partial_hidden=partial_hidden,
     )
 
 
@@ -155,20 +184,27 @@ def rows_with_target(
 
     With ``at_most``, nothing is read from the device, and ignored rows fill up the ``at_most`` rows.
     """
+    counts = targets != ignore_index
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if getattr(STATIC, "on", False) or targets.is_meta or capturing:
-        return None, targets, targets != ignore_index
-    counts, total = targets != ignore_index, targets.numel()
+        return None, targets, counts
+
+    total = targets.numel()
     number = counts.sum()
     kept = int(number) if at_most is None else min(at_most, total)
     if at_most is not None:
         message = f"more targets count than the {kept} that loss_tokens allows"
         torch.ops.aten._assert_async.msg(number <= kept, message)
+
     if kept > (1.0 - _WORTH_SKIPPING) * total:
-        return None, targets, None if at_most is None and kept == total else counts
+        all_count = at_most is None and kept == total
+        return None, targets, None if all_count else counts
+
     if at_most is None:
         rows = counts.nonzero().squeeze(1)
         return rows, targets[rows], None
+
+    # nonzero_static takes the number of results from the host; the rows after ``number`` repeat row 0.
     rows = counts.nonzero_static(size=kept, fill_value=0).squeeze(1)
     real = torch.arange(kept, device=targets.device) < number
     return rows, torch.where(real, targets[rows], ignore_index), real
@@ -220,16 +256,18 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
     if targets.device.type != "cpu":
         torch.ops.aten._assert_async.msg(right.all(), f"a target is outside the vocabulary of {vocabulary}")
     elif not getattr(STATIC, "on", False) and not bool(right.all()):
-        at = int((~right).nonzero()[0])
+        index = int((~right).nonzero()[0])
         raise ValueError(
-            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "
+            f"targets[{index}] is {int(targets[index])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "
             "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
         )
 
 
 def _check_rows(rows: Tensor, hidden: Tensor) -> Tensor:
+    """Return the indices of the rows to compute, int64 ``[R]``, from indices or a mask."""
     _check_device("rows", rows, hidden)
-    tokens, mask = hidden.shape[0], rows.dtype == torch.bool
+    tokens = hidden.shape[0]
+    mask = rows.dtype == torch.bool
     if rows.ndim != 1 or (mask and len(rows) != tokens) or rows.is_floating_point():
         raise ValueError(f"rows is {rows.dtype} {list(rows.shape)}, wanted int64 [R] or bool [{tokens}].")
     if mask:

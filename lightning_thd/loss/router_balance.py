@@ -81,20 +81,27 @@ class Routers:
     def loss(self, inner: Any, outputs: Any) -> Tensor:
         """Compute a router loss, a scalar. In training, pipeline stages without the head return NaN."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
-        given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
-        (groups, of_tokens), (count, top_k, scores) = self._groups(), self.experts
-        slots, size = self.batch.input_ids.shape[-1], len(self.batch.lengths) + 1
-        if any(layer.shape != (slots, count) for layer in given) or not (given or self.stage):
+        layers = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
+        count, top_k, scores = self.experts
+        slots = self.batch.input_ids.shape[-1]
+        right = all(layer.shape == (slots, count) for layer in layers)
+        if not right or not (layers or self.stage):  # a stage of a pipeline may have no experts
             raise ValueError(
                 f"{type(inner).__name__} returns router logits {[list(layer.shape) for layer in logits]}, "
                 f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
             )
-        require_gradients(inner, given)
-        sums = router_sums(given, groups, size, experts=count, top_k=top_k, scores=scores, slots=of_tokens)
+        require_gradients(inner, layers)
+
+        groups, slots_of_tokens = self._groups()
+        padding = len(self.batch.lengths)  # the group of slots that belong to no sequence
+        sums = router_sums(
+            layers, groups, padding + 1, experts=count, top_k=top_k, scores=scores, slots=slots_of_tokens
+        )
         if self.stage is not None:
             assert self.stage.balance is not None
             sums = self.stage.balance.add(sums)
-        loss = sums if sums.ndim == 0 else self._of_sums(sums, (groups < size - 1).sum())
+        loss = sums if sums.ndim == 0 else self._of_sums(sums, (groups < padding).sum())
+
         if self.stage is not None and loss.grad_fn is not None:
             self.stage.made.append(loss.grad_fn)
         return loss
@@ -104,27 +111,39 @@ class Routers:
         batch = self.batch
         if batch.prefixes is not None:
             return batch.token_sequences(), batch.prefixes.token_slots
-        places = batch.boundaries
-        count = len(batch.lengths)
-        return sequence_of_slots(count, places.slots, places.offsets, places.real_offsets), None
+
+        boundaries = batch.boundaries
+        sequences = sequence_of_slots(
+            len(batch.lengths), boundaries.slots, boundaries.offsets, boundaries.real_offsets
+        )
+        return sequences, None
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
         """Compute the loss from sums of probabilities, choices and squared lse, ``[S + 1, E + E + 1]``."""
-        (count, top_k, _), batch, scale = self.experts, self.batch, self.batch.token_scale
-        likely, chosen = sums[:, :count], sums[:, count:-1].detach()
+        count, top_k, _ = self.experts
+        batch = self.batch
+        scale = batch.token_scale
+        probabilities = sums[:, :count]
+        chosen = sums[:, count:-1].detach()  # how often each expert was chosen has no gradient
+
         total = sums.new_zeros(())
         if self.balance == "microbatch":
-            total = self.coefficient * balance_of(likely.sum(0)[None], chosen.sum(0)[None], top_k)[0]
+            total = self.coefficient * balance_of(probabilities.sum(0)[None], chosen.sum(0)[None], top_k)[0]
         if not scale:
             return total
-        likely, chosen = likely[:-1], chosen[:-1]
+
+        # What follows is about sequences only, without the last group, padding.
+        probabilities = probabilities[:-1]
+        chosen = chosen[:-1]
         # Sums over layers become means, as transformers computes them.
         layers = (chosen.sum() / top_k / tokens.clamp_min(1)).clamp_min(1.0)
         total = total + self.z_loss * sums[:-1, -1].sum() * (scale / layers)
         if self.balance == "sequence":
             if batch.boundaries.group is not None:
-                dist.all_reduce(chosen := chosen.contiguous(), group=batch.boundaries.group)
-            each = balance_of(likely, chosen, top_k) * chosen.sum(1)  # not @, which autocast would round
+                chosen = chosen.contiguous()  # a slice, which a collective does not take
+                dist.all_reduce(chosen, group=batch.boundaries.group)
+            # A product and a sum, not @, which autocast would round.
+            each = balance_of(probabilities, chosen, top_k) * chosen.sum(1)
             total = total + self.coefficient * each.sum() * (scale / layers / top_k)
         if self.balance == "step":
             choices = chosen.sum(0)
@@ -133,7 +152,7 @@ class Routers:
                 dist.all_reduce(choices, group=None if relay is None else relay.group)
             self.seen = choices if self.before is None else choices + self.before
             share = self.seen / (self.seen.sum() / top_k).clamp_min(1.0)
-            total = total + self.coefficient * count * (share * likely.sum(0)).sum() * (scale / layers)
+            total = total + self.coefficient * count * (share * probabilities.sum(0)).sum() * (scale / layers)
         return total
 
 
@@ -202,14 +221,17 @@ def _refuse_balance_of_shard(batch: THDBatch, inner: Any) -> None:
 
 
 def _experts_of(inner: Any, config: Any, what: str) -> Experts:
+    """Return a model's experts; raise if it has none or if ``what`` needs more than is known of them."""
     name = type(inner).__name__
     if not routers_of(inner):
         raise ValueError(
             f"{what} needs the logits of routers, and {name} returns none. Leave it out. "
             "See docs/reference/messages.md#experts."
         )
+
     scores = scores_of(inner)
-    count, top_k = _first(_EXPERTS, inner, config), _first(("num_experts_per_tok",), inner, config)
+    count = _first_int(_EXPERTS, inner, config)
+    top_k = _first_int(("num_experts_per_tok",), inner, config)
     if scores is None or count is None or top_k is None:
         unknown = "balancing formula" if scores is None else "number of experts, or of experts per token,"
         raise ValueError(
@@ -219,9 +241,14 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     return Experts(count, top_k, scores)
 
 
-def _first(names: tuple[str, ...], *places: Any) -> int | None:
-    found = (getattr(place, name, None) for place in places for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
+    """Return the first attribute with one of the names that is an integer."""
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    return None
 
 
 @functools.cache
@@ -233,7 +260,8 @@ def _muted(function: Any) -> Any:
     def balance(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_HERE, "muted", False):
             return function(logits, *args, **kwargs)
-        return torch.zeros((), device=logits[0].device if isinstance(logits, tuple) and logits else None)
+        device = logits[0].device if isinstance(logits, tuple) and logits else None
+        return torch.zeros((), device=device)
 
     balance._thd_muted = True  # type: ignore[attr-defined]
     return balance
