@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -333,7 +334,8 @@ def info_nce(
         if place:
             raise ValueError(
                 f"info_nce got microbatch {place} of a step, but not its first one with the same model and "
-                "options. Run all microbatches of a step in order, with the same arguments."
+                "options. Run all microbatches of a step in order, with the same arguments. A function may "
+                "hold no option that changes between them."
             )
         moved = [batch, *(other.to(unnoted(batch).input_ids.device) for other in microbatches[1:])]
         caches[key] = _first_pass(encoder, moved, similarity, group)
@@ -353,12 +355,42 @@ def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _En
             _refuse_tensor_parallel(model)
         return _Encoder(partial(embed, model, pooling=pooling), (id(model), pooling))
     if callable(model):
-        # A function that is defined in training_step is another object in each call, with the same code.
-        code = getattr(model, "__code__", None) or id(model)
-        return _Encoder(model, (code, id(getattr(model, "__self__", None))))
+        return _Encoder(model, (_name_of(model),))
     raise TypeError(
         f"model is {described(model)}; wanted a model, a function from a batch to embeddings, or embeddings."
     )
+
+
+def _name_of(value: Any, outer: tuple[int, ...] = ()) -> Any:
+    """Return a name of a function, or of a value that it holds, which is the same for all microbatches.
+
+    A function that training_step defines, or ``functools.partial``, is another object in each call. It is the
+    same function if its code is, and the values that it holds are: models, options and other functions.
+    Tensors are left out, because a temperature that is computed in each call is another one each time.
+    """
+    if id(value) in outer:  # a function that calls itself
+        return None
+    outer = (*outer, id(value))
+    held: tuple[Any, ...]
+    if isinstance(value, partial):
+        held = (value.func, *value.args, value.keywords)
+        return "partial", *(_name_of(each, outer) for each in held)
+    if isinstance(value, MethodType):
+        return _name_of(value.__func__, outer), id(value.__self__)
+    if isinstance(value, FunctionType):
+        cells = [each for each in value.__closure__ or () if each != CellType()]  # without unset variables
+        held = (*(each.cell_contents for each in cells), value.__defaults__, value.__kwdefaults__)
+        return value.__code__, *(_name_of(each, outer) for each in held)
+    if isinstance(value, tuple | list):
+        return "row", *(_name_of(each, outer) for each in value)
+    if isinstance(value, dict):
+        return "dict", *((key, _name_of(each, outer)) for key, each in value.items())
+    if value is None or isinstance(value, bool | int | float | str | np.generic | torch.device):
+        return type(value), value
+    is_computed = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
+    if is_computed or isinstance(value, THDBatch | THDStep):
+        return type(value)
+    return id(value)
 
 
 def _refuse_tensor_parallel(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,6 +233,30 @@ def test_a_second_call_and_a_second_run_of_a_step_have_caches_of_their_own() -> 
         for parameter in model.parameters():
             parameter.mul_(1.1)
     assert info_nce(model, step.microbatches[0]).item() != wanted[0]
+
+
+@pytest.mark.parametrize("kind", ["closure", "default", "partial"])
+def test_two_models_behind_one_kind_of_function_have_caches_of_their_own(kind: str) -> None:
+    """The second model's cache once took the place of the first one's, without a word."""
+    models = [encoder("modernbert").eval(), encoder("modernbert").eval()]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(0.5)
+
+    def function_of(model: Any) -> Any:
+        """Return another object in each call, as a training_step makes it."""
+        scale = torch.ones(())
+        if kind == "closure":
+            return lambda batch: embed(model, batch, pooling="mean") * scale
+        if kind == "default":
+            return lambda batch, model=model: embed(model, batch, pooling="mean")
+        return partial(embed, model, pooling="mean")
+
+    step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
+    wanted = [[info_nce(m, part, pooling="mean").item() for part in step.microbatches] for m in models]
+    both = [[info_nce(function_of(m), part).item() for m in models] for part in step.microbatches]
+    assert abs(wanted[0][1] - wanted[1][1]) > 1e-3, "the models are alike, so the test shows nothing"
+    assert torch.allclose(torch.tensor(both).T, torch.tensor(wanted), rtol=1e-5)
 
 
 def test_validation_gives_the_mean_over_queries() -> None:
