@@ -59,7 +59,9 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "strategies/axes.py", _LIGHTNING, "a pipeline, or a job that torchrun has started again"
     ),
     "torch.distributed.device_mesh.DeviceMesh._flatten": PrivateName(
-        "parallel/mesh.py", _TORCH, "a strategy whose ranks share packs or weights"
+        "parallel/mesh.py",
+        _TORCH,
+        "a strategy whose ranks share packs or weights, or prepare_thd with two data axes",
     ),
     # -- ranks that share packs
     "lightning.pytorch.LightningModule._compiler_ctx": PrivateName(

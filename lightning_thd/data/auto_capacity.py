@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_thd._find import outermost_models
 from lightning_thd.alignment import Alignment
@@ -256,7 +257,9 @@ def _state_bytes(trainer: L.Trainer) -> int:
     """Return the bytes of the optimizer states that exist, after a resume for example."""
     states = (state for optimizer in trainer.optimizers for state in optimizer.state.values())
     tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
+    # Of a sharded state, this rank holds only its shard.
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(part.nbytes for part in parts)
 
 
 def _full_pack(vocabulary: int, capacity: int, longest: int, align: Alignment | None) -> THDBatch:

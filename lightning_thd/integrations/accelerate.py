@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import described
 from lightning_thd._imports import require
+from lightning_thd._private import private
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
@@ -179,10 +180,17 @@ def data_rank(accelerator: Any) -> tuple[int, int, Any]:
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
     if not names:  # all ranks read the same packs; as one group, they would count each pack several times
         ranks_apart = [[rank] for rank in range(mesh.size())]
-        own, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
-        return 0, 1, own
-    rank, ranks = 0, 1
-    for name in names:
-        rank, ranks = rank * mesh[name].size() + mesh[name].get_local_rank(), ranks * mesh[name].size()
-    group = (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("thd_data")).get_group()
-    return rank, ranks, group
+        group_of_rank, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
+        return 0, 1, group_of_rank
+
+    rank = 0
+    ranks = 1
+    for name in names:  # replicas are the outer axis
+        rank = rank * mesh[name].size() + mesh[name].get_local_rank()
+        ranks *= mesh[name].size()
+
+    if len(names) == 1:
+        return rank, ranks, mesh[names[0]].get_group()
+    # Only a flattened mesh has one group for two axes.
+    flatten = private("torch.distributed.device_mesh.DeviceMesh._flatten")
+    return rank, ranks, flatten(mesh[tuple(names)], "thd_data").get_group()

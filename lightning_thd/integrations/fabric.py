@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.wrappers import is_wrapped
 from torch import nn
 
@@ -76,17 +77,27 @@ def prepare_fabric(
         ValueError: if the data is of another type, the optimizer's parameters were replaced, or the strategy
             runs steps or cuts batches by itself.
     """
-    if (found := refused_engine(type(fabric.strategy))) is not None:
+    refused = refused_engine(type(fabric.strategy))
+    if refused is not None:
+        engine_name, reason = refused
         raise ValueError(
-            f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
+            f"prepare_fabric under {engine_name}, {reason}. Use Fabric(strategy='ddp'), 'fsdp', "
             "ModelParallelStrategy or one device."
         )
+
     needs_boundaries = asks_boundaries(data, needs_boundaries)
     prepare_if_asked(model)
-    ways = context_parallel_layout, context_parallel_communication
-    shared = share_packs(model, data_rank(fabric), fabric.device, context_parallel_size, *ways)
+    shared = share_packs(
+        model,
+        data_rank(fabric),
+        fabric.device,
+        context_parallel_size,
+        context_parallel_layout,
+        context_parallel_communication,
+    )
     loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)
     model, optimizer = _set_up(fabric, model, optimizer)
+
     engine = Engine(
         backward=fabric.backward,
         no_sync=lambda module: fabric.no_backward_sync(module),  # type: ignore[arg-type]
@@ -94,7 +105,7 @@ def prepare_fabric(
         device=fabric.device,
         devices=fabric.world_size,
         shared=shared,
-        precision=str(fabric._precision.precision),
+        precision=str(fabric.strategy.precision.precision),
     )
     return PackedLoop(
         engine,
@@ -111,22 +122,29 @@ def prepare_fabric(
 
 def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
     """Return this rank's index among the ranks with different data, their number and their group."""
-    mesh = getattr(fabric.strategy, "_device_mesh", None)
-    if mesh is None:  # all ranks read different data, also those of FSDP1's mesh
+    if not isinstance(fabric.strategy, ModelParallelStrategy):
+        # All ranks read different data, also those of FSDP1's mesh.
         return fabric.global_rank, fabric.world_size, None if fabric.world_size > 1 else ALONE
-    axis = mesh["data_parallel"]
+
+    axis = fabric.strategy.device_mesh["data_parallel"]
     return axis.get_local_rank(), axis.size(), axis.get_group()
 
 
 def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """Return Fabric's model and its optimizer, or list of optimizers; what is set up already stays."""
     prepared: nn.Module = model
     if not is_wrapped(model):
         prepared = fabric.setup_module(model)
-    calls = callable(optimizer) and not hasattr(optimizer, "param_groups")
-    made = optimizer(prepared) if calls else optimizer
-    several = made if isinstance(made, list | tuple) else [made]
+
+    # A function gets the prepared model: FSDP1 and FSDP2 replace the parameters when they set it up.
+    if callable(optimizer) and not hasattr(optimizer, "param_groups"):
+        optimizer = optimizer(prepared)
+    is_several = isinstance(optimizer, list | tuple)
+    optimizers = optimizer if is_several else [optimizer]
+
+    # The step of an optimizer whose parameters were replaced would change nothing, without an error.
     trained = {id(parameter) for parameter in prepared.parameters()}
-    groups = [group for each in several for group in each.param_groups]
+    groups = [group for each in optimizers for group in each.param_groups]
     lost = [p for group in groups for p in group["params"] if id(p) not in trained]
     if lost:
         raise ValueError(
@@ -134,5 +152,6 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
             f"{type(fabric.strategy).__name__} has replaced them, or another model has them. Give a function "
             "of the prepared model: prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
-    ready = [x if is_wrapped(x) else fabric.setup_optimizers(x) for x in several]
-    return prepared, ready if several is made else ready[0]
+
+    ready = [each if is_wrapped(each) else fabric.setup_optimizers(each) for each in optimizers]
+    return prepared, ready if is_several else ready[0]
