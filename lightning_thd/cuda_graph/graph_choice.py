@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -117,11 +117,18 @@ def plan_observed(
     seen: Sequence[Layout | None], *, costs: GraphCosts | None = None, given: Sequence[int] = ()
 ) -> GraphPlan:
     """Plan the graphs for batches like the observed ones; None stands for a batch that runs eagerly."""
-    known = [x for x in seen if x is not None] or [Layout(1, 1, 1)]
-    slots = -(-max(x.slots for x in known) // _ROUND) * _ROUND
-    longest = min(slots, -(-max(x.max_seqlen for x in known) // _ROUND) * _ROUND)
-    layouts = [x or Layout(slots + 1, 1, 1) for x in seen]
+    graphable = [layout for layout in seen if layout is not None] or [Layout(1, 1, 1)]
+    slots = _rounded_up(max(layout.slots for layout in graphable))
+    longest = min(slots, _rounded_up(max(layout.max_seqlen for layout in graphable)))
+
+    # More slots than any bucket has: such a batch counts as one that runs eagerly.
+    too_large = Layout(slots + 1, 1, 1)
+    layouts = [too_large if layout is None else layout for layout in seen]
     return plan_graphs(layouts, slots=slots, max_seqlen=longest, costs=costs, given=given)
+
+
+def _rounded_up(slots: int) -> int:
+    return math.ceil(slots / _ROUND) * _ROUND
 
 
 def plan_graphs(
@@ -137,47 +144,70 @@ def plan_graphs(
     if not len(needs):
         none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
         return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
-    costs, fit = costs or GraphCosts(), len(needs) / len(layouts)
+
+    costs = costs or GraphCosts()
+    fit = len(needs) / len(layouts)
     choices = [
         _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs, fit)
         for k in range(1, _MOST_BUCKETS + 1)
     ]
-    chosen = max(choices, key=lambda c: c.speedup)
+    chosen = max(choices, key=lambda choice: choice.speedup)
     if given:
         chosen = _evaluate("given", tuple(sorted(set(given))), needs, costs, fit)
         choices.append(chosen)
+
     quantiles = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").astype(int).tolist()
-    found: Any = {"quantiles": tuple(quantiles), "choices": tuple(choices), "chosen": chosen}
-    return GraphPlan(slots=slots, max_seqlen=max_seqlen, **found)
+    return GraphPlan(
+        slots=slots,
+        max_seqlen=max_seqlen,
+        quantiles=tuple(quantiles),
+        choices=tuple(choices),
+        chosen=chosen,
+    )
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
     """Return the sequences that each batch with few enough slots needs, dummies included, int64 ``[N]``."""
-    found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
-    return np.array(found, dtype=np.int64)
+    needs = []
+    for layout in layouts:
+        if layout.slots <= slots:
+            # Dummies of at most max_seqlen slots fill the bucket, whose slots are all part of a sequence.
+            dummies = math.ceil((slots - layout.slots) / max_seqlen)
+            needs.append(layout.sequences + dummies)
+    return np.array(needs, dtype=np.int64)
 
 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
     """Return up to 512 microbatch layouts, from random steps of epoch 0; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
     too_large = Layout(planner.slots.usable + 1, 1, 1)  # for batches with shared prefixes, which run eagerly
-    found = (
-        too_large
-        if isinstance(planner, PrefixPlanner) and planner.shares(spans.index)
-        else Layout.of(planner.slots.padded(spans.lengths).tolist())
-        for k in steps.tolist()
-        for rank in planner.step(0, k, dp).spans_by_rank()
-        for spans in rank
-    )
-    return list(islice(found, _SAMPLE))
+    layouts: list[Layout] = []
+    for step in steps.tolist():
+        for microbatches in planner.step(0, step, dp).spans_by_rank():
+            for spans in microbatches:
+                if isinstance(planner, PrefixPlanner) and planner.shares(spans.index):
+                    layouts.append(too_large)
+                else:
+                    layouts.append(Layout.of(planner.slots.padded(spans.lengths).tolist()))
+                if len(layouts) == _SAMPLE:
+                    return layouts
+    return layouts
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
     """Return the mean cost of N batches with these ``needs``, if buckets of ``sequences`` are captured."""
     sizes = sorted(sequences)
     fitting: list[int] = np.searchsorted(np.sort(needs), sizes, side="right").tolist()
-    replayed = sum((n - m) * costs.replay(s) for s, m, n in zip(sizes, [0, *fitting], fitting, strict=False))
-    return (replayed + (len(needs) - max(fitting, default=0)) * costs.eager) / len(needs)
+
+    # A batch replays the smallest bucket it fits: those that fit this bucket, less those that fit the last.
+    total = 0.0
+    fitting_smaller = 0
+    for size, fitting_this in zip(sizes, fitting, strict=True):
+        total += (fitting_this - fitting_smaller) * costs.replay(size)
+        fitting_smaller = fitting_this
+
+    total += (len(needs) - fitting_smaller) * costs.eager
+    return total / len(needs)
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
@@ -186,9 +216,10 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
     values = np.unique(np.quantile(needs, levels, method="inverted_cdf")).astype(int).tolist()
     best: tuple[int, ...] = ()
     for count in range(1, min(num_buckets, len(values)) + 1):
-        found = min(combinations(values, count), key=lambda chosen: expected_cost(needs, chosen, costs))
-        if expected_cost(needs, found, costs) < expected_cost(needs, best, costs) - _WORTH * costs.eager:
-            best = found
+        cheapest = min(combinations(values, count), key=lambda sizes: expected_cost(needs, sizes, costs))
+        saving = _WORTH * costs.eager
+        if expected_cost(needs, cheapest, costs) < expected_cost(needs, best, costs) - saving:
+            best = cheapest
     return best
 
 

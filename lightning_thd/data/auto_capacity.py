@@ -257,7 +257,7 @@ def _state_bytes(trainer: L.Trainer) -> int:
     """Return the bytes of the optimizer states that exist, after a resume for example."""
     states = (state for optimizer in trainer.optimizers for state in optimizer.state.values())
     tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-    # Of a sharded state, this rank holds only its shard.
+    # This rank holds only its shard of a sharded state.
     parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(part.nbytes for part in parts)
 
