@@ -23,10 +23,16 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Refuse unknown options, then parse the arguments."""
         args = sys.argv[1:] if args is None else list(args)
-        known = [option for action in self._actions for option in action.option_strings]
-        for given in (text.partition("=")[0] for text in args if text.startswith("--") and text != "--"):
-            if not any(option.startswith(given) for option in known):
-                self.error(f"there is no option {given}{nearest(given, known)}")
+        options = [option for action in self._actions for option in action.option_strings]
+
+        # argparse names unknown options last, and would complain of a missing argument first.
+        for text in args:
+            name = text.partition("=")[0]
+            if not text.startswith("--") or text == "--":
+                continue
+            if not any(option.startswith(name) for option in options):  # argparse takes abbreviations
+                self.error(f"there is no option {name}{nearest(name, options)}")
+
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -36,8 +42,8 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the most similar known name, or "." if none is similar."""
-    found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else "."
+    similar = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {similar[0]}?" if similar else "."
 
 
 def refuse_unreachable(name: str) -> None:
@@ -97,8 +103,9 @@ _OPTIONS = ("capacity", "oversize", "share_prefixes", "text_key", "tokenizer", "
 def in_options(message: str) -> str:
     """Name options where a message names arguments: ``oversize='split'`` becomes ``--oversize split``."""
 
-    def option(found: re.Match[str]) -> str:
-        value = (found[2] or "").strip("'\"")
-        return f"--{found[1].replace('_', '-')} {value}".rstrip()
+    def option(argument: re.Match[str]) -> str:
+        name = argument[1].replace("_", "-")
+        value = (argument[2] or "").strip("'\"")
+        return f"--{name} {value}".rstrip()
 
     return re.sub(rf"(?<![\w.-])({'|'.join(_OPTIONS)})=('[^']*'|\"[^\"]*\"|-?\w+)?", option, message)
