@@ -59,9 +59,15 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
     Raises:
         ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd"; or
             ``mlp_tile`` is below 1, differs from an earlier call's, or finds no MLP that can run in tiles; or
-            ``offload`` finds no checkpointed layer.
+            ``offload`` finds no checkpointed layer. Either of them needs a model of transformers.
     """
     models: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
+    if not models and (mlp_tile is not None or offload):
+        option = f"mlp_tile={mlp_tile}" if mlp_tile is not None else f"offload={offload}"
+        raise ValueError(
+            f"{option} is for models of transformers, but {type(model).__name__} holds none. Pass the model "
+            "after it is built, as at the end of configure_model, or leave the option out."
+        )
     asked = [inner for inner in models if mentions_thd(inner.config)]
     if models and not asked:
         raise ValueError(

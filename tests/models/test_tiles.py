@@ -170,6 +170,14 @@ def test_a_model_without_mlps_is_refused(family: str) -> None:
         prepare(build(family, "thd"), mlp_tile=TILE)
 
 
+@pytest.mark.parametrize("option", ["mlp_tile=16", "offload=True"])
+def test_a_module_without_a_transformers_model_is_refused(option: str) -> None:
+    """A LightningModule before configure_model is one: the option would be lost without a word."""
+    name, value = option.split("=")
+    with pytest.raises(ValueError, match=f"{option} is for .* but Linear holds none. Pass the model after"):
+        prepare(nn.Linear(2, 2), **{name: int(value) if value.isdigit() else True})
+
+
 def test_experts_that_get_no_choices_are_refused() -> None:
     config = Llama4TextConfig(
         hidden_size=32,
