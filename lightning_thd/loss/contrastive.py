@@ -157,6 +157,9 @@ def _checked_pairs(pairs: Any, queries: Tensor, documents: Tensor) -> Pairs:
             f"The pair {found[wrong][0].tolist()} names a row outside of {len(queries)} queries and "
             f"{len(documents)} documents. Rows count from 0."
         )
+    different, times = np.unique(found, axis=0, return_counts=True)
+    if len(different) < len(found):
+        raise ValueError(f"The pair {different[times > 1][0].tolist()} is there twice. Give each pair once.")
     return found
 
 

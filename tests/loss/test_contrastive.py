@@ -126,6 +126,7 @@ def test_half_precision_is_compared_in_fp32() -> None:
         ({"dims": (8,), "dim_weights": (-1.0,)}, r"dim_weights\[0\]=-1.0; wanted a finite number of 0"),
         ({"pairs": [(0, 9)]}, r"pair \[0, 9\] names a row outside of 4 queries and 9 documents"),
         ({"pairs": [(-1, 0)]}, r"pair \[-1, 0\] names a row outside"),
+        ({"pairs": [(1, 1), (0, 0), (1, 1)]}, r"pair \[1, 1\] is there twice. Give each pair once"),
         ({"pairs": [[0, 1, 2]]}, r"pairs has shape \(1, 3\); wanted \[P, 2\]"),
     ],
 )
