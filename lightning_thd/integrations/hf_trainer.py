@@ -301,11 +301,13 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return int(self.accelerator.reduce(total, reduction="sum"))
 
     def _track_num_input_tokens(self, inputs: dict[str, THDBatch | THDStep]) -> None:
-        wanted = self.args.include_num_input_tokens_seen
-        if wanted != "no":
-            stats = inputs["batch"].stats
-            own = stats.real_tokens if wanted == "non_padding" else stats.slots
-            self.state.num_input_tokens_seen += self._sum_over_ranks(own)
+        counted = self.args.include_num_input_tokens_seen
+        if counted == "no":
+            return
+
+        stats = inputs["batch"].stats
+        tokens_of_rank = stats.real_tokens if counted == "non_padding" else stats.slots
+        self.state.num_input_tokens_seen += self._sum_over_ranks(tokens_of_rank)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the packs of an optimizer step, or its sequences under ``Sequences(n)``."""
@@ -335,9 +337,13 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     @property
     def _ready(self) -> Meter:
         if not self._metered:
-            args, precision = self.args, precision_of(self.args)
-            device, devices = torch.device(args.device), args.world_size
-            self._meter.hardware = Hardware.of(self.model, device, self._peak, precision, devices=devices)
+            self._meter.hardware = Hardware.of(
+                self.model,
+                torch.device(self.args.device),
+                self._peak,
+                precision_of(self.args),
+                devices=self.args.world_size,
+            )
             self._flops = ModuleFlops(self.model, self._flops_model, sharded=False)
             self._meter.use(self._flops)
             self._metered = True
