@@ -58,7 +58,9 @@ def parts_of(record: Mapping[str, Any], name: str) -> list[tuple[int, str, Any]]
     parts: list[tuple[int, str, Any]] = []
     for key, value in record.items():
         role = role_of(key)
-        if role is not None and value is not None:
+        # A column of lists, as datasets and Parquet have, holds an empty list where a query has no negatives.
+        is_no_negative = key == "negatives" and isinstance(value, list | tuple) and len(value) == 0
+        if role is not None and value is not None and not is_no_negative:
             parts += [(role, key, part) for part in _several(value, key, name)]
     parts.sort(key=lambda part: part[0])  # stable: documents keep their order
     queries = [part for part in parts if part[0] == QUERY]

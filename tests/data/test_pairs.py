@@ -173,6 +173,16 @@ def test_bad_examples_are_named(record: dict[str, Any], message: str, stream: bo
         batches_of(THDDataModule(Rows(*rows) if stream else rows, capacity=128))
 
 
+@pytest.mark.parametrize("column", [False, True], ids=["list", "dataset"])
+def test_an_empty_list_of_negatives_is_no_negative(column: bool) -> None:
+    """A row of a dataset cannot leave its key out."""
+    records = [{"query": "q", "positive": "p", "negatives": rows} for rows in (["m", "n"], [])]
+    data = THDDataModule(datasets.Dataset.from_list(records) if column else records, capacity=128)
+    data.setup("fit")
+    roles = [batch.roles for batch in data.train_dataloader()]
+    assert sorted(roles[0], key=int) == [0, 0, 1, 1, 2, 2], "wanted two queries, one with two negatives"
+
+
 def test_bad_examples_are_skipped_and_counted() -> None:
     rows = [*RECORDS, {"negative": "x"}]
     assert read(rows, on_error="skip") == wanted(RECORDS)
