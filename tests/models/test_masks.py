@@ -54,7 +54,7 @@ def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_
             {"or_mask_function": lambda row, head, query, key: key < 3},
             "LlamaConfig: this model needs a mask with a special pattern",
         ),
-        ({"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1]])}, "mask with a special pattern"),
+        ({"block_sequence_ids": torch.tensor([[-1, -1, -1, 0, 0, -1]])}, "mask with a special pattern"),
         (
             {
                 "window": 2,
