@@ -125,12 +125,18 @@ def _divergence_loss(
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
+
     teacher_for = _head_teacher(student, teacher, prepared, token_weights)
-    (hidden, weight, bias), settings = prepared.operands, prepared.settings
+    hidden, weight, bias = prepared.operands
+    settings = prepared.settings
     if not torch.is_grad_enabled():  # autograd would still ask the forward pass for gradients
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        hidden = hidden.detach()
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach()
     if settings.compute == torch.float16:  # no loss scale keeps these gradients above 0
-        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
+        hidden = hidden.float()
+        weight = weight.float()
+        bias = None if bias is None else bias.float()
         settings = replace(settings, compute=torch.float32)
 
     def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
@@ -146,12 +152,15 @@ def _head_teacher(
     student: LossArgs, teacher: LossArgs, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
     """Check a teacher's head, and return a function that makes the ``Teacher`` for a student's ``Head``."""
-    hidden, settings = teacher.hidden, prepared.settings
+    hidden = teacher.hidden
+    settings = prepared.settings
     taught, _ = prepare_weighted(replace(teacher, tp_group=settings.tp_group), token_weights, mean=False)
-    rows, wanted = taught.operands[1].shape[0], prepared.operands[1].shape[0]
+
+    rows = taught.operands[1].shape[0]
+    wanted = prepared.operands[1].shape[0]
     padded = student.logit_map.valid_vocab_size is not None and settings.tp_group is None
-    short = rows < settings.columns if padded else rows != wanted
-    if short or hidden.shape[:-1] != student.hidden.shape[:-1]:
+    misfit = rows < settings.columns if padded else rows != wanted
+    if misfit or hidden.shape[:-1] != student.hidden.shape[:-1]:
         raise ValueError(
             f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows, but hidden is "
             f"{list(student.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "

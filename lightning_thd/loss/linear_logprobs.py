@@ -106,8 +106,9 @@ def linear_logprobs(args: LossArgs, *, entropy: bool) -> LogProbs:
     instance(entropy, "entropy", bool)
     prepared = prepare(args)
     with projecting((args.hidden, args.weight)):
-        found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
-    return LogProbs(found.logp, found.entropy if entropy else None, found.lse).map(prepared.restore)
+        rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
+    of_rows = LogProbs(rows.logp, rows.entropy if entropy else None, rows.lse)
+    return of_rows.map(prepared.restore)
 
 
 class RowValues(NamedTuple):
@@ -137,11 +138,14 @@ def row_logprobs(
 
 
 def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> RowValues:
+    """Compute ``RowValues`` of logits that the caller has already made, ``[R, V]``."""
     wide = logits.to(settings.accumulator)
     if settings.ignore_index is not None:  # a row that does not count may hold NaN
         wide = torch.where((targets != settings.ignore_index)[:, None], wide, 0.0)
     z = settings.logit_map.apply_(wide.clone())
-    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+
+    log_p = z.log_softmax(-1)
+    lse = z.logsumexp(-1)
     logp = log_p.gather(1, targets.clamp(0, settings.vocabulary - 1)[:, None]).squeeze(1)
     entropy = -(log_p.exp() * log_p.clamp_min(LOWEST)).sum(-1)
     return RowValues(logp, entropy, lse, z.mean(-1), logp >= log_p.amax(-1))
@@ -150,7 +154,9 @@ def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> Row
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        operands, (targets, settings, entropy, mean, right) = arguments[:3], arguments[3:]
+        operands = arguments[:3]
+        targets, settings, entropy, mean, right = arguments[3:]
+
         head = scoring_head(operands, targets, settings)
         exact = None
         with without_autocast(head.hidden.device):
@@ -160,6 +166,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 stats = softmax_statistics(head, targets, entropy=entropy, total=mean)
             if settings.tp_group is not None:
                 stats, _ = merge_ranks(stats, stats[:0], head.weight.shape[0], settings.tp_group)
+
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         # Subtracting the largest logit and log(sum) one by one is exact if the target is nearly certain.
@@ -170,12 +177,17 @@ class _LinearLogprobs(torch.autograd.Function):
         if entropy:
             spread = (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0)
         centre = stats[TOTAL] / settings.vocabulary
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands, targets, lse, spread, exact)
-        constant = [*([] if entropy else [spread]), *([] if mean else [centre])]
         likeliest = stats[TARGET] >= stats[MAX]
-        ctx.mark_non_differentiable(*constant, likeliest)
+
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)  # outputs that nobody used have a gradient of None, not zeros
+        ctx.save_for_backward(*operands, targets, lse, spread, exact)
+        constant = [likeliest]
+        if not entropy:
+            constant.append(spread)
+        if not mean:
+            constant.append(centre)
+        ctx.mark_non_differentiable(*constant)
         return logp, spread, lse, centre, likeliest
 
     @staticmethod
@@ -184,13 +196,14 @@ class _LinearLogprobs(torch.autograd.Function):
         *operands, targets, lse, entropy, exact = ctx.saved_tensors
         group = ctx.settings.tp_group
         head = scoring_head(tuple(operands), targets, ctx.settings)
-        wanted = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
+        row_gradients = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
         with without_autocast(head.hidden.device):
-            sums = gradients(head, targets, lse, wanted, needs=ctx.needs_input_grad[:3], exact=exact)
-            found = sums.like(tuple(operands))
-            if group is not None and found[0] is not None and not ctx.settings.partial_hidden:
-                dist.all_reduce(found[0], group=group)
-        return (*found, *[None] * 5)
+            sums = gradients(head, targets, lse, row_gradients, needs=ctx.needs_input_grad[:3], exact=exact)
+            of_hidden, of_weight, of_bias = sums.like(tuple(operands))
+            # Each rank has summed over its part of the vocabulary only.
+            if group is not None and of_hidden is not None and not ctx.settings.partial_hidden:
+                dist.all_reduce(of_hidden, group=group)
+        return (of_hidden, of_weight, of_bias, *[None] * 5)
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:

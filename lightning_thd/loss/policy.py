@@ -125,19 +125,27 @@ def gspo_loss(
     and the divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
     """
     low, high = _bounds(clip, clip_high)
-    rows, of_row, of_slot = rollouts.shape[:1], advantages.detach(), None
+    rows = rollouts.shape[:1]
     shaped(advantages, "advantages", rows, "one per row.")
+    advantages = advantages.detach()
+    slot_weights: Tensor | None = None
     if weights is not None:
         shaped(weights, "weights", rows, "one per row.")
-        of_row = torch.where(weights != 0, of_row, 0.0)  # a NaN of weight 0 reaches no gradient
-        of_slot = torch.cat([weights, weights.new_zeros(1)]).index_select(0, rollouts.row)
-    given = _masked(rollouts, of_slot, logp=logp, old_logp=old_logp)
-    ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach()))
-    losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
+        advantages = torch.where(weights != 0, advantages, 0.0)  # a NaN of weight 0 reaches no gradient
+        # The trailing pad has row B, one past the last: a weight of 0.
+        slot_weights = torch.cat([weights, weights.new_zeros(1)]).index_select(0, rollouts.row)
+
+    masked = _masked(rollouts, slot_weights, logp=logp, old_logp=old_logp)
+    logp = masked["logp"]
+    ratio = _ratio(rollouts.means(logp - masked["old_logp"].detach()))
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
-    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts, of_slot))
-    losses = losses if weights is None else losses * weights.detach()
-    return losses.sum() * (1.0 / max(1, *rows) if scale is None else real_number(scale, "scale"))
+    losses = losses + rollouts.means(_divergence(logp, reference_logp, beta, rollouts, slot_weights))
+    if weights is not None:
+        losses = losses * weights.detach()
+
+    factor = 1.0 / max(1, *rows) if scale is None else real_number(scale, "scale")
+    return losses.sum() * factor
 
 
 def cispo_loss(
@@ -264,9 +272,9 @@ def _slot_values(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, rollouts: PackedRollouts, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities and ratios, 0 and 1 in slots that do not count, and advantages, ``[T]``."""
-    given = _masked(rollouts, weights, logp=logp, old_logp=old_logp)
-    of_slot = _advantages(advantages, rollouts)
-    return given["logp"], _ratio(given["logp"] - given["old_logp"].detach()), of_slot
+    masked = _masked(rollouts, weights, logp=logp, old_logp=old_logp)
+    ratio = _ratio(masked["logp"] - masked["old_logp"].detach())
+    return masked["logp"], ratio, _advantages(advantages, rollouts)
 
 
 def _masked(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
@@ -307,8 +315,9 @@ def _divergence(
         raise ValueError(f"beta is {beta} and reference_logp {state}, wanted both, or neither.")
     if reference_logp is None:
         return torch.zeros_like(logp)
-    given = _masked(rollouts, weights, reference_logp=reference_logp)
-    distance = given["reference_logp"].detach() - logp
+
+    masked = _masked(rollouts, weights, reference_logp=reference_logp)
+    distance = masked["reference_logp"].detach() - logp
     return beta * (distance.exp() - distance - 1.0)
 
 

@@ -110,20 +110,28 @@ def dpo_loss(
     _check_rows(chosen=chosen, rejected=rejected, **references)
     real_number(beta, "beta", above=0.0)
     _check_smoothing(kind, label_smoothing)
-    given = _masked(weights, chosen, rejected, reference_chosen.detach(), reference_rejected.detach())
-    chosen, rejected, reference_chosen, reference_rejected = given
-    c, r = chosen - reference_chosen, rejected - reference_rejected
+    chosen, rejected, reference_chosen, reference_rejected = _masked(
+        weights, chosen, rejected, reference_chosen.detach(), reference_rejected.detach()
+    )
+
+    # c and r as in the formulas above.
+    c = chosen - reference_chosen
+    r = rejected - reference_rejected
     if kind in ("ipo", "sigmoid_norm"):
         if chosen_tokens is None or rejected_tokens is None:
             raise ValueError(f"{kind=} averages over tokens, wanted chosen_tokens and rejected_tokens.")
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
-        c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
+        c = c / chosen_tokens.clamp_min(1)
+        r = r / rejected_tokens.clamp_min(1)
     if kind in ("aot", "aot_unpaired"):
         if weights is not None or scale is not None:
             raise ValueError(f"{kind=} sorts the pairs of a step. Leave weights and scale out.")
         if kind == "aot":
-            c, r = chosen - rejected, reference_chosen - reference_rejected
-        c, r = c.sort().values, r.sort().values
+            c = chosen - rejected
+            r = reference_chosen - reference_rejected
+        c = c.sort().values
+        r = r.sort().values
+
     return _weighted_mean(_DPO[kind](c, r, beta, label_smoothing), weights, scale)
 
 
