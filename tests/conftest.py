@@ -8,6 +8,7 @@ Nothing is garbage while the tests are collected, and to look for it takes secon
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Whether there is a GPU is asked without starting CUDA: a process that is forked afterwards could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+# Lightning and Accelerate find out by these whether a process is one of several.
+_RANK_VARIABLES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE")
 _LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "torch.distributed", "transformers", "trl")
 
 # These files take longest. They run first, so that no worker is left with one of them at the end.
@@ -47,6 +50,24 @@ def _older_objects_are_not_looked_at_again() -> None:
     """Captures of graphs and rows of cells collect garbage: half a second among a million older objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_is_left() -> Iterator[None]:
+    """A Trainer with ranks starts a process group and sets the environment; the next file has neither."""
+    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return
+    torch.distributed.destroy_process_group()
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

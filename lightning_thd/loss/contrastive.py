@@ -321,6 +321,8 @@ def info_nce(
         dim_weights=dim_weights,
     )
     choice(pooling, "pooling", *get_args(Pooling))
+    if group is not None:
+        instance(group, "group", dist.ProcessGroup, advice="Pass ranks that hold different data.")
     check_batch(batch)
     note_mean_of_sequences(batch)
     found = batch.step
