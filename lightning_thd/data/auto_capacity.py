@@ -236,8 +236,10 @@ def _trains(search: _Search, capacity: int, longest: int) -> bool:
     try:
         # A validation before training runs in inference mode.
         with torch.inference_mode(False), torch.enable_grad(), isolate_rng(), _as_before(search.model):
-            # The optimizer makes its states in the first step.
-            held = torch.empty(state - _state_bytes(search.trainer), dtype=torch.uint8, device=search.device)
+            # The optimizer makes its states in the first step. After a resume they exist, perhaps wider than
+            # the memory model counts them.
+            missing = max(0, state - _state_bytes(search.trainer))
+            held = torch.empty(missing, dtype=torch.uint8, device=search.device)
             batch = _full_pack(search.memory.vocabulary, capacity, longest, search.job.alignment)
             moved = search.trainer.strategy.batch_to_device(batch, search.device, 0)
             with search.trainer.precision_plugin.train_step_context():

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_thd._checks import flags
+
 _OFFLOAD: Final = "_thd_offload"  # the attribute of a model whose layer inputs wait in CPU memory
 _CHECKPOINT: Final = "_gradient_checkpointing_func"  # where layers of transformers keep their checkpoint
 
@@ -25,7 +27,10 @@ def offload_inputs(models: Iterable[nn.Module], offload: bool | None) -> None:
 
     Raises:
         ValueError: if no layer is checkpointed, or an earlier call has chosen otherwise.
+        TypeError: if ``offload`` is no bool and not None.
     """
+    if offload is not None:
+        flags(offload=offload)
     for model in models:
         earlier = model.__dict__.get(_OFFLOAD)
         if offload is False and earlier:

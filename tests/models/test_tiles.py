@@ -201,3 +201,9 @@ def test_a_replaced_forward_is_refused() -> None:
     block.forward = block.forward
     with pytest.raises(ValueError, match=r"layers.0.mlp \(LlamaMLP\) was replaced"):
         prepare(model, mlp_tile=TILE)
+
+
+@pytest.mark.parametrize("offload", [1, "cpu"])
+def test_offload_is_true_or_false(offload: Any) -> None:
+    with pytest.raises(TypeError, match="offload is a .*wanted bool"):
+        prepare(tiny_llama(), offload=offload)
