@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,26 @@ def test_quoted_messages_are_in_the_code() -> None:
 
 def test_errors_that_have_a_section_print_its_link() -> None:
     sections = dict(re.findall(r"^## [^\n]* \{#([\w-]+)\}\n(.*?)(?=^## |\Z)", MESSAGES, re.M | re.S))
-    printed = re.findall(r"docs/reference/messages\.md#([\w-]+)", "".join(f.read_text() for f in CODE))
+    printed = re.findall(r"\bsee\(['\"]([\w-]+)['\"]\)", "".join(file.read_text() for file in CODE))
     assert set(printed) == set(sections)
     for anchor, section in sections.items():
         assert printed.count(anchor) <= len(re.findall(r"^\| `", section, re.M)), anchor
+
+
+def test_a_message_names_the_page_by_its_address_if_the_package_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib.metadata as installed
+
+    from lightning_thd._pages import see
+
+    built = Message()
+    monkeypatch.setattr(installed, "metadata", lambda name: built)
+    assert see("steps") == "See 'Error messages' (#steps) in the documentation."
+    assert MESSAGES.startswith("# Error messages\n")
+    built["Project-URL"] = "Source, https://a/b"
+    built["Project-URL"] = "Documentation, https://a/b/tree/main/docs"
+    assert see("steps") == "See https://a/b/tree/main/docs/reference/messages.md#steps."
 
 
 def _zeros(row: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
+from lightning_thd._pages import see
 from lightning_thd.attention.kernels import flash, raw, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -184,7 +185,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
             lines.append(f"{what}: would run it, but {absent}")
         else:
             lines.append(f"{what}: runs it")
-    lines.append("See docs/reference/messages.md#kernels.")
+    lines.append(see("kernels"))
     raise ValueError("\n  ".join(lines))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_thd._pages import see
 from lightning_thd.batch.thd_batch import THDBatch
 
 # Attributes that say where sequences begin. Positions count: some kernels find the boundaries by them.
@@ -149,7 +150,7 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
         "see each other. In your own model, call varlen_attention(q, k, v, batch.boundaries) and take "
         "positions from batch.position_ids. Run a transformers model with attn_implementation='thd' by "
         "causal_lm_loss(model, batch) or model(**batch.hf_kwargs()). If no token of the model sees another "
-        f"one, as without attention, set {option}. See docs/reference/messages.md#boundaries."
+        f"one, as without attention, set {option}. {see('boundaries')}"
     )
 
 

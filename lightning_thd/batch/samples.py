@@ -18,6 +18,10 @@ MOST_ID = 2**31 - 1  # no vocabulary has a larger id
 _SHIFTED_FROM = 8  # fewer labels than this may equal the next id, and not their own id, by chance
 
 
+class UnusedKeyError(ValueError):
+    """Raised for a key that no model takes: a fault of all rows, which skipping bad rows does not mend."""
+
+
 def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = False) -> dict[str, Any]:
     """Check a sample, or a ``piece`` of one, and return its rows as arrays; errors begin with ``name``."""
     if not isinstance(sample, Mapping):
@@ -62,9 +66,10 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = as_tensor(value)
         if not isinstance(value, Tensor) or value.ndim == 0:
-            raise ValueError(
+            raise UnusedKeyError(
                 f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
-                "least one axis, concatenated along the first; drop the key if the model does not need it."
+                "least one axis, concatenated along the first. If the model does not need it, leave the key "
+                f"out of the rows, as dataset.remove_columns({key!r}) does for a Hugging Face dataset."
             )
         checked[key] = value
     return checked

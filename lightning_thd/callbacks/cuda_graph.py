@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance
+from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.loggers import accumulates, logged_step, logs_now
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
@@ -133,8 +134,8 @@ class CUDAGraphCallback(L.Callback):
             if self.compile_layers:
                 raise MisconfigurationException(
                     f"CUDAGraphCallback(compile_layers=True) compiles layers inside graphs, but {reason}. "
-                    "Leave it out, and compile layers for eager training: layer.compile(dynamic=True), see "
-                    "docs/guides/speed.md."
+                    "Leave it out, and compile layers for eager training: layer.compile(dynamic=True). See "
+                    "'Speed' in the documentation."
                 )
             self._stay_idle(reason)
             return
@@ -240,7 +241,7 @@ class CUDAGraphCallback(L.Callback):
             raise MisconfigurationException(f"CUDAGraphCallback(require=True), but {reason}.")
 
         layers = ", and compile_layers=True compiles only inside graphs" if self.compile_layers else ""
-        rank_zero_info(f"CUDAGraphCallback is idle: {reason}{layers}. See docs/reference/messages.md#graphs.")
+        rank_zero_info(f"CUDAGraphCallback is idle: {reason}{layers}. {see('graphs')}")
 
     def _log(self, trainer: L.Trainer) -> None:
         if self.step is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_thd._checks import real_number
+from lightning_thd._pages import see
 from lightning_thd._static import in_backward, only_looking, shapes_are_static
 from lightning_thd.callbacks.loggers import accumulates, record
 from lightning_thd.callbacks.seen import kept_slots
@@ -214,7 +215,7 @@ class ExpertBias(Callback):
             raise MisconfigurationException(
                 "ExpertBias counted no choice of a router in the first step: compiled layers and CUDA graphs "
                 "run no hooks. Train without them, or use router_balance='sequence'. "
-                "See docs/reference/messages.md#experts."
+                f"{see('experts')}"
             )
         self._counted = True
 

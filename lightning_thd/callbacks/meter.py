@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_thd._find import recipe_of
+from lightning_thd._pages import see
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
@@ -589,7 +590,7 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
         warn(
             f"No peak FLOP/s is known for {name!r} in {dtype}, so device/mfu and device/hfu are not logged. "
             "Set peak='measure' to time matmuls once, or peak=<dense FLOP/s>. "
-            "See docs/reference/messages.md#peaks.",
+            f"{see('peaks')}",
             MeasureWarning,
         )
     return looked_up

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
+from lightning_thd._pages import see
 from lightning_thd._trees import tree_leaves
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.callbacks.experts import expert_load
@@ -422,7 +423,7 @@ class THDThroughputMonitor(Callback):
                 "of all slots; MFU, real tokens and packing/fill are not logged. Put attention_mask, "
                 "position_ids or lengths beside input_ids. If no slot is padding, "
                 "THDThroughputMonitor(tokens='slots') logs MFU. "
-                "See docs/reference/messages.md#padding."
+                f"{see('padding')}"
             )
 
         if metrics and meter.unfilled and not self._noticed_fill:

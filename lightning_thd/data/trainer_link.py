@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
+from lightning_thd._pages import see
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.noted import FirstStep
 from lightning_thd.flops import FlopsModel
@@ -120,7 +121,7 @@ def say_other_attention(module: nn.Module | None) -> None:
             rank_zero_info(
                 f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
                 f"pack may see each other. Build it with attn_implementation='thd'{several}. "
-                "See docs/reference/messages.md#attention."
+                f"{see('attention')}"
             )
 
 
@@ -230,7 +231,7 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         raise MisconfigurationException(
             f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd', 'thd_ddp' or "
             f"'thd_model_parallel', not {type(trainer.strategy).__name__}. Or use Packs(n). "
-            "See docs/reference/messages.md#steps."
+            f"{see('steps')}"
         )
     job = job_of(trainer)
     hook = None if module is None else module.training_step
@@ -269,13 +270,13 @@ def check_step(
         raise MisconfigurationException(
             f"{name}={accumulate}, but with a pipeline, context_parallel_size='dynamic' or Sequences(n) each "
             "batch is a step. Set gradient accumulation to 1. "
-            "See docs/reference/messages.md#steps."
+            f"{see('steps')}"
         )
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x {name}={accumulate} "
             f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate})"
-            f"{' or a multiple' * whole}. See docs/reference/messages.md#steps."
+            f"{' or a multiple' * whole}. {see('steps')}"
         )
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
+from lightning_thd._pages import see
 from lightning_thd.models.switching import NAME
 
 # Options that the base class or packed_trainer reads, with their usual meaning.
@@ -242,5 +243,6 @@ def _other_attention(attention: object) -> str:
     return (
         f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
         "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "
-        "model_init_kwargs={'attn_implementation': 'thd'}). See docs/reference/messages.md#attention."
+        "model_init_kwargs={'attn_implementation': 'thd'}). "
+        f"{see('attention')}"
     )

@@ -277,6 +277,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self._leave_out_first()
             last = self.state.global_step >= self.state.max_steps
             ours = for_loggers(self._meter.close(last=last))  # reporters put "train/" before every key
+            if ours.get("train/device/items_per_sec") == ours.get("train/device/real_items_per_sec"):
+                ours.pop("train/device/items_per_sec", None)  # without padding between sequences
             if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume
                 ours["train/total_flops"] = float(self.state.total_flos)
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
+from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries.core import sequence_of_slots
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
@@ -191,7 +192,7 @@ def routers_for(
     if (z_loss or balance != "microbatch") and batch.token_scale is None:
         raise ValueError(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
-            "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
+            f"pass token_scale to THDBatch.collate. {see('experts')}"
         )
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
         wanted = None
@@ -225,8 +226,7 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     name = type(inner).__name__
     if not routers_of(inner):
         raise ValueError(
-            f"{what} needs the logits of routers, and {name} returns none. Leave it out. "
-            "See docs/reference/messages.md#experts."
+            f"{what} needs the logits of routers, and {name} returns none. Leave it out. {see('experts')}"
         )
 
     scores = scores_of(inner)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
+from lightning_thd._pages import see
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.boundaries.core import ForThdOnly
 from lightning_thd.models.adapted import Adapter
@@ -227,7 +228,7 @@ def _other_attention(model: Any, attention: str | None) -> str:
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
         "with which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
-        "the whole model. See docs/reference/messages.md#attention."
+        f"the whole model. {see('attention')}"
     )
 
 
@@ -239,7 +240,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
             f"{type(model).__name__} was given 'thd', got a pack and runs attn_implementation={attention!r}, "
             "with which sequences of a pack may see each other. It was switched, or another model was built "
             "from its config object. Call model.set_attn_implementation('thd'), and give each model a copy "
-            "of the config. See docs/reference/messages.md#attention."
+            f"of the config. {see('attention')}"
         )
 
 

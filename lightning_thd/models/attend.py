@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._pages import see
 from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
@@ -106,7 +107,7 @@ def _refuse_unprepared(module: nn.Module) -> None:
         f"{type(module).__name__} runs 'thd', but it belongs to a model that was not prepared for packs: its "
         "config was changed by hand or by a second model that was built from the same config object, or the "
         "layer was put into the model later. Call lightning_thd.models.prepare(model) with the whole model, "
-        "or build it with attn_implementation='thd'. See docs/reference/messages.md#attention."
+        f"or build it with attn_implementation='thd'. {see('attention')}"
     )
 
 

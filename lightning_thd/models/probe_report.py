@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_thd._pages import see
+
 # The rounding of a softmax in fp32, relative to the largest logit, with room for a few layers.
 _SOFTMAX = 1e-5
 # A port's largest error in fp32. A window that is one key too small changes a logit by more than this.
@@ -149,7 +151,7 @@ class PackingLeakError(RuntimeError):
             remedy = "Check forward= and the first wrong module, or train this model on padded rows"
         super().__init__(
             f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
-            f"{remedy}. See docs/reference/messages.md#leaks."
+            f"{remedy}. {see('leaks')}"
         )
 
     def __reduce__(self) -> tuple[type[PackingLeakError], tuple[PackingReport]]:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._pages import see
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.families.recurrent import MIXERS, Recurrent
 from lightning_thd.models.masks import UnreadMask
@@ -103,7 +104,7 @@ def refuse_model_around(outer: Any, inner: Any) -> None:
         f"{type(outer).__name__} was not prepared for packs, and holds a {type(inner).__name__} with 'thd'. "
         "Its own loss, or an output that it pools, would mix the sequences of a pack. Call "
         f"set_attn_implementation('thd') on the outer {type(outer).__name__}; or, if its config says 'thd', "
-        "lightning_thd.models.prepare(model). See docs/reference/messages.md#attention."
+        f"lightning_thd.models.prepare(model). {see('attention')}"
     )
 
 
@@ -270,7 +271,7 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
         raise ValueError(
             f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: generate "
-            "with model.set_attn_implementation('eager'). See docs/reference/messages.md#generation."
+            f"with model.set_attn_implementation('eager'). {see('generation')}"
         )
     if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
         _refuse_plain_positions(model, kwargs.get("position_ids"))
@@ -346,7 +347,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     if kind not in _SHIFTED:
         raise ValueError(
             f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
-            "sequences. Compute the loss from the logits. See docs/reference/messages.md#labels."
+            f"sequences. Compute the loss from the logits. {see('labels')}"
         )
     if pack.shard is not None:
         raise ValueError(
@@ -371,5 +372,5 @@ def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
             "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels too, "
-            "or use lightning_thd.causal_lm_loss(model, batch). See docs/reference/messages.md#labels."
+            f"or use lightning_thd.causal_lm_loss(model, batch). {see('labels')}"
         ) from err

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import host_ints
+from lightning_thd._pages import see
 from lightning_thd.packing.cost import Media
 from lightning_thd.packing.lengths import UNBOUNDED, Slots, too_many_patches
 from lightning_thd.packing.permutation import permute, spread
@@ -231,7 +232,7 @@ def _apply_policy(
         raise ValueError(
             f"Sequence {start + first} has {values[first]} tokens but at most {limit} "
             "fit a pack. Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
-            "See docs/reference/messages.md#too-long."
+            f"{see('too-long')}"
         )
     counts["empty"] += int(empty.sum())
     _count_oversize(counts, values[too_long], limit, oversize)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._pages import see
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def require_gradients(inner: nn.Module, logits: Sequence[Tensor]) -> None:
         raise ValueError(
             f"{type(inner).__name__} returns router logits without a gradient, as activation checkpoints "
             "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False. See "
-            "docs/reference/messages.md#experts."
+            f"{see('experts')}"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import whole_number
 from lightning_thd._find import recipe_of
+from lightning_thd._pages import see
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.trainer_link import alignment_of
@@ -191,7 +192,7 @@ class FP8Precision(Precision):
             raise MisconfigurationException(
                 f"FP8Precision converted no layer of {type(module).__name__}, so nothing would run in FP8: "
                 f"{reasons or 'it has no nn.Linear'}. Change keep= or min_features=, or train in bf16. "
-                "See docs/reference/messages.md#fp8."
+                f"{see('fp8')}"
             )
         policy, _ = checkpointing(module)
         self._recomputes = policy != "none" and self.recipe.engine == "te"

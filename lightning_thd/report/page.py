@@ -19,6 +19,7 @@ from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lightning_thd._imports import installed
+from lightning_thd._pages import see
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 from lightning_thd.report.terminal import Table
 
@@ -51,6 +52,8 @@ _CURVES = (
     ("train/packing/fill", "train/packing/attention_fraction"),
 )
 _TOP = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
+# Packs of Packs(n) are fuller than this. A fill below this share of their median is a pack of what was left.
+_FULL = 0.9
 # The parts of a step in their order; THDThroughputMonitor logs them under train/step_time/.
 PARTS = {
     "data_wait": "wait for data",
@@ -71,6 +74,7 @@ body { font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; pa
 img { width: 100% }
 td { padding: .2rem 0 }
 td + td { text-align: right; padding-left: .8rem }
+.foot { white-space: pre-line }
 $colours
 </style>
 <h1>Training run</h1>
@@ -97,7 +101,7 @@ def read_metrics(folder: str | Path) -> Series:
         raise ValueError(
             f"No metrics.csv below {folder}, and no event file of TensorBoard. Train with "
             f"logger=CSVLogger({str(folder)!r}) or TensorBoardLogger({str(folder)!r}), or with a list of it "
-            "and other loggers. See docs/reference/messages.md#report."
+            f"and other loggers. {see('report')}"
         )
 
     metrics: dict[str, dict[int, float]] = {}  # metric -> step -> value
@@ -173,8 +177,27 @@ def table(series: Series) -> Table:
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
 
     peak = peak_tflops(series)
-    foot = "" if peak is None else f"MFU is the share of {number(peak)} TFLOP/s, the peak of a device."
-    return Table(columns=("", "first", "median", "last"), rows=rows, foot=foot)
+    notes = []
+    if peak is not None:
+        notes.append(f"MFU is the share of {number(peak)} TFLOP/s, the peak of a device.")
+    if dip := _dip(series):
+        notes.append(dip)
+    return Table(columns=("", "first", "median", "last"), rows=rows, foot="\n".join(notes))
+
+
+def _dip(series: Series) -> str:
+    """Explain the lowest fill of a run of full packs if it is far below their median, else return ""."""
+    logged = [(value, step) for step, value in series.get("train/packing/fill", []) if math.isfinite(value)]
+    if not logged:
+        return ""
+    lowest, step = min(logged)
+    middle = median(value for value, _ in logged)
+    if middle < _FULL or lowest >= _FULL * middle:
+        return ""
+    return (
+        f"Fill fell to {lowest:.1%} at step {step}: the last packs of an epoch, and of each window= of "
+        "sequences that are packed together, hold what is left."
+    )
 
 
 def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
@@ -188,7 +211,7 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
     if not metrics.rows:
         raise ValueError(
             f"The logs below {folder} have none of {', '.join(ROWS)}. Log train/loss, or give the Trainer "
-            "THDThroughputMonitor(). See docs/reference/messages.md#report."
+            f"THDThroughputMonitor(). {see('report')}"
         )
     print(f"\n{metrics}\n")  # noqa: T201
     if installed("matplotlib"):
@@ -220,7 +243,7 @@ def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path
         for row in (metrics.columns, *metrics.rows)
     )
     if metrics.foot:
-        rows += f"<tr><td colspan=4>{html.escape(metrics.foot)}</td></tr>"
+        rows += f"<tr><td class=foot colspan=4>{html.escape(metrics.foot)}</td></tr>"
     Path(file).write_text(_PAGE.substitute(colours=colours, images=images, rows=rows))
     return Path(file)
 

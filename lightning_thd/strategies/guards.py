@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
+from lightning_thd._pages import see
 from lightning_thd._private import private_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import EXPERT, TENSOR, AxisSizes
@@ -73,7 +74,7 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             raise MisconfigurationException(
                 f"context_parallel_size={cp}, but the attention of {name or 'the model'} "
                 f"({type(child).__name__}, {chosen!r}) sees only the shard of its own rank. Set "
-                "attn_implementation='thd', or call varlen_attention: docs/reference/messages.md#attention."
+                f"attn_implementation='thd', or call varlen_attention. {see('attention')}"
             )
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric, SumMetric
 
+from lightning_thd._pages import see
 from lightning_thd._private import private_of, set_private
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
@@ -195,7 +196,7 @@ def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
 
 def groups_of_sums(*, dynamic: bool) -> str:
     """Return the end of a message: which group to sum over."""
-    page = "See docs/reference/messages.md#sums."
+    page = see("sums")
     world = "torch.distributed.group.WORLD for a count of each rank's slots"
     if dynamic:
         return f"{world}; under context_parallel_size='dynamic' no group counts each pack just once. {page}"

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_thd._pages import see
 from lightning_thd._user_code import definition_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
@@ -403,7 +404,7 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
         raise MisconfigurationException(
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
             f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Return "
-            "causal_lm_loss(self.model, batch), perhaps times a number: docs/reference/messages.md#pipelines."
+            f"causal_lm_loss(self.model, batch), perhaps times a number. {see('pipelines')}"
         )
     # Stages may compute in different dtypes, so conversions do not count.
     return tuple(node.name() for node in nodes if "ToCopy" not in node.name())
@@ -414,7 +415,7 @@ def _differing(module: Any, here: tuple[str, ...], last: tuple[str, ...]) -> str
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(here)} on another ({_definition(module)}): it branches on the loss, and only the last "
-        "stage has its value. Branch in on_train_batch_end: docs/reference/messages.md#pipelines."
+        f"stage has its value. Branch in on_train_batch_end. {see('pipelines')}"
     )
 
 

@@ -76,6 +76,14 @@ def test_a_hugging_face_stream_in_its_second_epoch_is_resumed(shards: int) -> No
     assert used(begun, 7) + used(steps(begun.state_dict())) == again
 
 
+def test_a_key_of_text_beside_ids_has_to_leave_all_rows() -> None:
+    rows = [{"input_ids": [1, 2, 3], "topic": "a"}] * 4
+    wanted = r"Sequence 0 carries 'topic' as str.*remove_columns\('topic'\)"
+    with pytest.raises(ValueError, match=wanted) as err:
+        read(rows)
+    assert "on_error" not in str(err.value)  # which would skip every row
+
+
 class OneBuffer:
     """Hands out one buffer again and again."""
 

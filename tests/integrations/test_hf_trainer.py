@@ -84,6 +84,9 @@ def test_steps_of_packs_equal_the_hand_loop(tmp_path: Path, world: int, accumula
     logged = [row for row in ranks[0]["logs"] if "device/mfu" in row]
     assert all(0.0 < row["packing/fill"] <= 1.0 for row in logged)  # of the capacity
     assert len(logged) >= STEPS - 1
+    # Slots without padding between sequences would be the same number again.
+    assert not any("device/items_per_sec" in row for row in logged)
+    assert all("device/real_items_per_sec" in row for row in logged)
     assert ranks[0]["flos"] > 0
 
 

@@ -171,6 +171,16 @@ def test_event_files_of_tensorboard_are_read_where_there_is_no_table(tmp_path: P
     assert read_metrics(tmp_path) == {"train/loss": [(0, 7.5)]}
 
 
+def test_a_dip_of_fill_is_explained_where_packs_are_full(tmp_path: Path) -> None:
+    fill = {"train/packing/fill": [(step, 0.3 if step == 7 else 0.98) for step in range(20)]}
+    dip = "Fill fell to 30.0% at step 7: the last packs of an epoch"
+    assert dip in table(fill).foot
+    assert dip in page(fill, tmp_path / "run.html").read_text()
+    padded = {"train/packing/fill": [(step, 0.3 if step == 7 else 0.5) for step in range(20)]}
+    even = {"train/packing/fill": [(step, 0.95) for step in range(20)]}
+    assert table(padded).foot == table(even).foot == ""
+
+
 def test_the_peak_that_mfu_is_a_share_of_is_below_the_table(tmp_path: Path) -> None:
     rates = {
         "train/device/tflops_per_gpu": [(5, 0.12), (9, 0.13)],

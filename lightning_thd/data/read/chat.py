@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd._pages import see
 from lightning_thd.data.read.conversations import calls_read
 from lightning_thd.data.read.message_keys import (
     THOUGHTS,
@@ -200,7 +201,7 @@ def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> No
     if words and turn.endswith(words) and last not in tokenizer.all_special_ids:
         raise ValueError(
             f"the chat template writes nothing behind the answer {words[-24:]!r}, so its end would not be "
-            "learned. Let it end answers with a token. See docs/reference/messages.md#chat-templates."
+            f"learned. Let it end answers with a token. {see('chat-templates')}"
         )
 
 
@@ -399,7 +400,7 @@ def _claims_of_messages(messages: list[Message]) -> Iterator[tuple[Path, ValueEr
             if isinstance(value, dict) or (isinstance(value, str) and value.strip()):
                 error = ValueError(
                     f"the chat template leaves out message {i} of the role {message['role']!r}, which "
-                    f"says {value!r:.40}. See docs/reference/messages.md#chat-templates."
+                    f"says {value!r:.40}. {see('chat-templates')}"
                 )
                 yield ("messages", i, *path), error
 
@@ -421,7 +422,7 @@ def _claims_of_call(call: dict[str, Any], path: Path, i: int) -> Iterator[tuple[
 
     left_out = ValueError(
         f"the chat template leaves out the call of {inner['name']!r:.40} in message {i}. "
-        "Take a template that writes tool_calls. See docs/reference/messages.md#chat-templates."
+        f"Take a template that writes tool_calls. {see('chat-templates')}"
     )
     yield (*path, "name"), left_out
     if not is_empty(inner.get("arguments")):
@@ -545,7 +546,8 @@ def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str
     if not text.startswith(after):
         raise ValueError(
             f"the chat template writes the turns up to message {i} differently when more follow. Mark "
-            "answers with {% generation %}. See docs/reference/messages.md#chat-templates."
+            "answers with {% generation %}. "
+            f"{see('chat-templates')}"
         )
     if not after.startswith(before):
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_thd._pages import see
 from lightning_thd.batch.keys import names
 
 Message = dict[str, Any]
@@ -164,7 +165,7 @@ def unread_error(unread: Iterable[str], level: Level, owner: str) -> ValueError:
     advice = REFUSED[level].get(names[0], general)
     return ValueError(
         f"{owner} has {', '.join(map(repr, names))}, which would be lost. {advice} If it may be dropped, "
-        "list it in metadata_keys=. See docs/reference/messages.md#keys-of-conversations."
+        f"list it in metadata_keys=. {see('keys-of-conversations')}"
     )
 
 

@@ -23,6 +23,7 @@ from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
 from lightning_thd.batch.samples import (
+    UnusedKeyError,
     check_sample,
     is_scalar,
     refuse_restart,
@@ -586,6 +587,8 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
             raise ValueError(f"{place} is text; wanted a dict with 'input_ids'.")
         try:
             sample = checked_row(row, place, empty=True)
+        except UnusedKeyError:
+            raise
         except (TypeError, ValueError) as err:
             raise ValueError(f"{err} {_ADVICE}") from err
         if self._one_each:

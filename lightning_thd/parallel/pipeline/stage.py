@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._pages import see
 from lightning_thd._user_code import user_line
 from lightning_thd.parallel.draws import draw_from_own_stream, draw_number
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
@@ -379,5 +380,5 @@ class NoHead(nn.Module):
             return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
         raise ValueError(
             "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
-            f"causal_lm_logprobs(model, batch). See docs/reference/messages.md#pipelines.\n  {user_line()}"
+            f"causal_lm_logprobs(model, batch). {see('pipelines')}\n  {user_line()}"
         )
