@@ -78,7 +78,7 @@ def _join_largest(largest: list[tuple[NDArray[np.integer], int]]) -> NDArray[np.
 
 def _join_places(pairs: list[tuple[SequenceIndex, int]]) -> Places:
     """Join the files of datasets end to end; rows of a dataset without files have only their number."""
-    names: list[str] = []
+    names: list[str | Callable[[int], str]] = []
     ends: list[int] = []
     for index, start in pairs:
         places = index.places

@@ -123,9 +123,24 @@ def test_a_label_above_the_vocabulary_is_refused_before_the_first_step(tmp_path:
     rows[3] = {"input_ids": [9, 1], "labels": [-100, VOCABULARY]}
     made = SOURCES[source](rows, tmp_path)
     for _ in range(2):  # the second time from the cache
-        with pytest.raises(ValueError, match=f"Sequence 3 of the train data has the label {VOCABULARY}, but"):
+        place = "a.jsonl, line 4" if source == "jsonl" else "Sequence 3"
+        with pytest.raises(ValueError, match=f"{place} of the train data has the label {VOCABULARY}, but"):
             begin(made, tmp_path)
     begin(made, tmp_path, vocab_size=VOCABULARY + 1)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_line_of_an_id_above_the_vocabulary_is_named(tmp_path: Path, skip: bool) -> None:
+    """Lines that are blank or were left out count, and so do those of files before."""
+    write_jsonl(tmp_path, [{"input_ids": row} for row in ROWS])
+    lines = [json.dumps({"input_ids": row}) for row in ROWS]
+    lines[1] = "not JSON" if skip else ""
+    lines[3] = json.dumps({"input_ids": [9, 100]})
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    options = {"on_error": "skip"} if skip else {}
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(ValueError, match=r"b\.jsonl, line 4 of the train data has the token id 100, but"):
+            begin(f"{tmp_path}/*.jsonl", tmp_path, **options)
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "stream"])

@@ -7,15 +7,17 @@ yielded as ``Bad``, so that reading can go on. A damaged Parquet, Arrow or JSON 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.tokens import TokenStore
 
 CHUNK_BYTES = 1 << 22  # bytes of text in a chunk; a tokenizer at 1 MB/s takes about 4 s for it
 CHUNK_ROWS = 1024
@@ -42,18 +44,53 @@ class Line:
     offset: int
 
     def __str__(self) -> str:
-        number = 1
-        left = self.offset  # bytes before the line
-        with self.path.open("rb") as file:
-            while left and (block := file.read(min(left, 1 << 20))):
-                number += block.count(b"\n")
-                left -= len(block)
-        return f"{self.name}, line {number}"
+        return f"{self.name}, line {1 + newlines(self.path, 0, self.offset)}"
+
+
+def newlines(path: Path, start: int, stop: int) -> int:
+    """Count the newlines of a file between two bytes."""
+    count = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        left = stop - start
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
 
 
 Placed = tuple[str | Line, Record]
 # A part of a source that one process reads. Calling it yields the records with their places.
 Chunk = Callable[[], Iterator[Placed]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlaces:
+    """Names the record of a sequence in a store; each call reads the records again, up to that one."""
+
+    chunks: Sequence[Chunk]
+    store: TokenStore
+
+    def __call__(self, i: int) -> str:
+        skipped = {record.place for record in self.store.skipped_records}
+        places = _written_out(place for chunk in self.chunks for place, _ in chunk())
+        return next(islice((place for place in places if place not in skipped), i, None))
+
+
+def _written_out(places: Iterable[str | Line]) -> Iterator[str]:
+    """Yield places as text; the lines of a file are counted only once."""
+    path = None
+    number, offset = 1, 0
+    for place in places:
+        if isinstance(place, str):
+            yield place
+            continue
+        if place.path != path:
+            path = place.path
+            number, offset = 1, 0
+        number += newlines(path, offset, place.offset)
+        offset = place.offset
+        yield f"{place.name}, line {number}"
 
 
 def parse_json(text: str | bytes) -> Any | Bad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -20,7 +20,7 @@ from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_t
 from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths, refuse_blank
 from lightning_thd.data.read.message_keys import check_metadata_keys
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
-from lightning_thd.data.read.records import Chunk, file_chunks, part_sizes, row_chunks
+from lightning_thd.data.read.records import Chunk, RecordPlaces, file_chunks, part_sizes, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.vision_chat import ChatRows, VisionChat
 from lightning_thd.data.store.columns import is_hugging_face
@@ -43,7 +43,7 @@ class Opened:
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     key: dict[str, Any] | None  # the cache key of the content; None without a fingerprint
     schedule: NDArray[np.int64] | None = None  # the index of each sequence's pack, if rows are ready packs
-    # The files of the rows, if the rows of Parquet or Arrow files are read as they are.
+    # The files of the rows, or the records of files that they were read from.
     places: Places = field(default_factory=Places)
 
 
@@ -121,7 +121,10 @@ class Opener:
             rows = as_rows(load_columns(files, self.cache_dir))
             places = Places.of_files([file.name for file in files], [sum(part_sizes(file)) for file in files])
             return Opened(dataset=rows, key=key, places=places)
-        return self._tokenised(self._chunks(files), key)
+        chunks = self._chunks(files)
+        opened = self._tokenised(chunks, key)
+        store = cast("TokenStore", opened.dataset)
+        return replace(opened, places=Places(names=(RecordPlaces(chunks, store),), ends=(len(store),)))
 
     def _open_rendered(self, files: list[SourceFile]) -> Opened:
         """Open files of conversations that the processor renders."""

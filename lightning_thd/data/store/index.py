@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,8 @@ class MapDataset(Protocol):
 class Places:
     """The files of a dataset's rows, which lie end to end; without files, rows have only their number."""
 
-    names: tuple[str, ...] = ()  # the name of each file; "" for rows of another source
+    # The name of each file, "" for rows of another source, or a function that names a row by its number.
+    names: tuple[str | Callable[[int], str], ...] = ()
     ends: tuple[int, ...] = ()  # the row behind the last of each file
 
     @classmethod
@@ -78,8 +79,9 @@ class Places:
         file = bisect_right(self.ends, i)
         if file == len(self.ends) or not self.names[file]:
             return f"{kind} {i}"
+        name = self.names[file]
         first = self.ends[file - 1] if file else 0
-        return f"{self.names[file]}, row {i - first}"
+        return name(i - first) if callable(name) else f"{name}, row {i - first}"
 
 
 def checked_row(sample: Mapping[str, Any], place: str, *, empty: bool = False) -> dict[str, Any]:

@@ -154,7 +154,12 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     @property
     def skipped(self) -> int:
         """Return how many records were left out of the store; its ``skipped.jsonl`` lists them."""
-        return len(_skipped_in(self._folder)) if self._folder is not None else 0
+        return len(self.skipped_records)
+
+    @property
+    def skipped_records(self) -> list[Skipped]:
+        """Return the records that were left out of the store."""
+        return [] if self._folder is None else _skipped_in(self._folder)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
