@@ -7,14 +7,18 @@ noted, so later steps cost nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_thd._pages import see
-from lightning_thd.batch.thd_batch import THDBatch
+from lightning_thd.batch.thd_batch import THDBatch, THDStep
 
 # Attributes that say where sequences begin. Positions count: some kernels find the boundaries by them.
 _PLACES = (
@@ -27,8 +31,21 @@ SCALES = frozenset({"loss_scale", "sequence_scale"})  # they decide how a loss i
 _NOTED = frozenset({*_PLACES, *_INPUTS, *SCALES})
 
 
+# A hand-written loop that takes so many batches without a step of an optimizer trains nothing.
+_MOST_UNTRAINED = 256
+_RUNNING = threading.local()  # ``notes``: the noted batches that a step of this thread runs on
+
+
 class UnreadBoundariesError(ValueError):
     """A model ran on a pack of several sequences and did not ask where they begin."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read of a noted batch and its copies, which share this object."""
+
+    names: set[str] = field(default_factory=set)
+    batches: list[THDBatch] = field(default_factory=list)  # the batch as it is, and its copies on devices
 
 
 class NotedBatch(THDBatch):
@@ -41,43 +58,45 @@ class NotedBatch(THDBatch):
     __slots__ = ("_plain", "_read")
 
     _plain: THDBatch
-    _read: set[str]
+    _read: Reads
 
     @classmethod
-    def of(cls, batch: THDBatch, read: set[str] | None = None) -> NotedBatch:
+    def of(cls, batch: THDBatch, read: Reads | None = None) -> NotedBatch:
         """Return a noted copy of a batch, which shares its tensors."""
         noted = object.__new__(cls)
         for name in THDBatch.__slots__:
             if name not in _NOTED:
                 THDBatch.__dict__[name].__set__(noted, getattr(batch, name))
-        noted._set(_plain=batch, _read=set() if read is None else read)
+        reads = Reads() if read is None else read
+        reads.batches.append(batch)
+        noted._set(_plain=batch, _read=reads)
         return noted
 
     @property
     def read(self) -> frozenset[str]:
         """Return the names that were read."""
-        return frozenset(self._read)
+        return frozenset(self._read.names)
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model, and note it."""
-        self._read.update(("hf_kwargs", "input_ids"))
+        self._read.names.update(("hf_kwargs", "input_ids"))
         return self._plain.hf_kwargs()
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor by sequence, and note it."""
-        self._read.add("unpack")
+        self._read.names.add("unpack")
         return self._plain.unpack(x)
 
     def token_sequences(self) -> Tensor:
         """Return the sequence of each of ``token_targets``, and note it."""
-        self._read.add("token_sequences")
+        self._read.names.add("token_sequences")
         return self._plain.token_sequences()
 
     @property
     def prefixes(self) -> Any:
         """Return the ``Prefixes`` that sequences share, and note it if they share any."""
         if (prefixes := self._plain.prefixes) is not None:
-            self._read.add("prefixes")
+            self._read.names.add("prefixes")
         return prefixes
 
     def pool(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,7 +131,7 @@ class NotedBatch(THDBatch):
 def _property(name: str) -> property:
     def read(self: NotedBatch) -> Any:
         if name in _NOTED:
-            self._read.add(name)
+            self._read.names.add(name)
         return getattr(self._plain, name)
 
     return property(read, doc=f"Return the batch's ``{name}``.")
@@ -121,6 +140,36 @@ def _property(name: str) -> property:
 # What a batch computes from boundaries for outputs and losses is read from the plain batch, and not noted.
 for _name in (*_NOTED, "max_seqlen", "predictions", "step", "token_slots", "token_targets"):
     setattr(NotedBatch, _name, _property(_name))
+
+
+class NotedStep(THDStep):
+    """A step whose microbatches note what is read of them; copies note in the same sets."""
+
+    __slots__ = ("_plain",)
+
+    _plain: THDStep  # held here, because microbatches refer to their step weakly
+
+    @classmethod
+    def of(cls, step: THDStep, reads: Iterable[Reads | None] | None = None) -> NotedStep:
+        """Return a noted copy of a step, which shares its tensors."""
+        pairs = zip(step.microbatches, reads or [None] * len(step), strict=True)
+        noted = object.__new__(cls)
+        noted._set(microbatches=tuple(NotedBatch.of(batch, read) for batch, read in pairs), _plain=step)
+        return noted
+
+    def _reads(self) -> list[Reads | None]:
+        return [batch._read if isinstance(batch, NotedBatch) else None for batch in self.microbatches]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> NotedStep:
+        """Move every microbatch to a device."""
+        return NotedStep.of(self._plain.to(device, non_blocking=non_blocking), self._reads())
+
+    def pin_memory(self) -> NotedStep:
+        """Return a copy whose batches also have their tensors in page-locked memory."""
+        return NotedStep.of(self._plain.pin_memory(), self._reads())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotedStep.of, (self._plain, self._reads())
 
 
 def unnoted(batch: THDBatch) -> THDBatch:
@@ -132,7 +181,7 @@ def unnoted(batch: THDBatch) -> THDBatch:
 def note_mean_of_sequences(batch: THDBatch) -> None:
     """Note that a loss is a mean over sequences or queries, so that loops weigh it by their number."""
     if isinstance(batch, NotedBatch):
-        batch._read.add("sequence_scale")
+        batch._read.names.add("sequence_scale")
 
 
 def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
@@ -152,6 +201,42 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
         "causal_lm_loss(model, batch) or model(**batch.hf_kwargs()). If no token of the model sees another "
         f"one, as without attention, set {option}. {see('boundaries')}"
     )
+
+
+@contextmanager
+def _running(notes: list[NotedBatch]) -> Iterator[None]:
+    """Let ``sequences_in`` know the batches of a step while it runs."""
+    running: list[NotedBatch] = _RUNNING.__dict__.setdefault("notes", [])
+    running.extend(notes)
+    try:
+        yield
+    finally:
+        for batch in notes:
+            place = next(i for i, other in enumerate(running) if other is batch)
+            del running[place]
+
+
+def sequences_in(x: Any, name: Literal["input_ids", "targets"]) -> int:
+    """Return the sequences of a running step's noted batch whose ids or targets ``x`` holds; 0 for none.
+
+    Only the first steps of a run are noted. ``x`` may be a view, such as ``batch.input_ids[None]``.
+    """
+    if type(x) is not Tensor or x.device.type == "meta":  # a subclass may have no address
+        return 0
+    for noted in getattr(_RUNNING, "notes", ()):
+        for batch in noted._read.batches:
+            own = batch.input_ids if name == "input_ids" else batch._targets
+            if own is not None and _same_values(own, x):
+                return len(batch)
+    return 0
+
+
+def _same_values(own: Tensor, x: Tensor) -> bool:
+    if own.device != x.device or own.numel() != x.numel() or own.dtype != x.dtype:
+        return False
+    if own.data_ptr() == x.data_ptr():
+        return True
+    return own.is_cpu and torch.equal(own, x.flatten())  # values on a device are not read
 
 
 class FirstStep:
@@ -183,7 +268,9 @@ class FirstStep:
         if self._done:
             return self.step(*args, **kwargs)
         notes: list[THDBatch] = []
-        output = self.step(*_with_notes(args, notes), **_with_notes(kwargs, notes))
+        args, kwargs = _with_notes(args, notes), _with_notes(kwargs, notes)
+        with _running([batch for batch in notes if isinstance(batch, NotedBatch)]):
+            output = self.step(*args, **kwargs)
         self._judge(notes)
         return output
 
@@ -201,6 +288,44 @@ class FirstStep:
         if ended:
             self._done = True
             self._passed()
+
+
+class FirstUpdate:
+    """Hands noted batches to a hand-written loop, until an optimizer has stepped on a pack that passed.
+
+    No code of this package runs the loop's model. So the batches are judged when any optimizer of the process
+    begins a step while the loop holds one of them; a loop that only looks at batches is not judged.
+    """
+
+    def __init__(self) -> None:
+        self._since_update: list[NotedBatch] = []
+        self._done = False
+
+    @contextmanager
+    def handing_out(self, batch: THDBatch | THDStep) -> Iterator[THDBatch | THDStep]:
+        """Return a batch or step as it is handed out, noted unless nothing is left to check."""
+        if self._done:
+            yield batch
+            return
+        noted: Any = NotedStep.of(batch) if isinstance(batch, THDStep) else NotedBatch.of(batch)
+        notes: list[NotedBatch] = list(noted.microbatches) if isinstance(batch, THDStep) else [noted]
+        self._since_update += notes
+        hook = register_optimizer_step_pre_hook(lambda *_: self._judge())
+        try:
+            with _running(notes):
+                yield noted
+        finally:
+            hook.remove()
+            self._done = self._done or len(self._since_update) >= _MOST_UNTRAINED
+            if self._done:
+                self._since_update = []
+
+    def _judge(self) -> None:
+        """Refuse the first update of weights by packs whose boundaries nobody asked for."""
+        judged, self._since_update = self._since_update, []
+        for batch in judged:
+            refuse_unread(batch, "Your loop over THDDataModule", "THDDataModule(needs_boundaries=False)")
+            self._done = self._done or (len(batch) > 1 and bool(batch.read & _INPUTS))
 
 
 def _with_notes(value: Any, notes: list[THDBatch]) -> Any:

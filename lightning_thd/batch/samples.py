@@ -245,8 +245,10 @@ def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
     return float(tokens[1:][labels[1:] != IGNORE_INDEX].sum(dtype=np.float64)), sequence
 
 
-def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Raise if labels are already shifted: all equal the next id or -100, and at least 8 not their own id."""
+def refuse_shifted(
+    rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str, *, least: int = _SHIFTED_FROM
+) -> None:
+    """Raise if labels are already shifted: all equal the next id or -100, and ``least`` not their own id."""
     differing = 0
     for ids, labels in rows:
         own, following, labels = ids[:-1], ids[1:], labels[:-1]
@@ -254,7 +256,7 @@ def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str)
         if ((labels != following) & learned).any():
             return
         differing += int(np.count_nonzero((labels != own) & learned))
-    if differing >= _SHIFTED_FROM:
+    if differing >= least:
         raise ValueError(
             f"{name}: the labels are the next tokens, as if they were shifted already, but collation shifts "
             "them. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_thd.batch.noted import unnoted
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
@@ -197,7 +198,7 @@ def _places(batch: Any) -> Iterable[int]:
             if not isinstance(member, Tensor):
                 yield from _places(member)
         return
-    boundaries = getattr(batch, "boundaries", None)
+    boundaries = getattr(unnoted(batch), "boundaries", None)
     if isinstance(boundaries, Boundaries):
         for offsets in boundaries.tensors().values():
             yield offsets.data_ptr()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.batch.media import GRIDS, PIXELS, counted
+from lightning_thd.batch.noted import unnoted
 from lightning_thd.stats import SeqStats, Vision
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
@@ -85,6 +86,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
         return [seen for microbatch in several for seen in microbatches(microbatch, pad_id)]
 
     # Packs know their lengths.
+    batch = unnoted(batch)
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     stats = getattr(batch, "stats", None)

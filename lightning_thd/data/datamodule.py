@@ -387,7 +387,8 @@ class THDDataModule(LogsSources):
             raise MisconfigurationException("A schedule numbers the sequences of a dataset, not of a stream.")
         capacity = self._fixed_capacity()
         steps = StreamedSteps(streams, self._settings, self._job, kind=kind)
-        return THDLoader(steps, progress=self._progress, capacity=capacity)
+        judges = self.needs_boundaries
+        return THDLoader(steps, progress=self._progress, capacity=capacity, judges=judges)
 
     def _stream_of_fit(self, streams: Streams, kind: Kind, states: Sequence[Any]) -> THDLoader:
         """Return the stream loader that a running fit uses, or make one that resumes at the right step."""
@@ -451,7 +452,13 @@ class THDDataModule(LogsSources):
             prefetch_factor=settings.prefetch_factor,
             pin_memory=settings.pins(job),
         )
-        return THDLoader(steps, progress=progress, capacity=settings.capacity, predicts=predicts)
+        return THDLoader(
+            steps,
+            progress=progress,
+            capacity=settings.capacity,
+            predicts=predicts,
+            judges=self.needs_boundaries,
+        )
 
     def _planner(self, name: str) -> Planner:
         """Return the planner of a data set, made at first use, when ``configure_model`` has run."""

@@ -30,6 +30,7 @@ from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
 from lightning_thd.batch.examples import PARTS
+from lightning_thd.batch.noted import FirstUpdate
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.store.index import (
@@ -101,7 +102,13 @@ class THDLoader:
     """Iterates over the batches of one rank, epoch by epoch; its position is the same on every rank."""
 
     def __init__(
-        self, source: _Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
+        self,
+        source: _Steps,
+        *,
+        progress: Progress | None = None,
+        capacity: int = 0,
+        predicts: bool = False,
+        judges: bool = False,
     ) -> None:
         self.source = source
         self.capacity = capacity
@@ -117,6 +124,8 @@ class THDLoader:
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
         self._reports = False  # whether a hand-written loop reports each batch that it ran
         self._not_run = 0  # batches that were handed out to such a loop, but are not reported
+        # Refuses a hand-written loop whose model asks for no boundaries; None if others do, or nobody.
+        self._first_update = FirstUpdate() if judges and progress is None and source.kind != "eval" else None
         self._predicts = predicts
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
         self._set_position(Position())
@@ -237,7 +246,11 @@ class THDLoader:
             if self._predicts and isinstance(batch, THDBatch):
                 self._indices.append(list(batch.sequence_ids))
             self._not_run = int(self._reports)
-            yield batch
+            if self._first_update is None or self._reports:
+                yield batch
+            else:
+                with self._first_update.handing_out(batch) as noted:
+                    yield noted
             if self._step_ends is not ends:
                 raise ValueError(
                     "The loader was set to another position inside a loop over it, and the loop cannot "

@@ -69,6 +69,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             "num_workers": args.dataloader_num_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
+        options["needs_boundaries"] = False  # compute_loss is checked, as FirstStep and mean_loss run it
         data = THDDataModule(**{"capacity": self._capacity, **workers, **options})
         name = "gradient_accumulation_steps"
         check_step(data.global_batch, ranks=args.world_size, accumulate=accumulate, name=name)

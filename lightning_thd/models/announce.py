@@ -47,6 +47,7 @@ from lightning_thd.models.refusals import (
     refuse_call,
     refuse_changed_config,
     refuse_model_around,
+    refuse_noted,
     refuse_unknown_layers,
 )
 from lightning_thd.models.switching import NAME, is_kind_of_transformers, spread_thd
@@ -161,6 +162,8 @@ def enter(
         pack = find_pack(outer, args, kwargs)
     if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
         kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
+    if text is not None and not torch.compiler.is_compiling():
+        refuse_noted(model, kwargs, pack)
     if pack is not None:
         refuse_call(model, kwargs)
         if torch.compiler.is_compiling() or not model._thd_checked:

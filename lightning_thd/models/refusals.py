@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._pages import see
+from lightning_thd.batch.noted import sequences_in
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.families.recurrent import MIXERS, Recurrent
 from lightning_thd.models.masks import UnreadMask
@@ -327,6 +328,30 @@ _ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label",
 LABELS: Final = ("labels", *_ROW_LABELS)
 
 
+def refuse_noted(model: Any, kwargs: dict[str, Any], pack: Pack | None) -> None:
+    """Refuse the ids of a running step's pack as a plain row, and its targets as labels.
+
+    Only the first steps of a run are noted, so later steps cost nothing.
+    """
+    name = type(model).__name__
+    sequences = 0 if pack is not None else sequences_in(kwargs.get("input_ids"), "input_ids")
+    if sequences > 1:
+        raise ValueError(
+            f"{name} got the input_ids of a pack of {sequences} sequences, and not where they begin, so "
+            "their tokens would see each other. Call model(**batch.hf_kwargs())."
+        )
+    labels = kwargs.get("labels")
+    if labels is None or kwargs.get("shift_labels") is not None or not sequences_in(labels, "targets"):
+        return
+    if _loss_kind(model) in _SHIFTED:
+        raise ValueError(_next_tokens(name))
+    if _loss_kind(model) in _IN_PLACE:
+        raise ValueError(
+            f"{name} got batch.targets as labels, which are those of the next slots, and it learns the label "
+            "of each token itself. Pass labels=batch.targets.roll(1)[None]."
+        )
+
+
 def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
     """Ignore the labels of sequences' first tokens if the loss shifts labels; refuse unknown losses."""
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
@@ -340,8 +365,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
         pack.refuse_prefixes(model, "its own loss would count the slots of a prefix only once")
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs
-    # Older classes, such as those of BERT and GPT-2, have "LMHead" in their names.
-    kind = "ForCausalLM" if "LMHead" in type(model).__name__ else getattr(model, "loss_type", None)
+    kind = _loss_kind(model)
     if kind in _IN_PLACE:
         return kwargs
     if kind not in _SHIFTED:
@@ -361,16 +385,30 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     return {**kwargs, "labels": labels.masked_fill(first, kwargs.get("ignore_index", -100))}
 
 
+def _loss_kind(model: Any) -> str | None:
+    """Return transformers' name of the loss that a model computes from labels, if it is known."""
+    # Older classes, such as those of BERT and GPT-2, have "LMHead" in their names.
+    kind: str | None = (
+        "ForCausalLM" if "LMHead" in type(model).__name__ else getattr(model, "loss_type", None)
+    )
+    return kind
+
+
+def _next_tokens(name: str) -> str:
+    return (
+        f"{name} got labels with a pack: the labels are the next tokens already, as "
+        "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels too, "
+        f"or use lightning_thd.causal_lm_loss(model, batch). {see('labels')}"
+    )
+
+
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
     rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
     if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
         return  # the values are on a device, or traced
     ids, given = (row.reshape(-1) for row in rows if row is not None)
     try:
-        refuse_shifted([(ids, given)], "labels=")
+        # Labels of the model's own tokens are their ids or -100, so one that is the next token says enough.
+        refuse_shifted([(ids, given)], "labels=", least=1)
     except ValueError as err:
-        raise ValueError(
-            f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
-            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels too, "
-            f"or use lightning_thd.causal_lm_loss(model, batch). {see('labels')}"
-        ) from err
+        raise ValueError(_next_tokens(type(model).__name__)) from err

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from lightning_thd import CUDAGraphCallback, Sequences, THDBatch, THDDataModule, THDDDPStrategy
+from lightning_thd import (
+    CUDAGraphCallback,
+    Sequences,
+    THDBatch,
+    THDDataModule,
+    THDDDPStrategy,
+    causal_lm_loss,
+)
 from lightning_thd import THDThroughputMonitor as Monitor
 from lightning_thd.batch.noted import FirstStep, NotedBatch, UnreadBoundariesError, unnoted
 from lightning_thd.integrations import packed_trainer
@@ -21,7 +28,7 @@ from lightning_thd.loss import preference
 from tests.integrations.support import make_loop
 from tests.integrations.unported import Module, Own, loss_of
 from tests.ranks import run_ranks
-from tests.tiny import quiet_trainer, sequences
+from tests.tiny import quiet_trainer, sequences, tiny_llama
 
 CAPACITY = 48
 REFUSED = "did not ask where they begin"
@@ -228,6 +235,159 @@ def test_packed_trainer_refuses_the_first_step_and_evaluations(tmp_path: Path) -
     trainer = own_trainer(tmp_path, True)
     trainer.train()
     assert "compute_loss" not in vars(trainer)
+
+
+def run_loop(ported: bool, *, steps: bool = True, stream: bool = False, **options: Any) -> nn.Module:
+    """Train by hand, in plain torch; return the model."""
+    model = Own(ported).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = sequences(40)
+    source: Any = (lambda: iter(rows)) if stream else rows
+    given = THDDataModule(source, capacity=CAPACITY, global_batch=Sequences(12) if steps else None, **options)
+    given.attach(model=model)
+    given.setup("fit")
+    monitor = Monitor(peak=1e9)
+    monitor.watch(model, capacity=CAPACITY)
+    for number, step in enumerate(given.train_steps() if steps else given.train_dataloader()):
+        with monitor.step(step):
+            batches = step.to("cpu").microbatches if steps else [step.to("cpu")]
+            for batch in batches:
+                (loss_of(model, batch) / len(batches)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 2:
+            assert type(batches[0]) is THDBatch  # once a pack has passed, nothing is noted
+            break
+    return model
+
+
+LOOPS_BY_HAND: list[dict[str, Any]] = [{}, {"steps": False}, {"steps": False, "stream": True}]
+
+
+@pytest.mark.parametrize("loop", LOOPS_BY_HAND, ids=["steps", "packs", "stream"])
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
+def test_a_loop_by_hand_is_refused_at_its_first_update(loop: dict[str, Any]) -> None:
+    """The monitor's own reads are no use of the boundaries."""
+    with pytest.raises(
+        UnreadBoundariesError, match=r"Your loop over THDDataModule .*THDDataModule\(needs_boundaries"
+    ):
+        run_loop(False, **loop)
+    run_loop(True, **loop)
+    run_loop(False, needs_boundaries=False, **loop)
+
+
+def test_the_weights_do_not_move_before_the_refusal() -> None:
+    model = Own(False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = data()
+    given.setup("fit")
+
+    def train() -> None:
+        for number, batch in enumerate(given.train_dataloader()):
+            loss_of(model, batch).backward()
+            if number == 1:  # gradients of two packs are added up
+                optimizer.step()
+
+    with pytest.raises(UnreadBoundariesError):
+        train()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    other = nn.Linear(1, 1)
+    other(torch.ones(1)).backward()
+    torch.optim.SGD(other.parameters()).step()  # nothing is left behind
+
+
+def test_loops_that_train_nothing_are_not_judged() -> None:
+    """They look at batches, while something else may be trained before and after them."""
+    given = data()
+    given.setup("fit")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for batch in given.train_dataloader():
+        assert batch.input_ids.numel()
+        assert batch.targets.numel()
+    first = next(iter(given.train_dataloader()))
+    assert first.input_ids.numel()
+    model(torch.ones(1)).backward()
+    optimizer.step()
+
+
+def test_the_step_of_a_noted_microbatch_is_found() -> None:
+    given = data(global_batch=Sequences(30))
+    given.setup("fit")
+    step = next(iter(given.train_steps()))
+    assert len(step) > 1
+    moved = step.to("cpu")
+    for place, batch in enumerate(moved.microbatches):
+        found, number = batch.step
+        assert number == place
+        assert unnoted(found.microbatches[place]).input_ids is unnoted(batch).input_ids
+    again = pickle.loads(pickle.dumps(step))
+    assert [list(batch.lengths) for batch in again.microbatches] == [
+        list(batch.lengths) for batch in step.microbatches
+    ]
+    assert step.stats == moved.stats
+
+
+class Prepared(Module):
+    """Trains a transformers model with "thd", and calls it a second time, on plain ids."""
+
+    def __init__(self, call: Callable[[Any, THDBatch], Any]) -> None:
+        super().__init__(True)
+        self.call = call
+        self.model = tiny_llama()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.call(self.model, batch)
+        return loss
+
+
+CALLS: dict[str, tuple[Callable[[Any, THDBatch], Any], str]] = {
+    "ids": (lambda model, batch: model(input_ids=batch.input_ids[None]), "and not where they begin"),
+    "ids of its own device": (
+        lambda model, batch: model(input_ids=batch.to("cpu").input_ids.clone()[None]),
+        "and not where they begin",
+    ),
+    "ids and labels": (
+        lambda model, batch: model(batch.input_ids[None], labels=batch.input_ids[None]),
+        "and not where they begin",
+    ),
+    "targets": (
+        lambda model, batch: model(**batch.hf_kwargs(), labels=batch.targets[None]),
+        "are the next tokens already",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_prepared_model_refuses_the_ids_of_the_pack_by_themselves(call: str) -> None:
+    """Also where the step asked for boundaries elsewhere."""
+    run, words = CALLS[call]
+    with pytest.raises(ValueError, match=words):
+        fit(True, module=Prepared(run))
+
+
+def test_a_prepared_model_runs_other_rows_in_a_step() -> None:
+    fit(True, module=Prepared(lambda model, batch: model(input_ids=torch.arange(9)[None])))
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_targets_as_labels_are_refused_at_any_length(length: int) -> None:
+    """Also of a single sequence, in a step, where no pack is known."""
+    model: Any = tiny_llama()
+    one = [{"input_ids": list(range(3, 3 + length))}]
+    two = THDBatch.collate(one * 2)
+    with pytest.raises(ValueError, match="are the next tokens already"):
+        model(**two.hf_kwargs(), labels=two.targets[None])
+    model(**two.hf_kwargs(), labels=two.input_ids[None])
+
+    def step(batch: THDBatch) -> Any:
+        return model(input_ids=batch.input_ids[None], labels=batch.targets[None])
+
+    with pytest.raises(ValueError, match="are the next tokens already"):
+        FirstStep(step, what="step", option="x")(THDBatch.collate(one))
 
 
 def _on_ranks(ported: bool, cp: int) -> str:

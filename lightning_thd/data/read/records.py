@@ -72,6 +72,7 @@ class RecordPlaces:
     store: TokenStore
 
     def __call__(self, i: int) -> str:
+        """Return the place of a sequence, such as ``"a.jsonl, line 4"``."""
         skipped = {record.place for record in self.store.skipped_records}
         places = _written_out(place for chunk in self.chunks for place, _ in chunk())
         return next(islice((place for place in places if place not in skipped), i, None))
