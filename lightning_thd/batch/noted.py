@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_thd._pages import see
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
@@ -310,22 +310,27 @@ class FirstUpdate:
         noted: Any = NotedStep.of(batch) if isinstance(batch, THDStep) else NotedBatch.of(batch)
         notes: list[NotedBatch] = list(noted.microbatches) if isinstance(batch, THDStep) else [noted]
         self._since_update += notes
-        hook = register_optimizer_step_pre_hook(lambda *_: self._judge())
+        hooks = (
+            register_optimizer_step_pre_hook(lambda *_: self._judge()),
+            register_optimizer_step_post_hook(lambda *_: self._judge()),  # closures run inside the step
+        )
         try:
             with _running(notes):
                 yield noted
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             self._done = self._done or len(self._since_update) >= _MOST_UNTRAINED
             if self._done:
                 self._since_update = []
 
     def _judge(self) -> None:
         """Refuse the first update of weights by packs whose boundaries nobody asked for."""
-        judged, self._since_update = self._since_update, []
+        judged = [batch for batch in self._since_update if batch.read & _INPUTS]
+        self._since_update = [batch for batch in self._since_update if not batch.read & _INPUTS]
         for batch in judged:
             refuse_unread(batch, "Your loop over THDDataModule", "THDDataModule(needs_boundaries=False)")
-            self._done = self._done or (len(batch) > 1 and bool(batch.read & _INPUTS))
+            self._done = self._done or len(batch) > 1
 
 
 def _with_notes(value: Any, notes: list[THDBatch]) -> Any:

@@ -298,6 +298,30 @@ def test_the_weights_do_not_move_before_the_refusal() -> None:
     torch.optim.SGD(other.parameters()).step()  # nothing is left behind
 
 
+def test_an_optimizer_that_runs_a_closure_is_refused_in_its_first_step() -> None:
+    model = Own(False)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    given = data()
+    given.setup("fit")
+    ran = []
+
+    def train() -> None:
+        for batch in given.train_dataloader():
+
+            def closure(batch: THDBatch = batch) -> torch.Tensor:
+                ran.append(len(batch))
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    with pytest.raises(UnreadBoundariesError):
+        train()
+    assert len(ran) == 1
+
+
 def test_loops_that_train_nothing_are_not_judged() -> None:
     """They look at batches, while something else may be trained before and after them."""
     given = data()

@@ -16,15 +16,32 @@ Alone = Callable[[nn.Module, dict[str, Any]], tuple[Tensor, int]]
 
 
 class Ran(NamedTuple):
-    """What a port did: the rows of every step, its losses, and the parameters in the end."""
+    """What a port did: the rows, loss and gradients of every step, and the parameters in the end."""
 
     steps: list[list[int]]
     losses: list[float]
+    gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
+
+    @classmethod
+    def nothing(cls) -> Ran:
+        """Return an empty record, to which a run adds its steps."""
+        return cls([], [], [], {})
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+
+
+def note_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, ran: Ran) -> torch.optim.Optimizer:
+    """Let an optimizer add the model's gradients to a record in every step."""
+    optimizer.register_step_post_hook(lambda *_: ran.gradients.append(gradients_of(model)))
+    return optimizer
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -33,18 +50,19 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train_alone(
     model: nn.Module, rows: Sequence[dict[str, Any]], steps: list[list[int]], alone: Alone
-) -> tuple[list[float], dict[str, Tensor]]:
+) -> Ran:
     """Train a copy of a model on the rows of every step, each by itself."""
-    model, losses = copy.deepcopy(model).train(), []
-    optimizer = optimizer_of(model.parameters())
+    model = copy.deepcopy(model).train()
+    ran = Ran.nothing()
+    optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
     for step in steps:
         results = [alone(model, rows[i]) for i in step]
         loss = sum(total for total, _ in results) / sum(count for _, count in results)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, parameters_of(model)
+        ran.losses.append(float(loss.detach()))
+    return ran._replace(steps=steps, parameters=parameters_of(model))
 
 
 def check(
@@ -53,7 +71,18 @@ def check(
     """Compare a run of a port, which began with these weights, with the oracle."""
     assert len(ran.steps) == STEPS
     assert max(map(len, ran.steps)) > 1
-    losses, parameters = train_alone(model, rows, ran.steps, alone)
-    assert ran.losses == pytest.approx(losses, rel=to, abs=to)
-    for name, parameter in parameters.items():  # some, such as BERT's biases of keys, never move
+    wanted = train_alone(model, rows, ran.steps, alone)
+    assert ran.losses == pytest.approx(wanted.losses, rel=to, abs=to)
+    check_gradients(ran, wanted, to=to)
+    for name, parameter in wanted.parameters.items():  # some, such as BERT's biases of keys, never move
         torch.testing.assert_close(ran.parameters[name], parameter, rtol=to, atol=to, msg=name)
+
+
+def check_gradients(ran: Ran, wanted: Ran, *, to: float) -> None:
+    """Compare the gradients of all parameters in every step, relative to the largest of each parameter."""
+    assert len(ran.gradients) == len(wanted.gradients) == STEPS
+    for step, (gradients, of_rows) in enumerate(zip(ran.gradients, wanted.gradients, strict=True)):
+        assert gradients.keys() == of_rows.keys(), f"step {step}"
+        for name, gradient in of_rows.items():
+            error = (gradients[name] - gradient).abs().max()
+            assert error <= to * max(1e-3, float(gradient.abs().max())), f"step {step}, {name}: {error}"

@@ -33,7 +33,16 @@ from lightning_thd.loss import PackedRollouts, causal_lm_logprobs
 from lightning_thd.loss.preference import dpo_loss
 from tests.data.chats import PLAIN, make_tokenizer
 from tests.integrations.test_hf_rows import needs_fused
-from tests.ports.oracle import STEPS, Ran, check, optimizer_of, parameters_of, train_alone
+from tests.ports.oracle import (
+    STEPS,
+    Ran,
+    check,
+    check_gradients,
+    note_gradients,
+    optimizer_of,
+    parameters_of,
+    train_alone,
+)
 from tests.tiny import VOCAB, largest_error, sequences
 from tests.wide import nothing_narrower
 
@@ -81,7 +90,7 @@ def causal_alone(model: nn.Module, row: dict[str, Any]) -> tuple[Tensor, int]:
 
 def in_trainer(model: nn.Module, rows: Any, folder: Path, base: Any = None, **options: Any) -> Ran:
     """Train with transformers' Trainer or a subclass on packs, and note the rows of every step."""
-    ran = Ran([], [], {})
+    ran = Ran.nothing()
 
     class Noting(packed_trainer(base)):  # type: ignore[misc]
         def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
@@ -96,7 +105,7 @@ def in_trainer(model: nn.Module, rows: Any, folder: Path, base: Any = None, **op
     settings["bf16"] = False  # TRL's default is True
     arguments = options.pop("arguments", TrainingArguments)(str(folder), **settings)
     given: Any = {"data_kwargs": {"global_batch": Sequences(6)}, "capacity": 48, "peak": 1e9, **options}
-    optimizers = optimizer_of(model.parameters()), None
+    optimizers = note_gradients(optimizer_of(model.parameters()), model, ran), None
     Noting(model=model, args=arguments, train_dataset=rows, optimizers=optimizers, **given).train()
     return ran._replace(parameters=parameters_of(model))
 
@@ -115,8 +124,9 @@ def test_an_accelerate_script() -> None:
     model = llama()
     start, accelerator = eager(model), accelerate.Accelerator(cpu=True)
     data = THDDataModule(ROWS, capacity=48, global_batch=Sequences(6))
-    loop = prepare_thd(accelerator, model, data, optimizer_of(model.parameters()), peak=1e9)
-    ran = Ran([], [], {})
+    ran = Ran.nothing()
+    optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
+    loop = prepare_thd(accelerator, model, data, optimizer, peak=1e9)
     for _, step in zip(range(STEPS), loop.loader, strict=False):
         ran.losses.append(float(loop.backward(step)))
         ran.steps.append([i for batch in step.microbatches for i in batch.sequence_ids])
@@ -216,8 +226,8 @@ def test_log_probabilities_of_rollouts() -> None:
     """A policy gradient with given advantages, over packs of rollouts."""
     rows = [row for row in ROWS if len(row["input_ids"]) > 3][:40]
     model = llama()
-    start, ran = eager(model), Ran([], [], {})
-    optimizer = optimizer_of(model.parameters())
+    start, ran = eager(model), Ran.nothing()
+    optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
     for step in range(STEPS):
         picked = [(7 * step + k) % len(rows) for k in range(6)]
         ids, mask, response = rollouts([rows[i] for i in picked])
@@ -258,10 +268,11 @@ def test_trl_dpo(tmp_path: Path) -> None:
         "processing_class": tokenizer,
         "train_dataset": Dataset.from_list(pairs),
     }
+    ran = Ran.nothing()
     trainer = packed_trainer(trl.DPOTrainer)(
         model=model,
         ref_model=copy.deepcopy(model),
-        optimizers=(optimizer_of(model.parameters()), None),
+        optimizers=(note_gradients(optimizer_of(model.parameters()), model, ran), None),
         **options,
     )
     columns = [trainer.train_dataset[i] for i in range(len(pairs))]
@@ -280,8 +291,9 @@ def test_trl_dpo(tmp_path: Path) -> None:
         both = [answers(policy, row, which)[None] for which in ("chosen", "rejected")]
         return dpo_loss(*both, *reference, beta=arguments.beta), 1
 
-    wanted, parameters = train_alone(start, columns, [list(range(8))] * STEPS, alone)
-    assert losses == pytest.approx(wanted, rel=1e-4)  # Trainer rounds what it logs
-    assert largest_error(parameters_of(model), parameters) < 1e-5  # TRL's head computes in fp32
+    wanted = train_alone(start, columns, [list(range(8))] * STEPS, alone)
+    assert losses == pytest.approx(wanted.losses, rel=1e-4)  # Trainer rounds what it logs
+    check_gradients(ran, wanted, to=1e-4)  # TRL's head computes in fp32
+    assert largest_error(parameters_of(model), wanted.parameters) < 1e-5
     with pytest.raises(ValueError, match="runs attn_implementation='eager', under which"):
         packed_trainer(trl.DPOTrainer)(model=start, **options)
