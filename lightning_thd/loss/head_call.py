@@ -181,6 +181,11 @@ class HeadCall:
         if job.stage is not None:
             job.stage.in_loss = True
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
+        # Inside PEFT's disable_adapter(), a wrapper of prompt tuning holds the forward of its base model.
+        held = model.__dict__.get("forward")
+        holds_base = model is not inner and held is not None and held == job.model_forward
+        if holds_base:
+            model.__dict__["forward"] = self.forward
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 outputs = model(**kwargs)
@@ -188,6 +193,8 @@ class HeadCall:
             STATE.scope, self._here.job = before, None
             if job.stage is not None:
                 job.stage.in_loss = False
+            if holds_base:
+                model.__dict__["forward"] = held
             for module, forward in ((inner, own), (job.head, job.own_head_forward)):
                 if forward is None:
                     del module.__dict__["forward"]

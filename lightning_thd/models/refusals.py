@@ -280,15 +280,29 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     for name, config in adapters.items() if isinstance(adapters, dict) else ():
         method = getattr(config, "peft_type", None)
         method = getattr(method, "value", method)
-        if method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning:
+        is_unknown = method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning
+        if is_unknown and _takes_part(model, name):
             raise ValueError(
                 f"The adapter {name!r} ({method}) is not known to change each token independently. Use LoRA."
             )
         for option in ("alora_invocation_tokens", "velora_config"):
-            if getattr(config, option, None) is not None:
+            if getattr(config, option, None) is not None and _takes_part(model, name):
                 raise ValueError(
                     f"The adapter {name!r} has {option}: a token may depend on others. Use plain LoRA."
                 )
+
+
+def _takes_part(model: nn.Module, name: str) -> bool:
+    """Return whether an adapter changes outputs: it is active, and not inside ``disable_adapter()``."""
+    # Layers of PEFT say so by values; methods of these names belong to transformers' models.
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "disable_adapters", None), bool) and hasattr(module, "active_adapters")
+    ]
+    if not layers:  # a method without layers of this kind, such as adaption prompts
+        return True
+    return any(not layer.disable_adapters and name in layer.active_adapters for layer in layers)
 
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
@@ -305,11 +319,13 @@ def refuse_losing_adapters(wrapper: Any) -> None:
     """Refuse adapters of a ``PeftModel`` that put tokens before every row, or add a term to the loss."""
     active = getattr(wrapper, "active_adapters", None) or [getattr(wrapper, "active_adapter", "default")]
     configs = getattr(wrapper, "peft_config", None)
+    # Inside disable_adapter(), a wrapper that would add virtual tokens has the forward of its base.
+    adds_no_tokens = wrapper.forward == getattr(getattr(wrapper, "base_model", None), "forward", None)
     for name, config in configs.items() if isinstance(configs, dict) else ():
         if name not in active:
             continue
         kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
-        if getattr(config, "is_prompt_learning", False):
+        if getattr(config, "is_prompt_learning", False) and not adds_no_tokens:
             raise ValueError(
                 f"The adapter {name!r} ({kind}) puts virtual tokens before every row, and a pack is one "
                 "row. Use LoRA, or feed this model padded rows."

@@ -83,3 +83,42 @@ def test_adapters_that_look_at_rows_are_refused(kind: str, options: dict[str, An
     if kind in ("LoraConfig", "LilyConfig"):
         with pytest.raises(ValueError, match=message):
             model(**batch.hf_kwargs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"), [row for row in REFUSED if row[0] != "AdaLoraConfig"]
+)
+def test_a_disabled_adapter_takes_no_part(kind: str, options: dict[str, Any], message: str) -> None:
+    """DPO's reference is a policy with its adapter disabled."""
+    if kind == "AdaptionPromptConfig":
+        pytest.skip("the attention of its models is not prepared, with or without the adapter")
+    model: Any = adapted(kind, options)
+    batch = THDBatch.collate(SAMPLES)
+    wanted = causal_lm_loss(tiny_llama(), batch).detach()
+    with model.disable_adapter():
+        torch.testing.assert_close(causal_lm_loss(model, batch).detach(), wanted, rtol=1e-12, atol=0)
+        logits = model(**batch.hf_kwargs()).logits
+    torch.testing.assert_close(logits, tiny_llama()(**batch.hf_kwargs()).logits, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=message):
+        causal_lm_loss(model, batch)
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), [REFUSED[0], REFUSED[1], REFUSED[6]])
+def test_an_inactive_adapter_takes_no_part(kind: str, options: dict[str, Any], message: str) -> None:
+    """Another adapter of the same kind is active; the model equals one that has only that."""
+    plain = {name: value for name, value in options.items() if name in ("target_modules", "r")}
+    active = "LoraConfig" if kind == "LoraConfig" else "LilyConfig"
+    model: Any = adapted(kind, options)
+    model.add_adapter("other", getattr(peft, active)(task_type="CAUSAL_LM", **plain))
+    batch = THDBatch.collate(SAMPLES)
+    with pytest.raises(ValueError, match=message):
+        causal_lm_loss(model, batch)
+    model.set_adapter("other")
+    if kind == "LilyConfig":  # the active one is no better
+        with pytest.raises(ValueError, match=r"'other' \(LILY\)"):
+            causal_lm_loss(model, batch)
+        return
+    model.double()
+    wanted = [nll(model, sample) for sample in SAMPLES]
+    mean = torch.stack([total for total, _ in wanted]).sum() / sum(count for _, count in wanted)
+    torch.testing.assert_close(causal_lm_loss(model, batch), mean, rtol=1e-12, atol=0)
