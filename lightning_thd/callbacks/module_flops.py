@@ -22,7 +22,7 @@ from lightning_thd._private import private_of
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
-from lightning_thd.flops.backward import share_of_experts, weights_by_layer
+from lightning_thd.flops.backward import layers_of_module, share_of_experts, weights_by_layer
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.pairs import AttentionPattern
@@ -120,7 +120,8 @@ class ModuleFlops:
                 # The meter of an evaluation counts forward work only, with or without gradients.
                 passes = {name: Passes(x.training + x.forward) for name, x in passes.items()}
             if any(x.training or x.forward for x in passes.values()):
-                self._models[stage] = self._find(passes)
+                reruns = {name: calls.reruns for name, calls in self._calls[stage].items()}
+                self._models[stage] = self._find(passes, reruns)
             self._tries[stage] = self._tries.get(stage, 0) + 1
         self._stop_watch(stage)
         return slow
@@ -148,8 +149,10 @@ class ModuleFlops:
             self._stop_watch(stage)
         self._own.stop()
 
-    def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
-        return find_model(self._module, passes=passes, **self._conventions)
+    def _find(
+        self, passes: dict[str, Passes], reruns: Mapping[str, Mapping[str, bool]] | None = None
+    ) -> FlopsModel | None:
+        return find_model(self._module, passes=passes, reruns=reruns, **self._conventions)
 
     def _stop_watch(self, stage: str) -> None:
         for calls in self._calls.pop(stage, {}).values():
@@ -186,6 +189,7 @@ class _Calls:
     def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
         self.visible = not _is_compiled(model)  # whether hooks see every call of the model
+        self.reruns: dict[str, bool] = {}  # modules that backward ran again, and whether to their end
         self._counts: list[_Count] = []
         self._handles: list[RemovableHandle] = []
 
@@ -198,6 +202,18 @@ class _Calls:
             if not _is_compiled(module):
                 hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if not any(map(_is_compiled, model.modules())):
+            self._watch_reruns(runs)
+
+    def _watch_reruns(self, runs: Callable[[], bool]) -> None:
+        """Note which layers, parts of layers, and modules around them run again in backward."""
+        for name, module in self.model.named_modules():
+            if not _is_part(name) or all(weight.dim() < 2 for weight in module.parameters()):
+                continue
+            begin = only_looking(functools.partial(_note_rerun, runs, self.reruns, name, False))
+            end = only_looking(functools.partial(_note_rerun, runs, self.reruns, name, True))
+            self._handles.append(module.register_forward_pre_hook(begin))
+            self._handles.append(module.register_forward_hook(end))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -223,6 +239,21 @@ def _note_if(runs: Callable[[], bool], count: _Count, *call: Any) -> None:
     """Count a call, as a forward pre-hook, while ``runs()`` is true."""
     if runs():
         count.note(*call)
+
+
+def _note_rerun(
+    runs: Callable[[], bool], reruns: dict[str, bool], name: str, ended: bool, *call: Any
+) -> None:
+    """Note a call in backward, as a forward hook: activation checkpointing runs the module again."""
+    if runs() and in_backward():
+        reruns[name] = ended or reruns.get(name, False)
+
+
+def _is_part(name: str) -> bool:
+    """Return whether a name is that of a layer, of a direct part of one, or of a module around layers."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return len(parts) <= number + 2
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -281,8 +312,12 @@ def find_model(
     tokens: Tokens = "real",
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
+    reruns: Mapping[str, Mapping[str, bool]] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of a module's transformers models; None if it has none, or prints which is unknown."""
+    """Join the FLOPs of a module's transformers models; None if it has none, or prints which is unknown.
+
+    ``passes`` and ``reruns`` are what a watched step showed of each model.
+    """
     models = outermost_models(module)
     members: list[Member] = []
     seeing: list[nn.Module] = []  # models whose FLOPs include those of their vision towers
@@ -299,7 +334,9 @@ def find_model(
 
         # In a pipeline, the FLOPs are those of the whole model, of which this rank runs stages.
         stage = next(stages_in(child), None)
-        model = model.for_module(child if stage is None or stage.whole is None else stage.whole)
+        whole = child if stage is None or stage.whole is None else stage.whole
+        layers, policy = layers_of_module(model.layers, whole, (reruns or {}).get(path))
+        model = replace(model, layers=layers, recompute=policy)
         if recompute != "auto":
             model = replace(model, recompute=recompute)
         model = _with_own_head(model, child, module)

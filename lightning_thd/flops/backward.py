@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getclosurevars
@@ -227,11 +227,22 @@ def _stage_of_norm(name: str, *, nested: bool) -> float:
 _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 
-def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
-    """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
+def layers_of_module(
+    layers: Sequence[Layer], module: nn.Module, reruns: Mapping[str, bool] | None = None
+) -> tuple[tuple[Layer, ...], Recompute]:
+    """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy.
+
+    Args:
+        layers: the layers of the module's config.
+        module: the model.
+        reruns: the names of modules that a backward pass ran again, and whether each ran to its end. They say
+            what a module without settings for checkpointing runs again.
+    """
     groups = weights_by_layer(module, share_of_experts(module))
     rest = groups.get("", [])
     policy, checkpointed = checkpointing(module)
+    if policy == "none" and reruns:
+        policy, checkpointed = _seen_checkpointing(reruns, module)
     text_needs_gradients = _inputs_are_trained(module, rest)
 
     trained: list[Layer] = []
@@ -247,6 +258,8 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
         if weights:
             layer, upstream = _backward(layer, weights, upstream)
         parts = checkpointed.get(layer.path, set())
+        if layer.path == "lm_head" and "" in parts:
+            layer = replace(layer, recomputable=True)
         if checkpointed and "" not in parts:
             layer = _checkpointed_in_parts(layer, parts)
         trained.append(layer)
@@ -276,14 +289,9 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
         if function is None:
             continue
         functions.append(function)
-        # The name of a weight that the module would have locates the module.
-        path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
-        if path in _OUTSIDE_LAYERS:
-            continue
-        if inside == "weight":  # the module is the layer
-            layers[path].add("")
-        else:
-            layers[path].add("mlp" if _stage(inside) > 1 else "mixer")
+        path, part = _part_of_layer(name, decoder)
+        if path not in _OUTSIDE_LAYERS:
+            layers[path].add(part)
 
     if not functions:
         return "none", layers
@@ -293,6 +301,44 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, dict[str, set[str]]]:
     if keywords.get("use_reentrant", False) or not keywords.get("early_stop", True):
         return "full", layers
     return "early_stop", layers
+
+
+def _part_of_layer(name: str, decoder: str) -> tuple[str, str]:
+    """Return the layer path of a module, and which part it is: "mixer", "mlp", or "" for the layer itself."""
+    # The name of a weight that the module would have locates the module.
+    path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
+    if inside == "weight":
+        return path, ""
+    return path, "mlp" if _stage(inside) > 1 else "mixer"
+
+
+def _seen_checkpointing(
+    reruns: Mapping[str, bool], module: nn.Module
+) -> tuple[Recompute, dict[str, set[str]]]:
+    """Return what ``checkpointing`` does, from modules that a backward pass ran again."""
+    layers: dict[str, set[str]] = defaultdict(set)
+    decoder = decoder_prefix(name for name, _ in module.named_modules())
+    ran_to_their_ends: list[bool] = []
+    whole_mixers: set[str] = set()  # layers whose mixer ran to its end
+    for name, ran_to_its_end in reruns.items():
+        path, part = _part_of_layer(name, decoder)
+        if path == "lm_head" and ran_to_its_end:
+            layers[path].add("")
+        elif path not in _OUTSIDE_LAYERS:
+            layers[path].add(part)
+            if part == "mixer" and ran_to_its_end:
+                whole_mixers.add(path)
+            around = [other for other in reruns if other != name and f"{name}.".startswith(f"{other}.")]
+            if not around and "" not in reruns:
+                ran_to_their_ends.append(ran_to_its_end)
+
+    if not layers:
+        return "none", layers
+    # A layer that calls its checkpoint inside its own forward shows only its parts.
+    for path in whole_mixers:
+        if "mlp" in layers[path]:
+            layers[path].add("")
+    return "full" if all(ran_to_their_ends) else "early_stop", layers
 
 
 def _checkpoint_function(module: nn.Module) -> Any:

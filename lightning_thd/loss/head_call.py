@@ -36,6 +36,8 @@ from lightning_thd.parallel.routers import require_gradients
 from lightning_thd.warnings import SlowWarning, THDWarning, warn
 
 _ATTRIBUTE = "_thd_head_call"
+# The module of the hooks that torch's composable activation checkpoint sets on a module.
+_COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 LINEAR_FORWARD = nn.Linear.forward
 
 
@@ -338,6 +340,12 @@ class HeadCall:
         hooks = [*reading, *head._forward_hooks.values(), *map(type, called)]
         if hooks == self._hooks:
             return
+        if any(getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in reading):
+            raise ValueError(
+                f"{type(inner).__name__} is checkpointed as a whole by torch's composable checkpoint(), "
+                "which would run it again in backward without its loss. Call checkpoint(layer) for each "
+                "of its layers, or model.gradient_checkpointing_enable()."
+            )
         reading += [type(module).__call__ for module in called]
         reading += [type(module).forward for module in called if module is not inner]
         self._hooks = hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.batch import THDBatch
@@ -20,8 +23,8 @@ from lightning_thd.callbacks.module_flops import ModuleFlops, Passes, find_model
 from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
-from tests.flops.families import encoder
-from tests.flops.test_backward import _OLD_NAME, checkpoint
+from tests.flops.families import counted, encoder, meta_model, small_config
+from tests.flops.test_backward import _OLD_NAME, TOTAL, checkpoint
 
 SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 SMALL = transformers.LlamaConfig(**SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
@@ -266,3 +269,55 @@ def test_a_tower_of_unknown_cost_is_named() -> None:
     config = transformers.LlavaConfig(text_config=SMALL, vision_config=tower, image_token_index=30)
     with pytest.warns(UserWarning, match="in vision_tower, whose cost is not known: MFU is too low"):
         find_model(transformers.LlavaForConditionalGeneration(config))
+
+
+def composable(model: Any, *names: str) -> None:
+    """Checkpoint modules by torch's composable function, which sets hooks and no attribute."""
+    for name in names:
+        composable_checkpoint(model.get_submodule(name))
+
+
+def call_checkpoint(model: Any, *names: str, **options: Any) -> None:
+    """Let modules call torch.utils.checkpoint in their forward, as code of one's own does."""
+    for name in names:
+        module = model.get_submodule(name)
+        forward = module.forward
+
+        def run(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            named = functools.partial(forward, **kwargs)
+            return torch_checkpoint(named, *args, **options)
+
+        module.forward = run
+
+
+LAYERS = [f"model.layers.{i}" for i in range(4)]
+NOT_REENTRANT, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
+CHECKPOINTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "composable layers": (lambda model: composable(model, *LAYERS), "early_stop"),
+    "composable, every second layer": (lambda model: composable(model, *LAYERS[::2]), "early_stop"),
+    "composable MLPs": (lambda model: composable(model, *(f"{x}.mlp" for x in LAYERS)), "early_stop"),
+    "composable attention": (
+        lambda model: composable(model, *(f"{x}.self_attn" for x in LAYERS)),
+        "early_stop",
+    ),
+    "the model below the head": (lambda model: composable(model, "model"), "full"),
+    "the whole model": (lambda model: composable(model, ""), "full"),
+    "layers by hand": (lambda model: call_checkpoint(model, *LAYERS, **NOT_REENTRANT), "early_stop"),
+    "reentrant layers by hand": (lambda model: call_checkpoint(model, *LAYERS[1:], **REENTRANT), "full"),
+    "nothing": (lambda model: None, "none"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_what_backward_runs_again_is_seen_as_torch_counts_it(case: str) -> None:
+    change, policy = CHECKPOINTS[case]
+    model = meta_model(small_config("llama")).train()
+    change(model)
+    watched = ModuleFlops(model, sharded=False, causal="full")
+    watched.begin("train")
+    total = sum(counted(model, TOTAL, backward=True).values())
+    watched.end("train", [(SeqStats.from_lengths([TOTAL]), None)])
+    found = watched.model("train")
+    assert found is not None
+    assert found.recompute == policy
+    assert found.training_flops(SeqStats.from_lengths([TOTAL])).hardware == total

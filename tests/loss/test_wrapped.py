@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.nn import functional as F
 
 from lightning_thd import _user_code
@@ -191,6 +192,23 @@ def test_autocast_and_checkpointing() -> None:
     expected_gradients = gradients(model, oracle(model, batch))
     model.gradient_checkpointing_enable()
     assert worst(gradients(model, causal_lm_loss(model, batch)), expected_gradients) < 1e-12
+
+
+def test_composable_checkpoints_of_parts_are_exact_and_of_the_whole_model_refused() -> None:
+    model, batch = build("Qwen3"), make_batch()
+    wanted = gradients(model, causal_lm_loss(model, batch))
+    for names in (["model"], ["model.layers.0", "model.layers.1.mlp"]):
+        checkpointed = build("Qwen3")
+        for name in names:
+            checkpoint(checkpointed.get_submodule(name))
+        found = gradients(checkpointed, causal_lm_loss(checkpointed, batch))
+        assert worst(found, wanted) < 1e-12
+    whole = build("Qwen3")
+    checkpoint(whole)
+    with pytest.raises(ValueError, match="is checkpointed as a whole by torch's composable checkpoint"):
+        causal_lm_loss(whole, batch)
+    outputs = whole(**batch.hf_kwargs(), labels=batch.targets[None], shift_labels=batch.targets[None])
+    assert worst(gradients(whole, outputs.loss), wanted) < 1e-5  # transformers computes its loss in fp32
 
 
 def test_copies_and_pickles_of_a_used_model_work() -> None:
