@@ -56,9 +56,15 @@ class Prefixes(Immutable):
         prefix_lengths: on the host, how many of these tokens earlier leaves store.
         query_lengths: on the host, the slots of each leaf and of a trailing pad.
         key_lengths: on the host, the keys of each leaf and of a trailing pad.
+        branches: on the host, the slot after which each leaf goes on; -1 for a leaf that begins a sequence,
+            and for a trailing pad.
     """
 
-    __slots__ = (*_INDICES, *_OFFSETS, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
+    __slots__ = (
+        *_INDICES,
+        *_OFFSETS,
+        *("lengths", "query_lengths", "key_lengths", "prefix_lengths", "branches"),
+    )
 
     token_slots: Tensor
     token_rows: Tensor
@@ -72,6 +78,7 @@ class Prefixes(Immutable):
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
+    branches: tuple[int, ...]
 
     def __init__(self, **parts: Tensor | tuple[int, ...]) -> None:
         self._set(**parts)
@@ -106,7 +113,6 @@ class Prefixes(Immutable):
 
 
 _REASONS: dict[Need, str] = {
-    "recurrent": "carries a state or a convolution along each sequence",
     "both_ways": "lets tokens see later tokens, which differ between the sequences",
     "chunked": "attends in chunks, which differ between the sequences",
     "pooled": "its pooler reads the first token of every sequence",
@@ -339,7 +345,10 @@ def lay_out_shared(
     pad = slots - len(tree.tokens)
     starts = [0, *accumulate(lengths)]
     keys = [tree.slots[starts[leaf] : starts[leaf + 1]] for leaf in tree.leaves]
+    held = [tree.shared[leaf] for leaf in tree.leaves]
+    branches = [int(path[n - 1]) if n else -1 for path, n in zip(keys, held, strict=True)]
     if pad:
+        branches.append(-1)
         keys.append(np.arange(len(tree.tokens), slots))
     extras = _extras(samples, plain["extras"], tree, holders, slots)
     targets, token_rows = _rows(plain["targets"].numpy(), tree.slots)
@@ -353,6 +362,7 @@ def lay_out_shared(
         query_lengths=tuple(query_lengths),
         key_lengths=tuple(len(part) for part in keys),
         prefix_lengths=tuple(tree.shared),
+        branches=tuple(branches),
     )
     positions = plain["position_ids"][..., torch.from_numpy(tree.tokens)]
     tail = (torch.arange(pad, device="cpu") % max(lengths)).expand(*positions.shape[:-1], pad)

@@ -20,9 +20,9 @@ from lightning_thd.seqlens import position_ids_from_cu_seqlens, seq_idx_from_cu_
 
 _T = TypeVar("_T")
 
-# What a layer does that not all boundaries allow: it carries a state along a sequence; lets tokens see later
-# tokens; attends in chunks; reads one token of every sequence; computes a loss over the row of slots.
-Need = Literal["recurrent", "both_ways", "chunked", "pooled", "own_loss"]
+# What a layer does that not all boundaries allow: it lets tokens see later tokens; attends in chunks; reads
+# one token of every sequence; computes a loss over the row of slots.
+Need = Literal["both_ways", "chunked", "pooled", "own_loss"]
 
 # What layers have computed on the boundaries, which a copy or another process computes again.
 _OF_LAYERS = ("_answers", "kernels", "shown_mask")

@@ -2,8 +2,9 @@
 
 Inside a pack, an adapted layer passes seq_idx and cu_seqlens to the fused kernels. Without usable kernels it
 runs on padded groups of sequences. On a context-parallel shard it passes states between ranks (see
-``passing``), or gathers the pack if the shard is striped or no state can be passed. Legend: T slots in a
-pack, N = T / cp slots of a shard.
+``passing``), or gathers the pack if the shard is striped or no state can be passed. On sequences that share
+prefixes it carries states from branch points, or runs the whole path of every leaf of the tree. Legend: T
+slots in a pack, N = T / cp slots of a shard.
 
 Checked with transformers 5.19, 5.23 and 5.24; in other releases all layers run on padded groups. A layer with
 a convolution or a state that is not listed is refused (see ``refusals``).
@@ -29,7 +30,13 @@ from lightning_thd.models.families.padded_groups import of_tokens, plan_groups, 
 from lightning_thd.models.families.releases import is_checked
 from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
-from lightning_thd.models.passing.adopt import carried_functions, functions_in_torch, run_on_shard
+from lightning_thd.models.passing.adopt import (
+    OverRanks,
+    carried_functions,
+    functions_in_torch,
+    run_carried,
+)
+from lightning_thd.models.passing.branches import Branches, run_on_paths
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -101,10 +108,14 @@ class Recurrent(Adapter):
         _refuse(self, tokens, pack, kwargs)
         shard = pack.shard
         if shard is not None and self._thd_carried and shard.layout != "striped":
-            return run_on_shard(self, functools.partial(forward, self), args, kwargs, shard)
+            return run_carried(self, functools.partial(forward, self), args, kwargs, OverRanks(shard))
+        again = functools.partial(Recurrent._thd_run, self, forward)
         if shard is not None:
-            again = functools.partial(Recurrent._thd_run, self, forward)
             return run_on_pack(again, args, kwargs, shard)
+        if pack.prefixes is not None and self._thd_carried:
+            return run_carried(self, functools.partial(forward, self), args, kwargs, Branches(pack))
+        if pack.prefixes is not None:
+            return run_on_paths(again, args, kwargs, pack)
         kernels = self._thd_kernels
         if kernels is not None and can_run(kernels, tokens):
             return forward(self, *args, **kwargs, **boundaries(kernels, pack, self._thd_original))
@@ -139,7 +150,6 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
             f"{type(module).__name__} got {tuple(tokens.shape)} while the model runs on a pack of "
             f"{pack.slots} slots; wanted [1, {pack.slots}, ...]. Pass this layer the tokens of the pack only."
         )
-    pack.refuse_prefixes(module, "carries a state or a convolution along each sequence")
     for name in (*_CACHES, "attention_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(

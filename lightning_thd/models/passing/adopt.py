@@ -1,9 +1,12 @@
-"""transformers' convolutions, scans and delta rules -> the same functions, which also run on shards.
+"""transformers' convolutions, scans and delta rules -> the same functions, which take states from elsewhere.
 
-Layers look these functions up in their Python module, and find ours there while they run on a shard. A
-stretch is a part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, like an
-attention with a window. So ``context.needs`` plans the exchange of slots, as for attention. N slots of a
-shard, C channels.
+Layers look these functions up in their Python module, and find ours there while they run on a shard of a
+pack, or on sequences that share prefixes. A carrier says where states and earlier slots come from: from other
+ranks (``OverRanks``), or from the branch points of prefixes (``branches.Branches``).
+
+A stretch is a part of a sequence that runs at once. A convolution of width W reads W - 1 earlier slots, like
+an attention with a window. So on ranks ``context.needs`` plans the exchange of slots, as for attention.
+N slots of a shard or a pack, C channels.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,20 +26,70 @@ from torch.nn import functional
 
 from lightning_thd._imports import available
 from lightning_thd.models.families.padded_groups import padded_rows, places_in
-from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
+from lightning_thd.models.passing.scan import DeltaRule, Inputs, Recurrence, StateSpace, scan_shard
 from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
 
+class Reach(NamedTuple):
+    """The slots that a convolution reads, in groups of stretches of similar length."""
+
+    rows: Tensor  # indices into the slots at hand: per stretch, up to W - 1 earlier slots, then its own
+    sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
+    own: Tensor  # ``[N]``, where the outputs of the own slots are in the groups laid end to end
+
+
+class Carrier(Protocol):
+    """Where the states and the earlier slots of stretches come from."""
+
+    @property
+    def where(self) -> str:
+        """Return what the layer runs on, for messages."""
+
+    @property
+    def instead(self) -> str:
+        """Return what to do without it, for messages."""
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Run a recurrence over the own slots, inputs ``[N, ...]``, with the states that enter stretches."""
+
+    def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
+        """Return the slots at hand, from the own ones ``[N, C]``, and which of them a convolution reads."""
+
+
+class OverRanks(NamedTuple):
+    """The carrier of a context-parallel shard, by exchanges between ranks."""
+
+    layout: ShardLayout
+    where: str = "a context-parallel shard"
+    instead: str = "Set context_parallel_size=1."
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Run a recurrence with the states of other ranks; a collective."""
+        return scan_shard(recurrence, inputs, self.layout)
+
+    def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
+        """Add the slots that other ranks send; a collective."""
+        layout = self.layout
+        plan = needs.exchanged(layout, causal=True, left=left)
+        if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
+            assert layout.group is not None
+            sent = rows.index_select(0, plan.send_rows)
+            received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
+            traffic.count("convolution")
+            rows = keep_path(torch.cat([rows, received]), received)
+        return rows, layout.once(("convolution", left), lambda: _reach(layout, left))
+
+
 class _Running(NamedTuple):
-    layout: ShardLayout  # the layout of the shard that a layer runs on
+    carrier: Carrier
     called: list[str]  # names of the functions that the layer has called
 
 
 def scan_state_space(
     original: Callable[..., Any],
-    layout: ShardLayout,
+    carrier: Carrier,
     x: Tensor,
     dt: Tensor,
     decay: Tensor,
@@ -49,8 +102,8 @@ def scan_state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **options: Any,
 ) -> Tensor:
-    """Scan a shard in place of transformers' ``mamba2_chunk_scan``, with the same arguments."""
-    kept = _kernel_options(options, refused=("z", "initial_states"))
+    """Scan stretches in place of transformers' ``mamba2_chunk_scan``, with the same arguments."""
+    kept = _kernel_options(carrier, options, refused=("z", "initial_states"))
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -63,12 +116,12 @@ def scan_state_space(
         chunk_size=chunk_size,
         state_shape=(heads, size, b.shape[-1]),
     )
-    return scan_shard(recurrence, (x[0], dt[0], b[0], c[0]), layout)[None]
+    return carrier.scan(recurrence, (x[0], dt[0], b[0], c[0]))[None]
 
 
 def run_delta_rule(
     original: Callable[..., Any],
-    layout: ShardLayout,
+    carrier: Carrier,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -76,20 +129,20 @@ def run_delta_rule(
     beta: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run a delta rule on a shard, in place of transformers' function, with the same arguments."""
-    kept = _kernel_options(options, refused=("initial_state",))
+    """Run a delta rule on stretches, in place of transformers' function, with the same arguments."""
+    kept = _kernel_options(carrier, options, refused=("initial_state",))
     recurrence = DeltaRule(
         rule=original, options=kept, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
     )
-    return scan_shard(recurrence, (query[0], key[0], value[0], g[0], beta[0]), layout)[None], None
+    return carrier.scan(recurrence, (query[0], key[0], value[0], g[0], beta[0]))[None], None
 
 
-def _kernel_options(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
+def _kernel_options(carrier: Carrier, options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
     """Return a kernel's options without boundaries and final-state flags; raise for ``refused`` ones."""
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
-                f"A recurrent layer on a shard passes {name} to its kernel: set context_parallel_size=1."
+                f"A recurrent layer on {carrier.where} passes {name} to its kernel. {carrier.instead}"
             )
     return {name: value for name, value in options.items() if name not in (*_SET_HERE, *refused)}
 
@@ -135,27 +188,27 @@ def carried_functions(name: str, layer: type) -> frozenset[str]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_on_shard(
+def run_carried(
     layer: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    layout: ShardLayout,
+    carrier: Carrier,
 ) -> Any:
-    """Call a layer's forward on a shard and pass its states from rank to rank; a collective.
+    """Call a layer's forward and carry its states between stretches; on a shard, a collective.
 
     The layer looks its convolution and its scan up in its Python module. While it runs, it finds ours there.
     """
     module: Any = sys.modules[layer._thd_original.__module__]
-    running = _Running(layout, [])
-    with _replaced(module, functools.partial(_shard_aware, running)):
+    running = _Running(carrier, [])
+    with _replaced(module, functools.partial(_carrying, running)):
         out = function(*args, **kwargs)
     called = sorted(running.called)
     wanted = sorted(layer._thd_carried)
     if called != wanted:
         raise RuntimeError(
-            f"A recurrent layer on a context-parallel shard called {called}, but {wanted} carry its "
-            "state. Another kernel replaces them (use_kernels=True?). Set context_parallel_size=1."
+            f"A recurrent layer on {carrier.where} called {called}, but {wanted} carry its "
+            f"state. Another kernel replaces them (use_kernels=True?). {carrier.instead}"
         )
     return out
 
@@ -207,50 +260,35 @@ def _in_torch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _shard_aware(running: _Running, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' function that takes states or slots of other ranks."""
+def _carrying(running: _Running, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' function that takes states and earlier slots from a carrier."""
     run = _in_torch(name, original)
 
-    def on_shards(*args: Any, **kwargs: Any) -> Any:
+    def on_stretches(*args: Any, **kwargs: Any) -> Any:
         if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
             return None
         running.called.append(name)
-        function: Callable[..., Any] = _SCANS.get(name, convolve_shard)
-        return function(run, running.layout, *args, **kwargs)
+        function: Callable[..., Any] = _SCANS.get(name, convolve)
+        return function(run, running.carrier, *args, **kwargs)
 
-    return on_shards
+    return on_stretches
 
 
 # ---- Convolutions
 
 
-class _Reach(NamedTuple):
-    rows: Tensor  # indices into own and received slots: per stretch, up to W - 1 earlier slots, then its own
-    sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
-    own: Tensor  # ``[N]``, where the outputs of this rank's slots are in the groups laid end to end
-
-
-def convolve_shard(
+def convolve(
     original: Callable[..., Tensor],
-    layout: ShardLayout,
+    carrier: Carrier,
     x_1CN: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective."""
-    kept = _kernel_options(options, refused=("initial_states", "final_states_out"))
-    left = weight.shape[-1] - 1
-    plan = needs.exchanged(layout, causal=True, left=left)
-    rows = x_1CN[0].transpose(0, 1)
-    if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
-        assert layout.group is not None
-        sent = rows.index_select(0, plan.send_rows)
-        received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
-        traffic.count("convolution")
-        rows = keep_path(torch.cat([rows, received]), received)
-    reach = layout.once(("convolution", left), lambda: _reach(layout, left))
+    """Run a causal convolution, weight ``[C, W]``, over stretches ``[1, C, N]``; on a shard, a collective."""
+    kept = _kernel_options(carrier, options, refused=("initial_states", "final_states_out"))
+    rows, reach = carrier.near(x_1CN[0].transpose(0, 1), weight.shape[-1] - 1)
     taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
     outputs = []
     for source in reach.sources:
@@ -261,7 +299,7 @@ def convolve_shard(
     return own.transpose(0, 1)[None]
 
 
-def _reach(layout: ShardLayout, left: int) -> _Reach:
+def _reach(layout: ShardLayout, left: int) -> Reach:
     """Plan a convolution that reads ``left`` earlier slots, in groups of stretches of similar length."""
     plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
     grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
@@ -270,4 +308,4 @@ def _reach(layout: ShardLayout, left: int) -> _Reach:
     *sources, here = layout.put([*grids, places_in(grids, int(plan.kv_lengths.sum()))[own]])
     keys = needs.needed_call(layout, causal=True, left=left).keys
     assert keys is not None
-    return _Reach(keys, tuple(sources), here)
+    return Reach(keys, tuple(sources), here)

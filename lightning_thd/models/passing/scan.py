@@ -126,7 +126,7 @@ class DeltaRule:
 Recurrence: TypeAlias = StateSpace | DeltaRule
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Stretches of one kind, of similar length: their indices ``[R]`` and slots ``[R, L]``; N for padding."""
 
     members: Tensor
@@ -137,10 +137,10 @@ class _Plan(NamedTuple):
     """A ``StatePlan``, which explains the fields of the same names, as index tensors on the device."""
 
     host: StatePlan  # the plan in numpy arrays
-    whole: list[_Rows]  # whole sequences
-    opening: list[_Rows]  # first stretches of sequences
-    spanning: list[_Rows]  # stretches in the middle of sequences
-    closing: list[_Rows]  # last stretches of sequences
+    whole: list[Rows]  # whole sequences
+    opening: list[Rows]  # first stretches of sequences
+    spanning: list[Rows]  # stretches in the middle of sequences
+    closing: list[Rows]  # last stretches of sequences
     back: Tensor  # ``[N]``, the place of each slot among the outputs laid end to end
     send_states: list[Tensor]
     send_changes: list[Tensor]
@@ -151,9 +151,9 @@ class _Plan(NamedTuple):
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
     """Run a recurrent layer on this rank's shard of a pack, with states of the other ranks; a collective."""
     plan = layout.once("states", lambda: _plan(layout))
-    padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
+    padded = with_blank(inputs)
     outputs: list[Tensor] = []
-    opened = [_run(recurrence, padded, rows, None, outputs) for rows in plan.opening]
+    opened = [run_rows(recurrence, padded, rows, None, outputs) for rows in plan.opening]
     spanned = [recurrence.span(_gather(padded, rows)) for rows in plan.spanning]
     entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], layout)
     num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
@@ -162,21 +162,27 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> T
             read = one.read(entering.index_select(0, rows.members))
         outputs.append((one.out + read.to(one.out.dtype)).flatten(0, 1))
     for rows in plan.closing:
-        _run(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
+        run_rows(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
     for rows in plan.whole:
-        _run(recurrence, padded, rows, None, outputs)
+        run_rows(recurrence, padded, rows, None, outputs)
     return keep_path(torch.cat(outputs).index_select(0, plan.back), entering)
 
 
-def _gather(padded: Inputs, rows: _Rows) -> Inputs:
+def with_blank(inputs: Inputs) -> Inputs:
+    """Return inputs ``[N, ...]`` with one more slot, the zeros of padding."""
+    return tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
+
+
+def _gather(padded: Inputs, rows: Rows) -> Inputs:
     """Gather the inputs of stretches as rows; slot N holds the zeros of padding."""
     flat = rows.slots.flatten()
     return tuple(x.index_select(0, flat).view(*rows.slots.shape, *x.shape[1:]) for x in padded)
 
 
-def _run(
-    recurrence: Recurrence, padded: Inputs, rows: _Rows, entering: Tensor | None, outputs: list[Tensor]
+def run_rows(
+    recurrence: Recurrence, padded: Inputs, rows: Rows, entering: Tensor | None, outputs: list[Tensor]
 ) -> Tensor:
+    """Run stretches from the states that enter them; append their outputs, and return their final states."""
     out, state = recurrence.run(_gather(padded, rows), entering)
     outputs.append(out.flatten(0, 1))
     return state
@@ -212,7 +218,7 @@ def _entering_states(
     return torch.cat([*carried, states[:0]]).index_select(0, plan.entering)
 
 
-def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
+def _in_order(found: list[Tensor], rows: Sequence[Rows]) -> list[Tensor]:
     """Concatenate the results of groups in the order of their stretches; an empty list without groups."""
     if not found:
         return []
@@ -244,16 +250,16 @@ def _exchange(
 
 def _plan(layout: ShardLayout) -> _Plan:
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
-    kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
+    kinds = [rows_of_kind(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
     back = places_in([rows for kind in kinds for _, rows in kind], slots)
     sent = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
     *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
-    opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
+    opening, spanning, closing, whole = ([Rows(*each) for each in kind] for kind in groups)
     return _Plan(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 
-def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
+def rows_of_kind(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
     """Group n stretches of similar length, on the host; ``kind``: first slots and lengths, ``[2, n]``."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)

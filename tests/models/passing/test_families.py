@@ -17,6 +17,7 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.models.families import recurrent
 from lightning_thd.models.passing import adopt
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.families import FAMILIES, build_in_double
 from tests.models.passing import oracle
@@ -68,7 +69,7 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
         model, passed = build_in_double(family), [0]
         loss, wanted = gradients(model, THDBatch.collate(rows))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recurrent, "run_on_shard", counting(passed))
+            patch.setattr(recurrent, "run_carried", counting(passed))
             own, found = gradients(build_in_double(family), shard_batch(batch, group=group, layout=layout))
         for name in wanted:
             grad = found.get(name)
@@ -87,7 +88,7 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
 def counting(passed: list[int]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         passed[0] += 1
-        return adopt.run_on_shard(*args)
+        return adopt.run_carried(*args)
 
     return run
 
@@ -138,4 +139,4 @@ def test_what_a_shard_cannot_honour_is_refused(
 ) -> None:
     x = torch.zeros(1, 4, 2, 3)
     with pytest.raises(ValueError, match=f"passes {name} to its kernel.*context_parallel_size=1"):
-        rule(oracle.delta_rule, None, x, x, x, x, x, **options)
+        rule(oracle.delta_rule, adopt.OverRanks(ShardLayout([4], cp=1, rank=0)), x, x, x, x, x, **options)

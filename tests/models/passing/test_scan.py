@@ -18,7 +18,7 @@ from transformers.models.bamba import modeling_bamba
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.passing import adopt
-from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
+from lightning_thd.models.passing.adopt import Carrier, OverRanks, convolve, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from tests.models.families import build
 from tests.models.passing import oracle
@@ -60,17 +60,17 @@ def tensors(kind: str, slots: int) -> dict[str, Tensor]:
     return found
 
 
-def alone(function: Callable[..., Any], layout: ShardLayout | None) -> Callable[..., Any]:
-    """Bind a rule of shards to a layout, or return the function that runs whole sequences."""
+def alone(function: Callable[..., Any], carrier: Carrier | None) -> Callable[..., Any]:
+    """Bind a rule of stretches to their carrier, or return the function that runs whole sequences."""
     rules = {
         oracle.delta_rule: run_delta_rule,
         oracle.state_space: scan_state_space,
-        convolved: convolve_shard,
+        convolved: convolve,
     }
-    if layout is None:
+    if carrier is None:
         return function
     kernel = torch.autocast("cpu", enabled=False)(function)  # a kernel does not read autocast
-    return lambda *args, **kwargs: rules[function](kernel, layout, *args, **kwargs)
+    return lambda *args, **kwargs: rules[function](kernel, carrier, *args, **kwargs)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None) -> Tensor:
@@ -78,13 +78,13 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = 
     return torch.tanh(out[..., : x.shape[-1]])
 
 
-def run(kind: str, t: dict[str, Tensor], layout: ShardLayout | None) -> Tensor:
-    """Run a kind on one row of sequences, or on a shard."""
+def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
+    """Run a kind on one row of sequences, or on stretches."""
     if kind == "convolution":
-        out: Tensor = alone(convolved, layout)(t["x"].T[None], t["weight"], t["bias"])
+        out: Tensor = alone(convolved, carrier)(t["x"].T[None], t["weight"], t["bias"])
         return out[0].T
     if kind == "state_space":
-        out = alone(oracle.state_space, layout)(
+        out = alone(oracle.state_space, carrier)(
             *(t["x"][None], t["dt"][None], t["decay"], t["b"][None], t["c"][None]),
             chunk_size=4,
             D=t["skip"],
@@ -93,7 +93,7 @@ def run(kind: str, t: dict[str, Tensor], layout: ShardLayout | None) -> Tensor:
             dt_limit=(0.1, 2.0),
         )
         return out[0]
-    found = alone(oracle.delta_rule, layout)(
+    found = alone(oracle.delta_rule, carrier)(
         *(t[name][None] for name in ("q", "k", "v")),
         g=t["g"][None],
         beta=t["beta"].sigmoid()[None],
@@ -141,7 +141,7 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int, autocast: bool 
                     for name, x in t.items()
                 }
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    out = run(kind, t, at)
+                    out = run(kind, t, OverRanks(at))
                 whole_out = torch.empty(at.slots, *out.shape[1:], dtype=torch.float64)
                 (out * weights(whole_out)[at.own]).sum().backward()
                 found = {"out": gather_pack(out.detach(), at)}
