@@ -58,12 +58,13 @@ class Prefixes(Immutable):
         key_lengths: on the host, the keys of each leaf and of a trailing pad.
         branches: on the host, the slot after which each leaf goes on; -1 for a leaf that begins a sequence,
             and for a trailing pad.
+        prediction_slots: on the host, int64 ``[R]``, the slots in ``slots``.
     """
 
     __slots__ = (
         *_INDICES,
         *_OFFSETS,
-        *("lengths", "query_lengths", "key_lengths", "prefix_lengths", "branches"),
+        *("lengths", "query_lengths", "key_lengths", "prefix_lengths", "branches", "prediction_slots"),
     )
 
     token_slots: Tensor
@@ -79,8 +80,9 @@ class Prefixes(Immutable):
     key_lengths: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
     branches: tuple[int, ...]
+    prediction_slots: _Ints
 
-    def __init__(self, **parts: Tensor | tuple[int, ...]) -> None:
+    def __init__(self, **parts: Tensor | tuple[int, ...] | _Ints) -> None:
         self._set(**parts)
 
     @property
@@ -118,6 +120,26 @@ _REASONS: dict[Need, str] = {
     "pooled": "its pooler reads the first token of every sequence",
     "own_loss": "its own loss would count the slots of a prefix only once",
 }
+
+
+def refuse_need(layer: object, need: Need) -> None:
+    """Raise ValueError, because a layer needs what sequences that share prefixes do not give."""
+    refuse_layer(layer, _REASONS[need])
+
+
+def refuse_layer(layer: object, why: str) -> None:
+    """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
+    what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
+    raise ValueError(f"{what}. Set share_prefixes=False for this model.")
+
+
+def refuse_field_of_shared(name: str) -> NoReturn:
+    """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
+    raise ValueError(
+        f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
+        "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
+        "batch.unpack(...), pass batch.boundaries, or collate with share_prefixes=False."
+    )
 
 
 class SharedBoundaries(Boundaries):
@@ -165,32 +187,20 @@ class SharedBoundaries(Boundaries):
 
     def require(self, need: Need, layer: object) -> None:
         """Raise ValueError if a layer that needs something does not run on these boundaries."""
-        self.refuse_prefixes(layer, _REASONS[need])
+        refuse_need(layer, need)
 
     def refuse_prefixes(self, layer: object, why: str) -> None:
         """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
-        what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
-        raise ValueError(f"{what}. Set share_prefixes=False for this model.")
+        refuse_layer(layer, why)
 
     @property
     def filled_lengths(self) -> tuple[int, ...]:
         """Return the slots of every leaf, and of the pad at the end, whose keys are listed too."""
         return self.lengths
 
-    def refuse_cut(self) -> None:
-        """Raise ValueError, because ranks would cut every sequence."""
-        raise ValueError(
-            "Context parallelism cuts every sequence, but this batch has share_prefixes=True. Set "
-            "context_parallel_size=1, or collate with share_prefixes=False."
-        )
-
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
-        raise ValueError(
-            f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
-            "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
-            "batch.unpack(...), pass batch.boundaries, or collate with share_prefixes=False."
-        )
+        refuse_field_of_shared(name)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -336,12 +346,9 @@ def lay_out_shared(
             plain = lay_out(samples, align=align, pad_to=pad_to, **options)
         return THDBatch(**plain, set_name=set_name, microbatch=microbatch)
     stored = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
-    if align is not None and align.sequence_multiple != 1:
-        raise ValueError(
-            "share_prefixes=True does not combine with context parallelism, which pads each sequence to a "
-            f"multiple of {align.sequence_multiple}. Set share_prefixes=False or context_parallel_size=1."
-        )
-    query_lengths, slots = slots_of(stored, align, pad_to)
+    # Context-parallel ranks share the row of slots, and not every sequence: only the row is padded for them.
+    of_row = None if align is None else Alignment(total_multiple=align.total_multiple)
+    query_lengths, slots = slots_of(stored, of_row, pad_to)
     pad = slots - len(tree.tokens)
     starts = [0, *accumulate(lengths)]
     keys = [tree.slots[starts[leaf] : starts[leaf + 1]] for leaf in tree.leaves]
@@ -363,6 +370,7 @@ def lay_out_shared(
         key_lengths=tuple(len(part) for part in keys),
         prefix_lengths=tuple(tree.shared),
         branches=tuple(branches),
+        prediction_slots=targets[0],
     )
     positions = plain["position_ids"][..., torch.from_numpy(tree.tokens)]
     tail = (torch.arange(pad, device="cpu") % max(lengths)).expand(*positions.shape[:-1], pad)

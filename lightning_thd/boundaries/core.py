@@ -331,9 +331,6 @@ class Boundaries(Immutable):
 
     # ---- What a batch does with them
 
-    def refuse_cut(self) -> None:
-        """Raise ValueError if context-parallel ranks cannot share this pack."""
-
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because a batch with these boundaries has no such field."""
         raise ValueError(f"batch.{name} was read, but this batch was made without it.")

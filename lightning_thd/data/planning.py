@@ -219,10 +219,9 @@ def _make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: 
         return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan)
     plan |= _images(data, settings, job)
     if settings.share_prefixes:
-        cut = job.alignment is not None and job.alignment.sequence_multiple != 1
         clashes = {
             "a mixture, which draws sequences one by one": data.weights is not None,
-            "context parallelism, which cuts every sequence": cut or job.sharing is not None,
+            "context_parallel_size='dynamic'": job.sharing is not None,
         }
         _refuse("share_prefixes=True", clashes)
         return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, data.dataset), **plan)

@@ -219,6 +219,11 @@ def causal_lm_logprobs(
         return torch.cat([part.flatten() for part in results if part is not None])
 
     shared = batch.boundaries.prefixes
+    if shared is not None and batch.boundaries.ranks > 1:
+        raise ValueError(
+            "causal_lm_logprobs got one rank's shard of a pack whose sequences share prefixes, and other "
+            "ranks predict some of its tokens. Set share_prefixes=False or context_parallel_size=1."
+        )
     rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
     found = HeadCall.of(model).run(model, batch, values, size=wide * rows)
     columns = list(found["values"].chunk(wide))

@@ -111,7 +111,11 @@ class Routers:
         """Return each slot's sequence, S for padding; of shared prefixes, each token's sequence and slot."""
         batch = self.batch
         if batch.prefixes is not None:
-            return batch.token_sequences(), batch.prefixes.token_slots
+            sequences = batch.token_sequences()
+            here = getattr(batch.prefixes, "here", None)
+            if here is not None:  # only the tokens of this rank count
+                sequences = sequences.where(here, len(batch.lengths))
+            return sequences, batch.prefixes.token_slots
 
         boundaries = batch.boundaries
         sequences = sequence_of_slots(

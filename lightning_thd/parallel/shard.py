@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
+from lightning_thd.batch.prefixes import SharedBoundaries
 from lightning_thd.batch.thd_batch import THDBatch, THDStep, check_batch
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.cut_prefixes import SharedLayout, SharedShardBoundaries
 from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout
 from lightning_thd.parallel.exchange import mapped, reduced
 
@@ -33,9 +36,9 @@ def shard_batch(
     ``ShardBoundaries``. ``lengths``, ``padded_lengths`` and ``sequence_ids`` are the whole pack's. So is
     ``stats``, except in dynamic groups, where it is this rank's share. ``loss_scale`` is cp times the
     pack's, because the mean over ranks also divides by cp. ``cu_seqlens`` and ``cu_seqlens_padded`` raise.
+    If sequences share prefixes, the part has the predictions of its slots, and the weights of all tokens.
     """
     check_batch(batch)
-    batch.boundaries.refuse_cut()
     is_group = hasattr(group, "size") and hasattr(group, "rank")
     needs_group = group is not None or cp is None or rank is None
     if needs_group and not is_group:
@@ -45,31 +48,35 @@ def shard_batch(
         cp = group.size()
         rank = group.rank()
 
-    shard_layout = ShardLayout(
-        batch.padded_lengths,
-        cp=cp,
-        rank=rank,
-        group=group,
-        layout=layout,
-        communication=communication,
-        device=batch.input_ids.device,
-    )
+    options: dict[str, Any] = {"layout": layout, "communication": communication}
+    options |= {"cp": cp, "rank": rank, "group": group, "device": batch.input_ids.device}
+    if isinstance(batch.boundaries, SharedBoundaries):
+        shared = SharedLayout(batch.boundaries, **options)
+        shard_layout: ShardLayout = shared
+        boundaries: Boundaries = SharedShardBoundaries.of_shared(shared)
+    else:
+        shard_layout = ShardLayout(batch.padded_lengths, **options)
+        boundaries = ShardBoundaries.of(batch.boundaries, shard_layout)
     shard_layout.longest = batch.boundaries.longest
     shard_layout.sequences = len(batch.lengths)
     slots = shard_layout.own  # int64 [N], those of this rank
     traffic.count("slots", shard_layout.local_slots)
+
+    weights = batch.weights
+    if weights is not None and batch.prefixes is None:  # else of tokens, which every rank keeps
+        weights = weights.index_select(-1, slots)
 
     def scaled(scale: float | None) -> float | None:
         return None if scale is None else scale * cp
 
     return batch.replace(
         input_ids=batch.input_ids.index_select(-1, slots),
-        targets=batch.targets.index_select(-1, slots),
+        targets=None if batch.prefixes is not None else batch.targets.index_select(-1, slots),
         max_targets=batch.max_targets,
         position_ids=batch.position_ids.index_select(-1, slots),
-        boundaries=ShardBoundaries.of(batch.boundaries, shard_layout),
+        boundaries=boundaries,
         loss_scale=batch.loss_scale * cp,
-        weights=None if batch.weights is None else batch.weights.index_select(-1, slots),
+        weights=weights,
         sequence_scale=scaled(batch.sequence_scale),
         token_scale=scaled(batch.token_scale),
         extras=_cut_extras(batch, slots),

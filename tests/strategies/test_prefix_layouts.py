@@ -134,6 +134,7 @@ def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any])
 TWO = [
     Case(layout=Layout(strategy="thd_ddp", dp=2), stop=2, save=True),
     Case(layout=Layout(tp=2), stop=2),
+    Case(layout=Layout(cp=2), stop=2),
     Case(layout=Layout(pp=2), family="qwen3@4", stop=2),
 ]
 FOUR = [
@@ -143,6 +144,9 @@ FOUR = [
     Case(layout=Layout(dp=2, tp=2), family="qwen3_moe"),
     Case(layout=Layout(pp=2, dp=2, options=INTERLEAVED), family="qwen3@4"),
     Case(layout=Layout(pp=2, tp=2), family="qwen3@4t"),
+    Case(layout=Layout(cp=2, dp=2, options={"context_parallel_layout": "contiguous"}), family="qwen3_moe"),
+    Case(layout=Layout(cp=4, strategy="thd_ddp"), family="gemma3"),
+    Case(layout=Layout(cp=2, tp=2)),
     Case(layout=Layout(pp=2, dp=2), family="qwen3_moe@4"),
 ]
 

@@ -94,8 +94,10 @@ def two_models() -> None:
     strategy.save_pretrained("nowhere")
 
 
-def prefixes(**options: Any) -> THDBatch:
-    return THDBatch.collate([{"input_ids": [1, 2, 3]}] * 2, share_prefixes=True, **options)
+def cut_prefixes(**options: Any) -> None:
+    rows = [{"input_ids": [1, 2, 3]}] * 2
+    batch = THDBatch.collate(rows, share_prefixes=True, align=Layout(cp=2).align)
+    shard_batch(batch, group=None, cp=2, rank=0, **options)
 
 
 LBFGS = [torch.optim.LBFGS([nn.Parameter(torch.ones(2))])]
@@ -126,8 +128,8 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: norm_of_a_stage(lambda p: nn.utils.get_total_norm([p.grad])), r"stage(?s:.*)refusals.py:\d+: "),
     (lambda: grad_norm(nn.Linear(2, 2), "nan"), "norm_type='nan'; wanted a number above 0, or 'inf'"),
     (two_models, r"holds 2 models with save_pretrained\(\), wanted one. Pass model="),
-    (lambda: prefixes(align=Layout(cp=2).align), "share_prefixes=True does not combine with .* of 4"),
-    (lambda: shard_batch(prefixes(), group=None, cp=2, rank=0), "this batch has share_prefixes=True"),
+    (lambda: cut_prefixes(communication="ulysses"), "='ulysses' with sequences that share.*'all_gather'"),
+    (lambda: cut_prefixes(layout="striped"), "='striped' with sequences that share.*or share_prefixes=False"),
 ]
 
 

@@ -107,7 +107,7 @@ class Recurrent(Adapter):
             kwargs["attention_mask"] = None  # ours, see ``families/plain_masks.py``
         _refuse(self, tokens, pack, kwargs)
         shard = pack.shard
-        if shard is not None and self._thd_carried and shard.layout != "striped":
+        if shard is not None and pack.prefixes is None and self._thd_carried and shard.layout != "striped":
             return run_carried(self, functools.partial(forward, self), args, kwargs, OverRanks(shard))
         again = functools.partial(Recurrent._thd_run, self, forward)
         if shard is not None:
@@ -220,12 +220,7 @@ def run_on_pack(
             return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
         return gather_pack(value[0], shard)[None]
 
-    def whole_pack() -> Pack:
-        lengths = shard.padded_lengths
-        longest = max(1, *lengths)
-        return Pack(offsets=shard.pack_offsets, max_seqlen=longest, slots=shard.slots, lengths=lengths)
-
-    pack = shard.once("pack", whole_pack)
+    pack = shard.pack_boundaries()
     whole = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
     with scoped(whole):
         gathered = of_tokens(gather, shard.local_slots)

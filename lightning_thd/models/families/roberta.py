@@ -83,6 +83,11 @@ def padded_positions(
     if input_ids is None:
         return (starts_at_zero(pack)[None] if position_ids is None else position_ids) + (padding_idx + 1)
     real = input_ids[0].ne(padding_idx).long()
+    if pack.shard is not None and pack.prefixes is not None:
+        raise ValueError(
+            "A model with RoBERTa's positions got one rank's shard of a pack whose sequences share prefixes. "
+            "Set share_prefixes=False or context_parallel_size=1."
+        )
     tokens, offsets, taken = real, pack.offsets, None
     if (shard := pack.shard) is not None:  # the first tokens of a sequence may be on another rank
         tokens, offsets, taken = gather_pack(real, shard), shard.pack_offsets, shard.own

@@ -85,6 +85,17 @@ class ShardLayout:
         found: Tensor = self.once("offsets", lambda: self.put(offsets_of(np.asarray(self.padded_lengths))))
         return found
 
+    def pack_boundaries(self) -> Boundaries:
+        """Return the boundaries of the whole pack, whose entries are the sequences with their padding."""
+
+        def make() -> Boundaries:
+            longest = max(1, *self.padded_lengths)
+            return Boundaries(
+                offsets=self.pack_offsets, max_seqlen=longest, slots=self.slots, lengths=self.padded_lengths
+            )
+
+        return self.once("pack", make)
+
     def call(self, *, causal: bool, left: int) -> KernelCall:
         """Return this rank's kernel call on gathered keys, computed once per batch and kind of layer."""
 

@@ -1,0 +1,235 @@
+"""A pack whose sequences share prefixes, number of ranks -> the slots, keys and predictions of one rank.
+
+Ranks share the row of slots, not every sequence: ``contiguous`` gives each rank one stretch of it, all other
+layouts two chunks, one from each half. A fragment is the part of a leaf in such a stretch. Its queries see
+the path from the root to the fragment's end. So every rank gathers the keys of all slots, and an index
+selects those of its fragments' paths. Legend: T slots, N = T / cp slots of a shard, F fragments, R
+predictions, M tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.alignment import Layout
+from lightning_thd.batch.keys import IGNORE_INDEX
+from lightning_thd.batch.prefixes import (
+    Prefixes,
+    SharedBoundaries,
+    refuse_field_of_shared,
+    refuse_layer,
+    refuse_need,
+)
+from lightning_thd.boundaries import Boundaries, KernelCall
+from lightning_thd.boundaries.core import Need
+from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout, offsets_of
+from lightning_thd.parallel.context.partition import Ints, ranges
+
+
+class Fragments(NamedTuple):
+    """The parts of leaves that one rank holds, in the order of its slots; int64 ``[F]`` each."""
+
+    leaf: Ints  # the index of each fragment's leaf
+    start: Ints  # the fragment's first slot, counted inside the leaf
+    stop: Ints  # the slot after the fragment's last slot
+
+
+def cut_leaves(query_lengths: tuple[int, ...], *, cp: int, rank: int, layout: Layout) -> Fragments:
+    """Cut leaves, laid end to end, by the stretches of the row that a rank holds.
+
+    Two ranks cut leaves of 3 and 5 slots contiguously: rank 0 holds slots 0 to 3 of leaf 0 and 0 to 1 of
+    leaf 1, rank 1 holds slots 1 to 5 of leaf 1.
+    """
+    lengths = np.asarray(query_lengths, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    stretches = partition.pieces_of_rank([int(ends[-1])], cp=cp, rank=rank, layout=layout)
+    parts = []
+    for start, stop in zip(stretches.start.tolist(), stretches.stop.tolist(), strict=True):
+        first = np.clip(start - (ends - lengths), 0, lengths)
+        last = np.clip(stop - (ends - lengths), 0, lengths)
+        held = np.flatnonzero(last > first)
+        parts.append((held, first[held], last[held]))
+    return Fragments(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class SharedLayout(ShardLayout):
+    """Which slots of a pack with shared prefixes each context-parallel rank holds."""
+
+    def __init__(
+        self,
+        whole: SharedBoundaries,
+        *,
+        cp: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        layout: Layout,
+        communication: Communication,
+        device: torch.device,
+    ) -> None:
+        wanted = "Use 'auto' or 'all_gather', or share_prefixes=False."
+        if communication not in ("auto", "all_gather"):
+            raise ValueError(
+                f"context_parallel_communication={communication!r} with sequences that share prefixes, "
+                f"whose keys every rank gathers. {wanted}"
+            )
+        if layout == "striped":
+            raise ValueError(
+                "context_parallel_layout='striped' with sequences that share prefixes, which are cut into "
+                "stretches of slots. Use 'dual_chunk', 'mixed' or 'contiguous', or share_prefixes=False."
+            )
+        super().__init__(
+            (whole.slots,),
+            cp=cp,
+            rank=rank,
+            group=group,
+            layout="contiguous" if layout == "contiguous" else "dual_chunk",
+            communication="all_gather",
+            device=device,
+        )
+        self.whole = whole
+        self.fragments = cut_leaves(whole.prefixes.query_lengths, rank=rank, **self.cut)
+
+    def pack_boundaries(self) -> Boundaries:
+        """Return the boundaries of the whole pack."""
+        return self.whole
+
+    def call(self, *, causal: bool, left: int) -> KernelCall:
+        """Return this rank's kernel call on gathered keys, computed once per batch and kind of layer."""
+        assert causal, "layers that see later tokens are refused"
+        return self.once(("call", left), lambda: self._call(left))
+
+    def _call(self, left: int) -> KernelCall:
+        prefixes, (leaf, start, stop) = self.whole.prefixes, self.fragments
+        queries = np.asarray(prefixes.query_lengths, dtype=np.int64)[leaf]
+        keys = np.asarray(prefixes.key_lengths, dtype=np.int64)
+        held = keys[leaf] - queries  # slots of the path before the leaf
+        first_key = np.zeros_like(held) if left < 0 else np.maximum(held + start - left, 0)
+        path = (np.cumsum(keys) - keys)[leaf]  # where each leaf's path begins among all keys
+        q_lengths, kv_lengths = stop - start, held + stop - first_key
+
+        places = ranges(path + first_key, path + held + stop)
+        where = partition.restore_indices(self.padded_lengths, **self.cut)
+        on_host = places, where, offsets_of(q_lengths), offsets_of(kv_lengths)
+        at, rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
+        return KernelCall(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=int(q_lengths.max()),
+            max_seqlen_kv=int(kv_lengths.max()),
+            keys=rows.index_select(0, prefixes.keys.index_select(0, at)),
+            q_lengths=tuple(q_lengths.tolist()),
+            kv_lengths=tuple(kv_lengths.tolist()),
+        )
+
+
+class ShardPrefixes(Prefixes):
+    """The mapping from sequences to the slots of one rank.
+
+    ``slots`` and ``targets`` are the rank's predictions; ``token_rows`` is R for the tokens that other ranks
+    predict. ``token_slots`` is 0 for the tokens of other ranks; ``here`` tells which tokens are on this one.
+    All else is the whole pack's.
+    """
+
+    __slots__ = ("here",)
+
+    here: Tensor  # bool ``[M]``
+
+
+def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
+    """Return the predictions whose slots a rank holds, and the places of tokens in its shard."""
+    whole = layout.whole.prefixes
+    places = np.full(layout.slots, -1)  # of the pack's slots in this shard
+    own = partition.rank_indices(layout.padded_lengths, rank=layout.rank, **layout.cut)
+    places[own] = np.arange(len(own))
+    of_rows = places[whole.prediction_slots]
+    held = np.flatnonzero(of_rows >= 0)
+    numbers = np.full(len(of_rows) + 1, max(1, len(held)))  # each row's number on this rank
+    numbers[held] = np.arange(len(held))
+
+    rows, slots, numbers, places = layout.put((held, of_rows[held], numbers, places))
+    targets = whole.targets.index_select(0, rows)
+    if not len(held):  # one row, whose target is ignored
+        slots, targets = whole.slots.new_zeros(1), whole.targets.new_full((1,), IGNORE_INDEX)
+    of_tokens = places.index_select(0, whole.token_slots)
+    state = {name: getattr(whole, name) for name in Prefixes.__slots__}
+    changed = {
+        "token_slots": of_tokens.clamp(min=0),
+        "token_rows": numbers.index_select(0, whole.token_rows),
+        "slots": slots,
+        "targets": targets,
+    }
+    return ShardPrefixes(**{**state, **changed, "here": of_tokens >= 0})
+
+
+class SharedShardBoundaries(ShardBoundaries):
+    """The boundaries of one rank's slots of a pack with shared prefixes; its entries are fragments."""
+
+    __slots__ = ("prefixes",)
+
+    prefixes: ShardPrefixes
+    layout: SharedLayout
+
+    @classmethod
+    def of_shared(cls, layout: SharedLayout) -> SharedShardBoundaries:
+        """Make the boundaries of the shard of a layout."""
+        whole = layout.whole
+        lengths = layout.fragments.stop - layout.fragments.start
+        boundaries = cls(
+            offsets=layout.put(offsets_of(lengths)),
+            slots=layout.local_slots,
+            max_seqlen=int(lengths.max()),
+            lengths=lengths.tolist(),
+            sequence_lengths=whole.sequence_lengths,
+            longest=whole.longest,
+        )
+        boundaries._set(layout=layout, prefixes=prefixes_of_rank(layout))
+        return boundaries
+
+    def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:
+        """Return the offsets of the shard, and the layout by which attention gathers keys."""
+        if chunk is not None:
+            self.require("chunked", layer)
+        return super().call(layer, causal=causal)
+
+    def require(self, need: Need, layer: object) -> None:
+        """Raise ValueError if a layer that needs something does not run on these boundaries."""
+        refuse_need(layer, need)
+
+    def refuse_prefixes(self, layer: object, why: str) -> None:
+        """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
+        refuse_layer(layer, why)
+
+    def refuse_field(self, name: str) -> NoReturn:
+        """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
+        refuse_field_of_shared(name)
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Refuse: sequences have no slots of their own."""
+        self.refuse_field("padded_lengths")
+
+    @property
+    def longest_entry(self) -> int:
+        """Return the keys of the longest leaf of the pack, or the slots of the pad at the end."""
+        return self.layout.whole.longest_entry
+
+    @property
+    def positions(self) -> Tensor:
+        """Return int64 ``[N]``, the place of every slot in its sequences, prefixes included."""
+        return self.part(self.layout.whole.positions)
+
+    @property
+    def real_slots(self) -> Tensor:
+        """Return which slots hold tokens, bool ``[N]``."""
+        return self.part(self.layout.whole.real_slots)
+
+    def unpack(self, rows: Tensor, *, single: bool) -> list[Tensor]:
+        """Gather rows of slots of all ranks and split them into sequences; a collective."""
+        self.check_rows(rows)
+        return self.layout.whole.unpack(self.whole(rows), single=True)
