@@ -44,6 +44,7 @@ NAMES = (
     "loss_curves",
     "prefixes",
     "contrastive",
+    "long_context",
     "profile_step",
     "import_time",
     "balance",

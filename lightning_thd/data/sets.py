@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from lightning_thd._checks import described
+from lightning_thd.batch.examples import PARTS, is_example
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.read.vision_chat import ChatRows
@@ -124,6 +125,7 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **option
         opened[part] = data
         weights[part] = weight
 
+    _refuse_queries_beside_others(opened)
     keys = [data.key for data in opened.values()]
     return DataSet(
         name=name,
@@ -133,6 +135,21 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **option
         weights=weights,
         lengths={part: data.index.lengths for part, data in opened.items()},
     )
+
+
+def _refuse_queries_beside_others(opened: Mapping[str, DataSet]) -> None:
+    """Raise if some sources of a mixture hold queries with documents, and others plain sequences."""
+    kinds: dict[bool, str] = {}
+    for part, data in opened.items():
+        filled = np.flatnonzero(data.index.lengths > 0)
+        if len(filled):
+            first: Any = data.dataset[int(filled[0])]
+            kinds.setdefault(PARTS in first or is_example(first), part)
+    if len(kinds) == 2:
+        raise ValueError(
+            f"{kinds[True]!r} holds queries with documents, but {kinds[False]!r} of the same mixture has "
+            "plain sequences, and no loss takes both. Train on one after the other, or leave one source out."
+        )
 
 
 def refuse_unused_processor(processor: object, data: DataSet) -> None:

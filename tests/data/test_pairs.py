@@ -219,6 +219,25 @@ def test_layouts_and_batches_that_would_part_examples_are_refused() -> None:
         batches_of(data)
 
 
+TEXTS = [{"text": f"plain text {i}"} for i in range(9)]
+IDS = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(9)]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["pairs first", "text first"])
+@pytest.mark.parametrize("others", [TEXTS, IDS], ids=["text", "ids"])
+def test_a_mixture_of_pairs_and_plain_sequences_is_refused_at_setup(first: bool, others: Any) -> None:
+    sources = {"pairs": (RECORDS, 1.0), "plain": (others, 1.0)}
+    data = THDDataModule(sources if first else dict(reversed(sources.items())), capacity=128)
+    with pytest.raises(ValueError, match="'pairs' holds queries with documents, but 'plain' of the same mix"):
+        data.setup("fit")
+
+
+def test_plain_rows_among_rows_of_pairs_are_refused_at_setup() -> None:
+    data = THDDataModule([*IDS, *map(as_ids, RECORDS)], capacity=128)
+    with pytest.raises(ValueError, match="Sequence 9 has documents, but .* have no documents .9 of 18"):
+        data.setup("fit")
+
+
 def test_an_empty_microbatch_of_pairs_is_one_without_queries() -> None:
     data = THDDataModule(RECORDS[:1], capacity=128, global_batch=Sequences(1))
     data.attach(rank=1, ranks=2)

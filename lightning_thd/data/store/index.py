@@ -482,7 +482,7 @@ def _fault_of(dataset: MapDataset, i: int, places: Places) -> str:
         checked_row(row, place, empty=True)
     except (TypeError, ValueError) as err:
         return str(err)
-    return f"{place} differs from the rows before in having labels."
+    return f"{place} differs from the rows before in having labels, or documents of a query."
 
 
 def _known_counts(dataset: MapDataset, on_error: OnError, places: Places) -> dict[str, NDArray[Any]] | None:
@@ -534,6 +534,7 @@ class _Counted(NamedTuple):
     largest_label: float  # -1 without labels
     is_bad: float
     has_labels: float
+    has_documents: float  # whether it is a query with its documents
 
 
 _FACTS = len(_Counted._fields)
@@ -548,6 +549,7 @@ _BAD_ROW = _Counted(
     largest_label=-1,
     is_bad=True,
     has_labels=False,
+    has_documents=False,
 )
 
 
@@ -617,6 +619,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
             largest_label=int(sample["labels"].max()) if "labels" in sample and len(ids) else -1,
             is_bad=False,
             has_labels="labels" in sample,
+            has_documents=PARTS in sample,
         )
         return (*counted, *sizes)
 
@@ -629,7 +632,7 @@ def _refuse_odd(
     on_error: OnError,
     places: Places,
 ) -> None:
-    """Refuse rows without labels among rows with them, or the reverse; or mark them as bad."""
+    """Refuse rows without labels (or documents) among rows with them, or the reverse; or mark them as bad."""
     good = np.flatnonzero((bad == 0) & (lengths > 0))
     if not len(good):
         return
@@ -678,7 +681,9 @@ def read_rows(
     columns: Any = _Counted(*table[:, :_FACTS].T)
     sizes = table[:, _FACTS:]
     # A row without weights among weighted ones is no error: it has the weight 1.
-    _refuse_odd("labels", columns.has_labels, columns.is_bad, columns.length, on_error, places)
+    of_rows = {"documents": columns.has_documents, "labels": columns.has_labels}
+    for what, has in of_rows.items():
+        _refuse_odd(what, has, columns.is_bad, columns.length, on_error, places)
 
     is_weighted = columns.has_weights.any()
     row_of_largest = int(columns.largest.argmax())

@@ -84,7 +84,7 @@ class Branches:
         plan = self._boundaries.once(_plan)
         padded = with_blank(inputs)
         outputs: list[Tensor] = []
-        states: list[Tensor] = []  # of the branch points of all levels so far
+        states: list[Tensor] = []  # those of the branch points so far
         for run in plan.runs:
             entering = None
             if run.entering is not None:
@@ -105,7 +105,7 @@ class Branches:
 def _plan(boundaries: Boundaries) -> _Plan:
     prefixes, device = boundaries.prefixes, boundaries.offsets.device
     stretches = cut_at_branches(prefixes.query_lengths, prefixes.branches)
-    places = np.full(len(stretches.first), -1)  # of the kept states, in the order in which they are kept
+    places = np.full(len(stretches.first), -1)  # each kept state has one, in the order of levels
     is_branch = np.isin(np.arange(len(places)), stretches.parents)
 
     runs: list[Any] = []

@@ -144,12 +144,12 @@ class ShardPrefixes(Prefixes):
 def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
     """Return the predictions whose slots a rank holds, and the places of tokens in its shard."""
     whole = layout.whole.prefixes
-    places = np.full(layout.slots, -1)  # of the pack's slots in this shard
+    places = np.full(layout.slots, -1)  # each slot of the pack has one in this shard, or -1
     own = partition.rank_indices(layout.padded_lengths, rank=layout.rank, **layout.cut)
     places[own] = np.arange(len(own))
     of_rows = places[whole.prediction_slots]
     held = np.flatnonzero(of_rows >= 0)
-    numbers = np.full(len(of_rows) + 1, max(1, len(held)))  # each row's number on this rank
+    numbers = np.full(len(of_rows) + 1, max(1, len(held)))  # the number of each row on this rank
     numbers[held] = np.arange(len(held))
 
     rows, slots, numbers, places = layout.put((held, of_rows[held], numbers, places))
