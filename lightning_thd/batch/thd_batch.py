@@ -17,7 +17,7 @@ from lightning_thd._checks import as_tensor, choice, described, flags, host_ints
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.keys import IGNORE_INDEX
-from lightning_thd.batch.upload import PinnedBatch, version
+from lightning_thd.batch.upload import Arrived, Filled, PinnedBatch, version
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.boundaries.core import Immutable, checked_device
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -103,8 +103,9 @@ class Predictions(NamedTuple):
 class _Around(Immutable):
     """Base of batches: what belongs to a batch, but is neither pickled nor replaced with its fields."""
 
-    __slots__ = ("_pinned", "_step")
+    __slots__ = ("_arrived", "_pinned", "_step")
 
+    _arrived: Arrived | None  # the buffer in which the tensors came to a GPU
     _pinned: PinnedBatch  # a second copy of the tensors in page-locked memory, if there is one
     _step: tuple[weakref.ref[THDStep], int]  # the step that the batch is part of, and its place in it
 
@@ -388,7 +389,10 @@ class THDBatch(_Around):
             raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate again.")
         if device.type == "cuda" and self.input_ids.device.type == "cpu":
             pinned = self._pinned if hasattr(self, "_pinned") and self._pinned.holds(tensors) else self._pin()
-            return self._with(pinned.to(device, non_blocking=non_blocking))
+            there, arrived = pinned.to(device, non_blocking=non_blocking)
+            copy = self._with(there)
+            copy._set(_arrived=arrived)
+            return copy
         return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def pin_memory(self) -> THDBatch:
@@ -398,7 +402,15 @@ class THDBatch(_Around):
         return copy
 
     def _pin(self) -> PinnedBatch:
-        return PinnedBatch(self._tensors(), self.boundaries.counted_lengths)
+        boundaries, filled = self.boundaries, None
+        if boundaries.eager is None and boundaries.sequences is not None:
+            filled = Filled.of(boundaries.filled_lengths, self.loss_scale)
+        return PinnedBatch(self._tensors(), boundaries.counted_lengths, filled)
+
+    def buffer(self) -> Tensor | None:
+        """Return the int32 buffer in which this batch came to its GPU; None if none holds the batch."""
+        arrived = self._arrived if hasattr(self, "_arrived") else None
+        return None if arrived is None else arrived.numbers()
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, those of ``boundaries`` and ``extras`` as ``extras.<key>``."""

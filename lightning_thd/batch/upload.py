@@ -1,7 +1,8 @@
 """The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy.
 
 Int64 tensors are sent as int32 if their values fit. Positions that count from 0 in every sequence are
-computed on the GPU.
+computed on the GPU. The buffer begins with a header of where each tensor begins, from which a captured step
+reads the batch: it copies the buffer, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +19,53 @@ from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
 _ALIGNMENT = 16  # in bytes; enough for every dtype
 _INT32 = np.iinfo(np.int32)
-_POSITIONS = "position_ids"
-_OFFSETS = "boundaries.offsets"
+_IDS, _TARGETS, _POSITIONS = "input_ids", "targets", "position_ids"
+_OFFSETS, _REAL_OFFSETS = "boundaries.offsets", "boundaries.real_offsets"
+_HEADER = "header"
+
+
+class Header:
+    """The places of a header's int32 numbers.
+
+    Starts are counted in int32 numbers from the start of the header.
+    """
+
+    SLOTS = 0  # slots of all sequences, without a pad at the end
+    SEQUENCES = 1  # sequences, without empty ones at the end
+    SCALE = 2  # the loss scale, an fp64 number in the place of two
+    OFFSETS = 4  # starts of the offsets in memory, and of the cumulative real lengths
+    ROWS = 6  # starts of ids, targets, and one to three axes of positions; -1 for positions that are not sent
+    AXES = 3  # the most axes of positions
+    SIZE = 12  # of the header, in numbers
+
+    @classmethod
+    def of(
+        cls, filled: Filled, *, offsets: Sequence[int], rows: Sequence[int]
+    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Return a header: ``offsets`` are two starts, and ``rows`` three to five."""
+        header = np.zeros(cls.SIZE, np.int32)
+        header[cls.SLOTS] = filled.slots
+        header[cls.SEQUENCES] = filled.sequences
+        header[cls.SCALE : cls.SCALE + 2].view(np.float64)[0] = filled.loss_scale
+        header[cls.OFFSETS : cls.OFFSETS + 2] = offsets
+        header[cls.ROWS : cls.ROWS + len(rows)] = rows
+        return header
+
+
+class Filled(NamedTuple):
+    """What the host knows of a batch: slots and sequences without a pad at the end, and the loss scale."""
+
+    slots: int
+    sequences: int
+    loss_scale: float
+
+    @classmethod
+    def of(cls, padded_lengths: Sequence[int], loss_scale: float) -> Filled:
+        """Count the slots of padded lengths, and the sequences without empty ones at the end."""
+        count = len(padded_lengths)
+        while count and padded_lengths[count - 1] == 0:
+            count -= 1
+        return cls(sum(padded_lengths), count, loss_scale)
 
 
 class _Part(NamedTuple):
@@ -31,35 +77,78 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-class PinnedBatch:
-    """CPU tensors by name, copied into one page-locked buffer."""
+class Arrived:
+    """The buffer in which a batch came to its device, and the tensors that were made of it."""
 
-    def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
+    def __init__(self, numbers: Tensor, tensors: dict[str, Tensor]) -> None:
+        self._numbers = numbers
+        self._tensors = [*tensors.values()]
+        self._versions = [*map(version, self._tensors)]
+
+    def numbers(self) -> Tensor | None:
+        """Return the buffer as int32, with its header; None if a tensor was, or may have been, written to."""
+        versions = [*map(version, self._tensors)]
+        return self._numbers if versions == self._versions and -1 not in versions else None
+
+
+class PinnedBatch:
+    """CPU tensors by name, copied into one page-locked buffer.
+
+    With ``filled`` the buffer begins with a header, if int32 holds all that a captured step reads.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Tensor], padded_lengths: Sequence[int], filled: Filled | None = None
+    ) -> None:
         self._separate = dict[str, Tensor]()  # copied one by one: sparse, learned or on a device
         self._slots = sum(padded_lengths)
         self._copied = [(x, x._version) for x in tensors.values() if not x.is_inference()]
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
-        sent = {}
+        sent = {} if filled is None else {_HEADER: torch.zeros(Header.SIZE, dtype=torch.int32)}
         for name, x in tensors.items():
             if x.device.type != "cpu" or x.layout != torch.strided or x.is_quantized or x.requires_grad:
                 self._separate[name] = x
             elif name != _POSITIONS or not self._computes_positions:
                 sent[name] = x
         self._parts, self._buffer = _pinned(sent, shrink=True)
+        self._has_header = filled is not None and self._write_header(filled, tensors[_POSITIONS])
+
+    def _write_header(self, filled: Filled, positions: Tensor) -> bool:
+        """Write the header; return False if a captured step could not read the buffer."""
+        parts = self._parts
+        needed = [_IDS, _TARGETS, _OFFSETS, *([] if self._computes_positions else [_POSITIONS])]
+        if any(name not in parts or parts[name].sent_dtype != torch.int32 for name in needed):
+            return False
+        if positions.ndim > 2 or (positions.ndim == 2 and positions.shape[0] != Header.AXES):
+            return False
+
+        start = {name: part.start // torch.int32.itemsize for name, part in parts.items()}
+        rows = [start[_IDS], start[_TARGETS]]
+        if self._computes_positions:
+            rows.append(-1)
+        else:
+            axes = 1 if positions.ndim == 1 else positions.shape[0]
+            rows += [start[_POSITIONS] + axis * positions.shape[-1] for axis in range(axes)]
+        offsets = start[_OFFSETS], start.get(_REAL_OFFSETS, start[_OFFSETS])
+        header = Header.of(filled, offsets=offsets, rows=rows)
+        _view(self._buffer, parts[_HEADER]).copy_(torch.from_numpy(header))
+        return True
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether these are the copied tensors, unchanged; inference tensors hide changes."""
         same = (x is y and x._version == n for x, (y, n) in zip(tensors.values(), self._copied, strict=False))
         return len(tensors) == len(self._copied) and all(same)
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
-        """Return the tensors on a CUDA device, with their original names and dtypes."""
+    def to(self, device: torch.device, *, non_blocking: bool) -> tuple[dict[str, Tensor], Arrived | None]:
+        """Return the tensors on a CUDA device, in their own dtypes, and the buffer that they came in."""
         buffer = self._buffer.to(device, non_blocking=non_blocking)
-        found = {name: _view(buffer, part).to(part.dtype) for name, part in self._parts.items()}
+        parts = {name: part for name, part in self._parts.items() if name != _HEADER}
+        tensors = {name: _view(buffer, part).to(part.dtype) for name, part in parts.items()}
         if self._computes_positions:
-            found[_POSITIONS] = position_ids_from_cu_seqlens(found[_OFFSETS], self._slots)
-        return found | {k: x.to(device, non_blocking=non_blocking) for k, x in self._separate.items()}
+            tensors[_POSITIONS] = position_ids_from_cu_seqlens(tensors[_OFFSETS], self._slots)
+        tensors |= {k: x.to(device, non_blocking=non_blocking) for k, x in self._separate.items()}
+        return tensors, Arrived(buffer.view(torch.int32), tensors) if self._has_header else None
 
 
 def uploaded(found: Any, device: torch.device) -> Any:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.upload import Filled, Header
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.cuda_graph.errors import refuse
+from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
-Offsets = npt.NDArray[np.int32]
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
 
 
@@ -99,29 +99,6 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
         raise ValueError("max_sequences is empty; wanted at least one number, for example (24, 80).")
     longest = slots if max_seqlen is None else max_seqlen
     return [Bucket(slots=slots, sequences=s, max_seqlen=longest) for s in counts]
-
-
-def bucket_offsets(batch: THDBatch, bucket: Bucket) -> Offsets:
-    """Return a batch's offsets in a bucket that it fits, with the tail's dummies: int32 ``[2, S + 1]``.
-
-    Row 0 has the offsets in memory, as ``pad_cu_seqlens`` makes them, and row 1 the cumulative real lengths.
-    Sequences of 3 and 2 tokens give ``[0, 3, 5, 7, 9]`` twice in a bucket of 4 sequences and 9 slots.
-    """
-    count = Layout.of_batch(batch).sequences
-    kept = batch.padded_lengths[:count]
-    used = sum(kept)
-    tail, spare = bucket.slots - used, bucket.sequences - count
-    offsets = np.zeros((2, bucket.sequences + 1), np.int32)
-    offsets[0, 1 : count + 1] = np.cumsum(kept, dtype=np.int32)
-    if spare:
-        length = -(-tail // spare)
-        offsets[0, count + 1 :] = np.minimum(used + length * np.arange(1, spare + 1), bucket.slots)
-    if kept == batch.lengths[:count]:
-        offsets[1] = offsets[0]
-    else:
-        dummies = np.diff(offsets[0, count:])
-        offsets[1, 1:] = np.cumsum(np.concatenate([batch.lengths[:count], dummies]))
-    return offsets
 
 
 # The fields that a captured step may read.
@@ -215,7 +192,11 @@ for _name in (*_HIDDEN, *_HIDDEN_LENGTHS, "loss_tokens"):
 
 
 class StaticInputs:
-    """The fixed buffers of one bucket, and a ``batch`` of these buffers."""
+    """The fixed buffers of one bucket, and a ``batch`` of these buffers.
+
+    ``fill`` copies a batch into one row of int32 numbers, with a header; that is one copy for a batch as it
+    came to its GPU. ``unpack``, the first part of every graph, computes the batch's tensors from the row.
+    """
 
     def __init__(
         self,
@@ -228,17 +209,28 @@ class StaticInputs:
     ) -> None:
         self.bucket, self.axes, self._longest = bucket, axes, longest
         self._device, slots = device, bucket.slots
-        self._arange = torch.arange(slots, device=device)
+        self._slots = torch.arange(slots, device=device)
+
+        # Rows of a multiple of 16 bytes, because compiled kernels copy tensors that begin elsewhere.
         count = bucket.sequences + 1
-        # Rows of a multiple of 16 bytes, because compiled kernels copy offsets that begin elsewhere.
-        rows = torch.zeros(2, -(-count // 4) * 4, dtype=torch.int32, device=device)
-        self._offsets = rows[:, :count]
+        offsets = torch.zeros(2, _up_to(count, 4), dtype=torch.int32, device=device)
+        self._offsets = offsets[:, :count]
+        self._entries = torch.arange(count, device=device)
+
+        number = 2 + (axes or 1)
+        rows = torch.zeros(number, _up_to(slots, 2), dtype=torch.int64, device=device)
+        self._rows = rows[:, :slots]  # ids, targets and positions
+        self._blank = torch.zeros(number, 1, dtype=torch.int64, device=device)
+        self._blank[1] = IGNORE_INDEX
+        self._rows.copy_(self._blank.expand_as(self._rows))
+
+        self._numbers = torch.zeros(
+            Header.SIZE + offsets.numel() + number * _up_to(slots, 4), dtype=torch.int32, device=device
+        )
         self.batch = StaticBatch.build(
-            input_ids=torch.zeros(slots, dtype=torch.int64, device=device),
-            _targets=torch.full((slots,), IGNORE_INDEX, device=device),
-            position_ids=torch.zeros(
-                (slots,) if axes is None else (axes, slots), dtype=torch.int64, device=device
-            ),
+            input_ids=self._rows[0],
+            _targets=self._rows[1],
+            position_ids=self._rows[2] if axes is None else self._rows[2:],
             _static=StaticBoundaries(
                 offsets=self._offsets[0],
                 real_offsets=self._offsets[1],
@@ -259,26 +251,75 @@ class StaticInputs:
         return batch.replace(position_ids=positions).to(self._device)
 
     def fill(self, batch: THDBatch) -> None:
-        """Copy a batch into the buffers without waiting for the device; dummy sequences fill the tail."""
-        static, layout = self.batch, Layout.of_batch(batch)
-        used, tail = layout.slots, self.bucket.slots - layout.slots
-        offsets = bucket_offsets(batch, self.bucket)
-        _copy(self._offsets, torch.from_numpy(offsets))
-        sources = (static.input_ids, batch.input_ids, 0), (static.targets, batch.targets, IGNORE_INDEX)
-        for target, source, blank in sources:
-            target[:used].copy_(source[:used], non_blocking=True)
-            if tail:
-                target[used:].fill_(blank)
-        static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
-        if tail:  # all dummies are as long as the first, but the last may be shorter
-            first = layout.sequences
-            longest = min(int(offsets[0, first + 1] - offsets[0, first]), self._longest)
-            static.position_ids[..., used:].copy_(self._arange[:tail] % longest)
-        cast("Tensor", static.loss_scale).fill_(batch.loss_scale)
+        """Copy a batch into the row of numbers, without waiting for the device."""
+        sent = batch.buffer()
+        if sent is None or len(sent) > len(self._numbers):
+            self._lay_out(batch)
+        else:
+            self._numbers[: len(sent)].copy_(sent, non_blocking=True)
+
+    def _lay_out(self, batch: THDBatch) -> None:
+        """Fill the row of numbers from a batch of separate tensors, by a copy of each."""
+        layout = Layout.of_batch(batch)
+        used, count, slots = layout.slots, layout.sequences, self.bucket.slots
+        filled = Filled(used, count, batch.loss_scale)
+
+        row = self._offsets.stride(0)
+        offsets = np.zeros((2, row), np.int32)
+        offsets[0, 1 : count + 1] = np.cumsum(batch.padded_lengths[:count], dtype=np.int32)
+        offsets[1, 1 : count + 1] = np.cumsum(batch.lengths[:count], dtype=np.int32)
+
+        start = Header.SIZE + offsets.size
+        starts = [start + i * slots for i in range(len(self._rows))]
+        header = Header.of(filled, offsets=(Header.SIZE, Header.SIZE + row), rows=starts)
+        on_host = torch.from_numpy(np.concatenate([header, offsets.ravel()]))
+        _copy(self._numbers[:start], on_host)
+
+        rows = self._numbers[start : start + len(self._rows) * slots].view(-1, slots)[:, :used]
+        rows[0].copy_(batch.input_ids[:used], non_blocking=True)
+        rows[1].copy_(batch.targets[:used], non_blocking=True)
+        rows[2:].copy_(batch.position_ids[..., :used], non_blocking=True)
+
+    def unpack(self) -> None:
+        """Compute the batch's tensors from the row of numbers; dummy sequences fill the tail."""
+        numbers, scale = self._numbers, cast("Tensor", self.batch.loss_scale)
+        scale.copy_(numbers[Header.SCALE : Header.SCALE + 2].view(torch.float64)[0])
+        self._unpack_offsets(numbers[Header.SLOTS], numbers[Header.SEQUENCES])
+        self._unpack_rows(numbers[Header.SLOTS])
+
+    def _unpack_offsets(self, used: Tensor, count: Tensor) -> None:
+        """Write the offsets of the batch, and behind them those of dummies, all of one length but the last.
+
+        Sequences of 3 and 2 tokens give ``[0, 3, 5, 7, 9]`` in a bucket of 4 sequences and 9 slots.
+        """
+        starts = self._numbers[Header.OFFSETS : Header.OFFSETS + 2, None]
+        of_batch = self._numbers[starts + torch.minimum(self._entries, count)]
+
+        tail, spare = self.bucket.slots - used, self.bucket.sequences - count
+        length = (tail + spare - 1) // spare.clamp_min(1)
+        of_dummies = torch.minimum((self._entries - count).clamp_min(0) * length, tail)
+        self._offsets.copy_(of_batch + of_dummies)
+
+    def _unpack_rows(self, used: Tensor) -> None:
+        """Write ids, targets and positions of the batch, and blank ones with positions of dummies behind."""
+        inside = self._slots < used
+        starts = self._numbers[Header.ROWS : Header.ROWS + len(self._rows), None]
+        of_batch = self._numbers[(starts + torch.where(inside, self._slots, 0)).clamp_min(0)]
+        self._rows.copy_(torch.where(inside, of_batch, self._blank))
+
+        counted = position_ids_from_cu_seqlens(self._offsets[0], self.bucket.slots)
+        are_sent = starts[2:] >= 0
+        of_dummies = counted % self._longest  # a table of positions may end there
+        of_sequences = torch.where(are_sent, self._rows[2:], counted)
+        self._rows[2:].copy_(torch.where(inside, of_sequences, of_dummies))
 
     def matches(self, batch: THDBatch) -> bool:
         """Return whether a batch has as many position axes as the captured step."""
         return self.axes == (None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0])
+
+
+def _up_to(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -417,6 +417,8 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         if is_compiled(module):
             with_dynamic_length(inputs.batch.cu_seqlens)
             with_dynamic_length(inputs.batch.cu_seqlens_padded)
+        inputs.fill(inputs.dummy())
+        inputs.unpack()
         return inputs
 
     hidden = tuple(
@@ -431,6 +433,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
             return _checked(subject(static, *hidden))
 
     def run_recorded() -> tuple[Any, list[Tensor]]:
+        inputs.unpack()
         with recorded_losses() as found:
             output = run(inputs.batch)
         return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
@@ -439,7 +442,6 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         runs = _warm_up(backend, run, module, make_inputs, stand_ins.leaves)
         refuse_fp8(module)
         inputs = make_inputs()
-        inputs.fill(inputs.dummy())
         with guarded(module) as logged, without_saved_states(), watched(module) as uses:
             buffers = shared.buffers_of(parameters)
             pair = GraphPair(backend, run_recorded, stand_ins.leaves, shared.turn, buffers)
@@ -463,7 +465,6 @@ def _warm_up(
 
     def on_new_inputs() -> Callable[[], object]:
         inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
-        inputs.fill(inputs.dummy())
         return lambda: differentiate(differentiable(run(inputs.batch)), leaves)
 
     def as_captured() -> None:
