@@ -31,6 +31,7 @@ from lightning_thd.cuda_graph.buckets import Layout
 from lightning_thd.cuda_graph.compiled import cannot_compile
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, sequence_counts
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
+from lightning_thd.cuda_graph.optimizer import GraphedOptimizer, cannot_capture_optimizer
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.packing import PackPlanner
@@ -73,12 +74,17 @@ class CUDAGraphCallback(L.Callback):
             leaves about a quarter of the kernel launches. Batches that fit no graph run eagerly and
             uncompiled. The first capture takes up to a minute longer, and seconds if a run before it kept
             ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR``.
+        capture_optimizer: replay the optimizer's update from a graph, too, after gradients that graphs wrote.
+            The optimizer is one of torch's with ``fused=True`` or ``capturable=True``. The graph reads the
+            learning rate in fp32, so an update differs by at most the rounding of it, 6e-8. Clipping,
+            schedules of the learning rate and sums over microbatches stay as they are.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
         ValueError: if a number of sequences is below 1.
         MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing; with
-            ``compile_layers=True``, if the strategy or the layers do not allow it.
+            ``compile_layers=True``, if the strategy or the layers do not allow it; with
+            ``capture_optimizer=True``, if the optimizer, a GradScaler or several processes do not allow it.
         CaptureError: with ``require=True``, if a capture fails.
     """
 
@@ -90,10 +96,21 @@ class CUDAGraphCallback(L.Callback):
         require: bool = False,
         keep_gradients: bool = False,
         compile_layers: bool = False,
+        capture_optimizer: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
-        flags(require=require, keep_gradients=keep_gradients, compile_layers=compile_layers)
+        flags(
+            require=require,
+            keep_gradients=keep_gradients,
+            compile_layers=compile_layers,
+            capture_optimizer=capture_optimizer,
+        )
+        if capture_optimizer and keep_gradients:
+            raise ValueError(
+                "capture_optimizer=True needs gradients with fixed addresses, and keep_gradients=True gives "
+                "every step new ones. Leave one of them out."
+            )
         if costs is not None:
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
@@ -102,6 +119,7 @@ class CUDAGraphCallback(L.Callback):
         self.require = require
         self.keep_gradients = keep_gradients
         self.compile_layers = compile_layers
+        self.capture_optimizer = capture_optimizer
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
@@ -146,6 +164,9 @@ class CUDAGraphCallback(L.Callback):
             if reason is not None:
                 raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
 
+        if self.capture_optimizer:
+            _check_optimizer(trainer)
+
         self._replace_training_step(trainer, pl_module, backend)
 
     def _replace_training_step(
@@ -176,6 +197,8 @@ class CUDAGraphCallback(L.Callback):
                     compile_layers=self.compile_layers,
                 )
                 self.step.group = self._group
+                if self.capture_optimizer:
+                    self._replaced.enter_context(GraphedOptimizer(trainer.optimizers[0], self.step))
             if self.step is None:  # the batches that the choice needs have not all been seen
                 return original(*args)
 
@@ -261,6 +284,26 @@ def _backend_of(named: str | Backend) -> Backend:
     if isinstance(named, Backend):
         return named
     return CudaBackend() if named == "cuda" else RecordingBackend()
+
+
+def _check_optimizer(trainer: L.Trainer) -> None:
+    """Raise if the optimizer's step cannot be replayed in this fit."""
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            "CUDAGraphCallback(capture_optimizer=True) needs one process, and the job has "
+            f"{trainer.world_size}, which exchange gradients in new memory. Leave capture_optimizer out."
+        )
+    for optimizer in trainer.optimizers:
+        reason = cannot_capture_optimizer(optimizer)
+        if reason is not None:
+            raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+            raise MisconfigurationException(
+                f"CUDAGraphCallback(capture_optimizer=True): precision={trainer.precision!r} gives a fused "
+                "optimizer another scale in new memory at every step. Pass capturable=True, fused=False to "
+                "the optimizer, or train in bf16."
+            )
 
 
 def _unsupported(trainer: L.Trainer, module: L.LightningModule) -> str | None:

@@ -2,8 +2,8 @@
 
 ``torch.cuda.make_graphed_callables`` returns its gradient buffers themselves, so that a later replay
 overwrites the gradients accumulated in them (pytorch#181723). Here outputs are copies, and gradients are
-copies or, if nothing but the optimizer may see them, the buffers themselves; those are moved out of the way
-before a replay that has to add to them. All graphs share one set of buffers, because only one runs at a time.
+copies or, if nothing but the optimizer may see them, the graph's own tensors; those are moved out of the way
+before a replay that has to add to them.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class GraphPair:
         leaves: Sequence[Tensor],
         turn: Turn,
         buffers: GradientBuffers,
+        others: Sequence[Tensor] = (),  # the module's buffers
     ) -> None:
         self.turn = turn
         self.forward, outputs = backend.capture(function)
@@ -122,12 +123,12 @@ class GraphPair:
         found = differentiable(flat)
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
-        with copied_into(buffers, leaves):
+        with buffers.collecting(leaves, [*self.grad_outputs, *others]):
             self.backward, self.gradients = backend.capture(
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
-        self._buffers = buffers
-        self._all_in_buffers = buffers.hold(leaves, self.gradients)
+        self.buffers = buffers
+        self._all_serve = buffers.hold(leaves, self.gradients)
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
         # Outputs are detached to free what autograd saved, so that the next capture can reuse the memory.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
@@ -135,11 +136,12 @@ class GraphPair:
     def __call__(self, leaves: Sequence[Tensor], *, hand_over: bool = False) -> Any:
         """Replay the call on the current content of the static tensors; the result is differentiable.
 
-        With ``hand_over``, the backward pass makes the buffers the gradients of the leaves, without copies
+        With ``hand_over``, the backward pass makes the graph's gradients those of the leaves, without copies
         and without autograd's nodes of the leaves. So ``torch.autograd.grad`` does not reach the leaves.
         """
-        if hand_over and self._all_in_buffers and not _wait_for_gradients(leaves):
-            start = self._buffers.start_of(self.outputs)
+        self.buffers.move_sums(leaves)
+        if hand_over and self._all_serve and not _wait_for_gradients(leaves):
+            start = self.buffers.start_of(self.outputs)
             tensors = _HandOver.apply(self, leaves, start)  # type: ignore[no-untyped-call]
         else:
             tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
@@ -186,18 +188,19 @@ class _HandOver(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.pair.turn.give_back(ctx.token)
-        pairs = [(p, g) for p, g in zip(ctx.leaves, ctx.pair.gradients, strict=True) if g is not None]
-        # A gradient that is a buffer holds the sum of earlier microbatches, which the replay would overwrite.
-        held = [leaf for leaf, buffer in pairs if leaf.grad is buffer]
-        for leaf, moved in zip(held, copies([leaf.grad for leaf in held]), strict=True):
-            leaf.grad = moved
         _replay_backward(ctx, grads)
-        sums = [(leaf.grad, buffer) for leaf, buffer in pairs if leaf.grad is not None]
-        for leaf, buffer in pairs:
-            if leaf.grad is None:
-                leaf.grad = buffer
+
+        sums, parts = [], []
+        for leaf, gradient in zip(ctx.leaves, ctx.pair.gradients, strict=True):
+            if gradient is None:
+                continue
+            if leaf.grad is None or leaf.grad is gradient:
+                leaf.grad = gradient
+            else:
+                sums.append(leaf.grad)
+                parts.append(gradient)
         if sums:
-            torch._foreach_add_([total for total, _ in sums], [buffer for _, buffer in sums])
+            torch._foreach_add_(sums, parts)
         return None, None, None
 
 
@@ -234,48 +237,110 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
         stack += [parent for parent, _ in node.next_functions]
 
 
+# Bytes of all gradients up to which the graph of every bucket keeps its own. Beyond it, all graphs but the
+# first copy theirs into those of the first: three sets of a large model's gradients would not fit.
+_SMALL = 2**29
+
+
 class GradientBuffers:
-    """One buffer per parameter for its gradient, allocated when the parameter's first gradient comes."""
+    """Tensors with fixed addresses for the gradients of parameters, which graphs write and optimizers read.
+
+    A graph's own gradients serve as they are, without a copy. Gradients that could not be the ``.grad`` of a
+    parameter, such as views and expanded tensors, are copied into buffers inside the graph.
+    """
 
     def __init__(self, count: int) -> None:
-        self._held: list[Tensor | None] = [None] * count
+        self._first: list[Tensor | None] = [None] * count  # what the first graph writes
+        self._sums: list[Tensor | None] = [None] * count  # sums of earlier microbatches
+        self._written: dict[int, Tensor] = {}  # by id: all tensors that a replay overwrites
         self._start: Tensor | None = None
 
-    def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged."""
-        # The forward pass may write the memory of a gradient, as that of a head's weight: so it is copied.
-        if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
+    @contextlib.contextmanager
+    def collecting(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+        """Copy gradients that cannot serve as they are as soon as they are complete, inside this context.
+
+        ``others`` are tensors that live longer than a replay, in whose memory a gradient could be.
+        """
+        taken = {x.untyped_storage().data_ptr() for x in (*leaves, *others) if is_plain(x)}
+        small = sum(leaf.numel() * leaf.itemsize for leaf in leaves) <= _SMALL
+        handles: list[Any] = []
+        for i, leaf in enumerate(leaves):
+            complete = functools.partial(self._complete, i, leaf, taken=taken, small=small)
+            handles.append(leaf.register_hook(complete))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _complete(
+        self, index: int, leaf: Tensor, gradient: Tensor, *, taken: set[int], small: bool
+    ) -> Tensor:
+        """Return what serves as the gradient of a leaf: the gradient, or a copy of it."""
+        if not _fits(leaf, gradient):
             return gradient
-        held = self._held[index]
-        if held is None or held.shape != leaf.shape or held.dtype != gradient.dtype:
-            held = self._held[index] = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False)
-        return held.copy_(gradient)
+
+        first = self._first[index]
+        storage = gradient.untyped_storage()
+        alone = storage.nbytes() == gradient.nbytes and storage.data_ptr() not in taken
+        if alone and gradient.stride() == leaf.stride() and (first is None or small):
+            taken.add(storage.data_ptr())
+            return gradient
+
+        if first is None:
+            first = torch.empty_like(leaf, requires_grad=False)
+            self._first[index] = first
+        return first.copy_(gradient)
 
     def hold(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients are buffers, in the dtypes of their leaves."""
-        pairs = zip(leaves, gradients, self._held, strict=True)
-        return all(g is None or (g is held and g.dtype == leaf.dtype) for leaf, g, held in pairs)
+        """Keep a graph's gradients; return whether all of them can be the ``.grad`` of their leaves."""
+        serve = True
+        for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+            if gradient is None:
+                continue
+            if self._first[i] is None:
+                self._first[i] = gradient
+            self._written[id(gradient)] = gradient
+            serve = serve and _fits(leaf, gradient) and gradient.stride() == leaf.stride()
+        return serve
+
+    def own(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether all gradients, at least one, have addresses that stay."""
+        found = {id(gradient) for gradient in gradients if gradient is not None}
+        return bool(found) and found <= self._written.keys() | {id(x) for x in self._sums if x is not None}
+
+    def move_sums(self, leaves: Sequence[Tensor]) -> None:
+        """Move gradients of earlier microbatches out of the memory that the next replay overwrites."""
+        gradients = [*map(_GRADIENT, leaves)]
+        held = [i for i, gradient in enumerate(gradients) if id(gradient) in self._written]
+        if not held:
+            return
+
+        sums: list[Tensor] = []
+        for i in held:
+            total = self._sums[i]
+            if total is None:
+                total = self._sums[i] = torch.empty_like(gradients[i])
+            sums.append(total)
+        torch._foreach_copy_(sums, [gradients[i] for i in held])
+        for i, total in zip(held, sums, strict=True):
+            leaves[i].grad = total
 
     def start_of(self, outputs: Sequence[Any]) -> Tensor:
-        """Return the one tensor through which autograd reaches a replay that hands its buffers over."""
+        """Return the one tensor through which autograd reaches a replay that hands its gradients over."""
         if self._start is None:
             device = next(x.device for x in outputs if isinstance(x, Tensor))
             self._start = torch.zeros((), device=device, requires_grad=True)
         return self._start
 
 
-@contextlib.contextmanager
-def copied_into(buffers: GradientBuffers, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Copy each gradient into its buffer as soon as it is complete, which frees the gradient's memory."""
-    handles: list[Any] = [
-        leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
-        for i, leaf in enumerate(leaves)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+_GRADIENT: Any = attrgetter("grad")
+
+
+def _fits(leaf: Tensor, gradient: Tensor) -> bool:
+    """Return whether a dense, plain gradient has the shape and dtype of its dense, plain leaf."""
+    dense = gradient.layout is torch.strided and is_plain(leaf) and is_plain(gradient)
+    return dense and gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -358,6 +423,14 @@ class Shared:
         self.turn = Turn()
         self._parameters: list[int] = []
         self._buffers = GradientBuffers(0)
+
+    def own(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether gradients are tensors that graphs write, or sums of these."""
+        return self._buffers.own(gradients)
+
+    def drop_buffers(self) -> None:
+        """Forget the gradients of graphs that are dropped, so that new graphs write others."""
+        self._parameters, self._buffers = [], GradientBuffers(0)
 
     def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
         """Return gradient buffers for these parameters; make new ones if the parameters have changed."""
@@ -444,7 +517,8 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         inputs = make_inputs()
         with guarded(module) as logged, without_saved_states(), watched(module) as uses:
             buffers = shared.buffers_of(parameters)
-            pair = GraphPair(backend, run_recorded, stand_ins.leaves, shared.turn, buffers)
+            others = [*module.buffers()]
+            pair = GraphPair(backend, run_recorded, stand_ins.leaves, shared.turn, buffers, others)
     check_numbers([*example.logged, *runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     return CapturedStep(inputs, parameters, pair, logged, uses, module)
 

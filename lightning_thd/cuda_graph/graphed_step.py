@@ -54,6 +54,8 @@ class GraphStats:
     fallbacks: Counter[str] = field(default_factory=Counter)  # batches that ran eagerly, by reason
     captures: int = 0  # captured graphs
     capture_s: float = 0.0  # seconds spent on captures, warm-up included
+    optimizer_replays: int = 0  # steps of the optimizer that ran from a graph
+    optimizer_fallbacks: Counter[str] = field(default_factory=Counter)  # and those that did not, by reason
 
     @property
     def hit_rate(self) -> float:
@@ -64,7 +66,11 @@ class GraphStats:
     def metrics(self) -> dict[str, float]:
         """Return the values to log, by key."""
         counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
-        return {"cuda_graph/hit_rate": self.hit_rate, "cuda_graph/capture_time_s": self.capture_s, **counts}
+        found = {"cuda_graph/hit_rate": self.hit_rate, "cuda_graph/capture_time_s": self.capture_s, **counts}
+        updates = self.optimizer_replays + self.optimizer_fallbacks.total()
+        if updates:
+            found["cuda_graph/optimizer_hit_rate"] = self.optimizer_replays / updates
+        return found
 
 
 class GraphedStep:
@@ -141,7 +147,17 @@ class GraphedStep:
     def close(self) -> None:
         """Drop all graphs and their memory; if not ``off``, the next call with gradients captures again."""
         self._graphs, self._modes, self._fingerprint = {}, None, None
+        self._shared.drop_buffers()
         self._subject.backend.release()
+
+    @property
+    def backend(self) -> Backend:
+        """Return the capture engine."""
+        return self._subject.backend
+
+    def writes(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether gradients are tensors of the graphs, and a graph may use the shared memory now."""
+        return not self._shared.turn.pending and self._shared.own(gradients)
 
     def _run(self, batch: Any, *rest: Any) -> Any:
         if not torch.is_grad_enabled():  # validation, and the first pass of reentrant checkpointing

@@ -165,6 +165,7 @@ class RecordingBackend:
 
     name = "recording"
     warm_ups = 2
+    runs_captures = True  # what is recorded runs, too
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why a step cannot be recorded (it does not run on the CPU), or None."""

@@ -55,7 +55,7 @@ def test_sums_over_microbatches_are_those_of_autograd(batches: list[THDBatch], t
     assert step.stats.replays == 2 * sum(batch is not TOO_LONG for batch in batches)
 
 
-def test_gradients_are_the_buffers_and_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_the_graphs_own_and_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model, step = model_and_step()
     step(FITS[0]).backward()
     places = [p.grad.data_ptr() for p in model.parameters()]
@@ -70,7 +70,73 @@ def test_gradients_are_the_buffers_and_nothing_is_copied(monkeypatch: pytest.Mon
     model.zero_grad()
     step(FITS[1]).backward()
     assert [p.grad.data_ptr() for p in model.parameters()] == places
-    assert copied == [1, 0]  # the loss; no gradient, and no sum of earlier microbatches
+    assert copied == [1]  # the loss; no gradient, and no sum of earlier microbatches
+    written = [
+        call.function._schema.name
+        for captured in step._graphs.values()
+        for call in captured._pair.backward.calls
+        if call.function._schema.name in ("aten::copy_", "aten::_foreach_copy_")
+    ]
+    assert written == []  # nor is a gradient copied inside of a graph
+
+
+def test_graphs_of_a_large_model_share_the_gradients_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_SMALL", 0)
+    model, step = model_and_step()
+    batches = [FITS[0], random_batch(5, count=8, longest=6), FITS[1]]
+    expected = wanted(model, batches)
+    for batch in batches:
+        step(batch).backward()
+    for found, sum_ in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(found, sum_, rtol=1e-12, atol=1e-14)
+    first, second = (captured._pair.gradients for captured in step._graphs.values())
+    assert len(step._graphs) == 2
+    assert all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_a_gradient_in_the_memory_of_something_else_is_copied() -> None:
+    class Scale(torch.autograd.Function):
+        """Returns a buffer of the module as gradient, which clipping may not change."""
+
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
+            ctx.save_for_backward(buffer)
+            return (weight * buffer).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return ctx.saved_tensors[0], None
+
+    model = tiny_llama(torch.float64)
+    model.register_buffer("factors", torch.ones_like(model.model.norm.weight))
+    model.extra = nn.Parameter(torch.ones_like(model.factors))
+
+    def loss(module: Any, batch: THDBatch) -> Tensor:
+        return causal_lm_loss(module, batch) + Scale.apply(module.extra, module.factors)
+
+    step = graphed(model, loss, keep_gradients=False)
+    step(FITS[0]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert bool((model.factors == 1.0).all())
+    assert float(model.extra.grad.max()) < 1.0
+    model.zero_grad()
+    step(FITS[1]).backward()
+    assert bool((model.extra.grad == 1.0).all())
+
+
+@pytest.mark.parametrize("late", ["hook", "keep"])
+def test_a_sum_that_began_without_copies_goes_on_with_them(late: str) -> None:
+    model, step = model_and_step()
+    expected = wanted(model, FITS)
+    step(FITS[0]).backward()
+    if late == "hook":
+        next(model.parameters()).register_hook(lambda gradient: None)
+    else:
+        step.keep_gradients = True
+    for batch in FITS[1:]:
+        step(batch).backward()
+    for found, sum_ in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(found, sum_, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", ["before", "after"])
