@@ -67,7 +67,7 @@ class _Update:
         self.parameters = _parameters(optimizer)
         self._addresses = [*map(_address, self.parameters)]
         self._state = optimizer.state
-        self._states: list[dict[str, Any]] = [*map(optimizer.state.get, self.parameters)]  # type: ignore[arg-type]
+        self._states = [*map(optimizer.state.get, self.parameters)]
         places = [(state, name) for state in self._states if state for name in state]
         self._owners = [state for state, _ in places]
         self._names = [name for _, name in places]
