@@ -36,7 +36,7 @@ class Header:
     OFFSETS = 4  # starts of the offsets in memory, and of the cumulative real lengths
     ROWS = 6  # starts of ids, targets, and one to three axes of positions; -1 for positions that are not sent
     AXES = 3  # the most axes of positions
-    SIZE = 12  # of the header, in numbers
+    SIZE = 12  # the length of the header
 
     @classmethod
     def of(

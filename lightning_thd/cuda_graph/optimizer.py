@@ -136,7 +136,7 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
         self._optimizer, self._step = optimizer, step
         self._updates: list[_Update] = []
         self._known: set[int] = set()  # ids of the parameters that an eager step has updated
-        self._captures = 0  # of this optimizer
+        self._captures = 0  # captures of updates
         self._rounds = 0  # captures of the step, after which gradients have other addresses
         self._off = False
         self._bare: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # no hooks
