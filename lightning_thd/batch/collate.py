@@ -42,22 +42,28 @@ def check_samples(samples: object) -> list[dict[str, Any]]:
     """Check each sample, and all labels together; return the samples with rows as arrays."""
     if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
         raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
-    plain = _plain_rows(samples)
-    if plain is None:
+
+    rows = _plain_rows(samples)
+    if rows is None:
         samples = [check_sample(sample, f"Sample {i}", piece=True) for i, sample in enumerate(samples)]
-        plain = [(sample["input_ids"], sample.get("labels", sample["input_ids"])) for sample in samples]
+        rows = [(sample["input_ids"], sample.get("labels", sample["input_ids"])) for sample in samples]
+
     if any("labels" in sample for sample in samples):
-        refuse_shifted(plain, "The samples")
+        refuse_shifted(rows, "The samples")
     return list(samples)
 
 
 def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
-    """Return ids and labels if all samples have only these, as valid arrays; else None, for a full check."""
+    """Return ids and labels if all samples have only these, as valid arrays; else None, for a full check.
+
+    This is the fast path: it checks the values of all samples at once, instead of sample by sample.
+    """
     rows = []
     for sample in samples:
         if type(sample) is not dict or not sample.keys() <= _PLAIN or "input_ids" not in sample:
             return None
-        ids, labels = sample["input_ids"], sample.get("labels", sample["input_ids"])
+        ids = sample["input_ids"]
+        labels = sample.get("labels", ids)
         if not (type(ids) is type(labels) is np.ndarray) or not ids.dtype.kind == labels.dtype.kind == "i":
             return None
         if ids.ndim != 1 or not ids.size or labels.shape != ids.shape:
@@ -65,12 +71,17 @@ def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]
         rows.append((ids, labels))
     if not rows:
         return rows
-    values = np.concatenate([ids for ids, _ in rows])
-    wrong = values.min() < 0 or values.max() > MOST_ID
-    if not wrong and any(labels is not ids for ids, labels in rows):
-        values = np.concatenate([labels for _, labels in rows])
-        wrong = values.max() > MOST_ID or bool(((values < 0) & (values != IGNORE_INDEX)).any())
-    return None if wrong else rows
+
+    all_ids = np.concatenate([ids for ids, _ in rows])
+    if all_ids.min() < 0 or all_ids.max() > MOST_ID:
+        return None
+
+    if any(labels is not ids for ids, labels in rows):
+        all_labels = np.concatenate([labels for _, labels in rows])
+        odd = (all_labels < 0) & (all_labels != IGNORE_INDEX)
+        if all_labels.max() > MOST_ID or odd.any():
+            return None
+    return rows
 
 
 def lay_out(
@@ -93,6 +104,7 @@ def lay_out(
     roles: tuple[int, ...] | None = None
     if any(PARTS in sample for sample in samples):
         samples, sequence_ids, roles = _split_examples(samples, sequence_ids, align)
+
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
     padded, slots = slots_of(lengths, align, pad_to)
@@ -100,50 +112,35 @@ def lay_out(
     dense = padded[: len(lengths)] == lengths  # no padding between sequences
 
     input_ids = _end_to_end(ids, starts, slots, dense, fill=0)
-    source, masked = input_ids, any("labels" in sample for sample in samples)
-    if masked:
-        labels = [np.asarray(sample.get("labels", row)) for sample, row in zip(samples, ids, strict=True)]
-        source = _end_to_end(labels, starts, slots, dense, fill=IGNORE_INDEX)
-    targets = _shift(source, starts, lengths)
-    loss_tokens = sum(lengths) - len(lengths)
-    for sample, start, length in zip(samples, starts, lengths, strict=True):
-        if "next_label" in sample:
-            targets[start + length - 1] = sample["next_label"]
-            loss_tokens += 1
-            masked |= sample["next_label"] == IGNORE_INDEX
-    if masked:  # otherwise every token has a target, except the last of a sequence without next_label
-        loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
-
+    targets, loss_tokens, masked = _targets(samples, input_ids, starts, lengths, dense)
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
-    scales = {"loss_scale": loss_scale, "sequence_scale": sequence_scale, "token_scale": token_scale}
-    for name, given in scales.items():
-        if given is not None and not (type(given) is float and 0.0 <= given < math.inf):
-            real_number(given, name, least=0, advice="Leave it out for the mean over the batch.")
+
+    _check_scales(loss_scale=loss_scale, sequence_scale=sequence_scale, token_scale=token_scale)
     if loss_scale is None:
-        loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
-        token_scale = mean_scale(sum(lengths)) if token_scale is None else token_scale
+        loss_scale = mean_scale(weights.total)
+        sequence_scale = mean_scale(weights.sequences)
+        if token_scale is None:
+            token_scale = mean_scale(sum(lengths))
+
     cu_seqlens_padded = cumulative(padded)
-    # Trailing padding is a sequence in both offsets, so all its slots count as its length.
-    cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
-    keys = set().union(*samples)
-    extras = {key: joined(samples, key) for key in ([] if keys <= COLLATED else inputs(keys))}
-    for key in TYPES:
-        if any(key in sample for sample in samples):
-            extras[key] = _types(samples, key, starts, lengths, slots)
-    if any("label" in sample for sample in samples):
-        extras["labels"] = sequence_labels(samples)
+    cu_seqlens = cu_seqlens_padded
+    if not dense:  # trailing padding is a sequence in both offsets, so all its slots count as its length
+        cu_seqlens = cumulative([*lengths, *padded[len(lengths) :]])
+
+    extras = _extras(samples, starts, lengths, slots)
+    images: dict[str, Any] = {}
+    if extras or (vision is not None and vision.windows):
+        images = counted(extras, vision)
+    stats = SeqStats.from_lengths(
+        np.array(lengths, np.int64), slots=slots, loss_tokens=loss_tokens, windows=windows, **images
+    )
+
     return {
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(targets),
         "position_ids": _positions(samples, padded, starts, lengths, slots),
         "boundaries": Boundaries.laid_out(cu_seqlens, cu_seqlens_padded, lengths, padded),
-        "stats": SeqStats.from_lengths(
-            np.array(lengths, np.int64),
-            slots=slots,
-            loss_tokens=loss_tokens,
-            windows=windows,
-            **(counted(extras, vision) if extras or (vision is not None and vision.windows) else {}),
-        ),
+        "stats": stats,
         "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
         "max_targets": loss_tokens,
         "loss_scale": loss_scale,
@@ -171,12 +168,69 @@ def _split_examples(
             f"parallelism do (to multiples of {align.sequence_multiple}). Set context_parallel_size=1 and "
             "sequence_parallel=False."
         )
+
     weights = [whole_weight(sample, f"Sample {i}")[0] for i, sample in enumerate(samples)]
-    counts = [len(sample[PARTS]) for sample in samples]
-    ids = range(len(samples)) if sequence_ids is None else sequence_ids
-    repeated = [i for i, count in zip(ids, counts, strict=True) for _ in range(count)]
-    roles = tuple(role for sample in samples for role in sample[PARTS][:, 0].tolist())
-    return list(split(samples, weights)), repeated, roles
+    example_ids = range(len(samples)) if sequence_ids is None else sequence_ids
+    ids_of_parts: list[int] = []
+    roles: list[int] = []
+    for sample, example_id in zip(samples, example_ids, strict=True):
+        ids_of_parts += [example_id] * len(sample[PARTS])
+        roles += sample[PARTS][:, 0].tolist()
+    return list(split(samples, weights)), ids_of_parts, tuple(roles)
+
+
+def _targets(
+    samples: Sequence[Sample],
+    input_ids: NDArray[np.int64],
+    starts: list[int],
+    lengths: list[int],
+    dense: bool,
+) -> tuple[NDArray[np.int64], int, bool]:
+    """Return the target of each slot, the number of targets, and whether samples may hide tokens."""
+    slots = len(input_ids)
+    source = input_ids
+    masked = any("labels" in sample for sample in samples)
+    if masked:
+        labels = [np.asarray(sample.get("labels", sample["input_ids"])) for sample in samples]
+        source = _end_to_end(labels, starts, slots, dense, fill=IGNORE_INDEX)
+
+    targets = _shift(source, starts, lengths)
+    loss_tokens = sum(lengths) - len(lengths)
+    for sample, start, length in zip(samples, starts, lengths, strict=True):
+        if "next_label" in sample:
+            targets[start + length - 1] = sample["next_label"]
+            loss_tokens += 1
+            masked |= sample["next_label"] == IGNORE_INDEX
+
+    if masked:  # otherwise every token has a target, except the last of a sequence without next_label
+        loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+    return targets, loss_tokens, masked
+
+
+def _check_scales(**scales: float | None) -> None:
+    """Raise for a scale that is not a finite number of at least 0."""
+    for name, scale in scales.items():
+        if type(scale) is float and 0.0 <= scale < math.inf:  # the planner's scales need no further check
+            continue
+        if scale is not None:
+            real_number(scale, name, least=0, advice="Leave it out for the mean over the batch.")
+
+
+def _extras(
+    samples: Sequence[Sample], starts: list[int], lengths: list[int], slots: int
+) -> dict[str, Tensor]:
+    """Return the model inputs besides ids and positions: extra tensors, token types, sequence labels."""
+    keys = set().union(*samples)
+    extras = {}
+    if not keys <= COLLATED:
+        extras = {key: joined(samples, key) for key in inputs(keys)}
+
+    for key in TYPES:
+        if key in keys:
+            extras[key] = _types(samples, key, starts, lengths, slots)
+    if "label" in keys:
+        extras["labels"] = sequence_labels(samples)
+    return extras
 
 
 def mean_scale(weight: float) -> float:
@@ -193,10 +247,19 @@ def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) ->
     """Return the slots of every sequence and of a trailing padding sequence, if any, and their sum."""
     if pad_to is not None:
         pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
-    padded = lengths if align is None else [align.padded_length(n) for n in lengths]
+
+    padded = lengths
+    if align is not None:
+        padded = [align.padded_length(length) for length in lengths]
     total = sum(padded)
-    wanted = max(1, total) if align is None else align.padded_total(max(1, total))
-    slots = wanted if pad_to is None else pad_to
+
+    if pad_to is not None:
+        slots = pad_to
+    else:
+        slots = max(1, total)
+        if align is not None:
+            slots = align.padded_total(slots)
+
     if slots > INT32_MAX:
         raise ValueError(f"A batch of {slots} slots is past int32 ({INT32_MAX}). Pack fewer sequences.")
     if slots < total:
@@ -206,19 +269,23 @@ def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) ->
         )
     if align is not None and slots % align.total_multiple:
         align.check(slots)
-    return (padded if slots == total else [*padded, slots - total]), slots
+    if slots > total:
+        return [*padded, slots - total], slots
+    return padded, slots
 
 
 def _end_to_end(
     rows: list[NDArray[Any]], starts: list[int], slots: int, dense: bool, *, fill: int
 ) -> NDArray[np.int64]:
+    """Copy the rows to their starts in one row of slots, int64 ``[T]``; other slots get ``fill``."""
     out = np.empty(slots, np.int64)
     if dense:
-        real = starts[-1] + len(rows[-1]) if rows else 0
+        total = sum(len(row) for row in rows)
         if rows:
-            np.concatenate(rows, out=out[:real], casting="unsafe")
-        out[real:] = fill
+            np.concatenate(rows, out=out[:total], casting="unsafe")
+        out[total:] = fill
         return out
+
     out.fill(fill)
     for start, row in zip(starts, rows, strict=True):
         out[start : start + len(row)] = row
@@ -230,7 +297,10 @@ def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> 
     targets = np.append(source[1:], IGNORE_INDEX)
     ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
     targets[ends - 1] = IGNORE_INDEX
-    for end, start in zip(ends.tolist() or [0], [*starts[1:], len(source)], strict=True):
+
+    ends_of_tokens = ends.tolist() or [0]  # a batch without sequences is all padding
+    next_starts = [*starts[1:], len(source)]
+    for end, start in zip(ends_of_tokens, next_starts, strict=True):
         if end < start:  # padding between two sequences or at the end
             targets[end:start] = IGNORE_INDEX
     return targets
@@ -238,6 +308,7 @@ def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> 
 
 @lru_cache(maxsize=32)
 def _count_up(size: int) -> NDArray[np.int64]:
+    """Return 0, 1, 2, ... as an array that nobody can write to, because calls share it."""
     values = np.arange(size, dtype=np.int64)
     values.flags.writeable = False
     return values
@@ -246,20 +317,19 @@ def _count_up(size: int) -> NDArray[np.int64]:
 def _positions(
     samples: Sequence[Sample], padded: list[int], starts: list[int], lengths: list[int], slots: int
 ) -> Tensor:
-    # Joining slices of one cached arange takes a third of the time of arange(T) minus the repeated starts.
-    from_zero, longest = _count_up(1 << max(padded, default=1).bit_length()), max([1, *lengths])
-    parts = [from_zero[:n] for n in padded]
-    parts[len(lengths) :] = [pad % longest for pad in parts[len(lengths) :]]
-    from_each_start = np.minimum(np.concatenate(parts), longest - 1)  # all that a table of positions may hold
-    given = [np.asarray(s["position_ids"]) if "position_ids" in s else None for s in samples]
-    leading = next((row.shape[:-1] for row in given if row is not None), None)
-    if leading is None:
-        return torch.from_numpy(from_each_start)
+    """Return the samples' own positions, and positions from 0 for samples that have none."""
+    counted_up = _counted_positions(padded, lengths)
+    own_positions = [s["position_ids"] for s in samples if "position_ids" in s]
+    if not own_positions:
+        return torch.from_numpy(counted_up)
+
     # A sample without positions counts from 0, in all three rows of M-RoPE, as text does.
-    out = np.broadcast_to(from_each_start, (*leading, slots)).copy()
-    for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
-        if row is None:
+    leading = np.shape(own_positions[0])[:-1]  # (3,) for M-RoPE, else ()
+    out = np.broadcast_to(counted_up, (*leading, slots)).copy()
+    for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+        if "position_ids" not in sample:
             continue
+        row = np.asarray(sample["position_ids"])
         if row.shape != (*leading, length):
             raise ValueError(
                 f"Sample {i} has position_ids of shape {row.shape}, unlike an earlier sample. "
@@ -269,16 +339,34 @@ def _positions(
     return torch.from_numpy(out)
 
 
+def _counted_positions(padded: list[int], lengths: list[int]) -> NDArray[np.int64]:
+    """Count positions from 0 inside every sequence, int64 ``[T]``.
+
+    No position exceeds the longest sequence's, because a model's table of positions may hold no more.
+    """
+    # Joining slices of one cached arange takes a third of the time of arange(T) minus the repeated starts.
+    from_zero = _count_up(1 << max(padded, default=1).bit_length())
+    longest = max([1, *lengths])
+    sequences = [from_zero[:slots] for slots in padded[: len(lengths)]]
+    trailing = [from_zero[:slots] % longest for slots in padded[len(lengths) :]]
+    positions: NDArray[np.int64] = np.minimum(np.concatenate([*sequences, *trailing]), longest - 1)
+    return positions
+
+
 def sequence_labels(samples: Sequence[Sample]) -> Tensor:
     """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``, in fp32 if any label is fp32."""
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
-    if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
+    shapes = {None if label is None else label.shape for label in labels}
+    if len(shapes) > 1:
         raise ValueError(
             f"The labels of a batch have several shapes, or a sample has none: {shapes}. Give every sample "
             "one number, or every sample a list of the same length."
         )
-    found = np.stack([label for label in labels if label is not None])
-    return torch.from_numpy(found if found.dtype == np.int64 else found.astype(np.float32))
+
+    stacked = np.stack([label for label in labels if label is not None])
+    if stacked.dtype != np.int64:
+        stacked = stacked.astype(np.float32)
+    return torch.from_numpy(stacked)
 
 
 def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list[int], slots: int) -> Tensor:
@@ -323,28 +411,53 @@ def pack_weights(
 ) -> PackWeights:
     """Return the loss weights of a pack from the weights of its samples."""
     weighted = any("weights" in sample for sample in samples)
-    of_sequences, of_slots = [1.0] * len(samples), None
-    if not weighted and not masked:
+    of_sequences = [1.0] * len(samples)
+    of_slots = None
+    if not weighted and not masked:  # every token but the last of a sequence counts 1
         sums = [float(n - 1 + ("next_label" in sample)) for n, sample in zip(lengths, samples, strict=True)]
     else:
         of_slots = (targets != IGNORE_INDEX).astype(np.float32)
-        for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
-            if weighted:
-                tokens, of_sequences[i] = sample_weights(sample, length, f"Sample {i}")
-                of_slots[start : start + length - 1] *= tokens[1:]
-                of_slots[start + length - 1] *= sample.get("next_weight", of_sequences[i])
-        running = np.concatenate([[0.0], np.cumsum(of_slots, dtype=np.float64)])
-        first = np.asarray(starts, np.int64)
-        sums = (running[first + np.asarray(lengths, np.int64)] - running[first]).tolist()
-    # A piece of a cut sequence carries the sum of the whole sequence as ``whole_weight``.
-    whole = [sample.get("whole_weight", n) for sample, n in zip(samples, sums, strict=True)]
-    shares = [weight / n if n > 0 else 0.0 for weight, n in zip(of_sequences, whole, strict=True)]
+        if weighted:
+            of_sequences = _weigh(of_slots, samples, starts, lengths)
+        sums = _sums(of_slots, starts, lengths)
+
+    shares = []
+    for sample, weight, weight_here in zip(samples, of_sequences, sums, strict=True):
+        # A piece of a cut sequence carries the sum of the whole sequence.
+        whole = sample.get("whole_weight", weight_here)
+        shares.append(weight / whole if whole > 0 else 0.0)
+
     return PackWeights(
         slots=of_slots if weighted else None,
         total=sum(sums),
         shares=shares,
-        sequences=sum(n * share for n, share in zip(sums, shares, strict=True)),
+        sequences=sum(weight_here * share for weight_here, share in zip(sums, shares, strict=True)),
     )
+
+
+def _weigh(
+    of_slots: NDArray[np.float32], samples: Sequence[Sample], starts: list[int], lengths: list[int]
+) -> list[float]:
+    """Multiply the slots' weights by the samples' own, in place; return the weights of the sequences.
+
+    A slot holds the weight of its target, the next token; the last slot's target is in another piece.
+    """
+    of_sequences = []
+    for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+        of_tokens, of_sequence = sample_weights(sample, length, f"Sample {i}")
+        of_slots[start : start + length - 1] *= of_tokens[1:]
+        of_slots[start + length - 1] *= sample.get("next_weight", of_sequence)
+        of_sequences.append(of_sequence)
+    return of_sequences
+
+
+def _sums(of_slots: NDArray[np.float32], starts: list[int], lengths: list[int]) -> list[float]:
+    """Return the sum of the slots' weights of every sequence, added up in float64."""
+    running = np.concatenate([[0.0], np.cumsum(of_slots, dtype=np.float64)])
+    first = np.asarray(starts, np.int64)
+    stop = first + np.asarray(lengths, np.int64)
+    sums: list[float] = (running[stop] - running[first]).tolist()
+    return sums
 
 
 def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
@@ -353,17 +466,20 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
         refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
     source = int_tensor(input_ids, "input_ids") if labels is None else int_tensor(labels, "labels")
     ids, mask, source = padded_on_host(input_ids, attention_mask, source, "labels")
-    wrong = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX)) | (torch.maximum(ids, source) > MOST_ID)
-    if bool((wrong & mask).any()):
+
+    too_low = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX))
+    too_high = torch.maximum(ids, source) > MOST_ID
+    if bool(((too_low | too_high) & mask).any()):
         raise ValueError(
             f"from_padded() got ids outside 0..{MOST_ID}, or labels outside it that are not -100, where the "
             "mask is 1. Pass token ids, and labels that are token ids or -100 to ignore a token."
         )
-    padded = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
-    rows = [(row[real], targets[real]) for row, targets, real in padded]
+
+    padded_rows = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
+    rows = [(id_row[real], label_row[real]) for id_row, label_row, real in padded_rows]
     if labels is not None:
         refuse_shifted(rows, "from_padded()")
-    return lay_out([{"input_ids": row, "labels": targets} for row, targets in rows])
+    return lay_out([{"input_ids": id_row, "labels": label_row} for id_row, label_row in rows])
 
 
 def padded_on_host(
@@ -372,14 +488,18 @@ def padded_on_host(
     """Check padded ids, mask and ``other``, copy them to the host at once, and return them ``[B, N]``."""
     if attention_mask is None:
         raise TypeError("attention_mask is None; wanted [B, N]. Pass ones if no token is padding.")
-    ids, mask = int_tensor(input_ids, "input_ids"), attention_mask
-    mask = mask if isinstance(mask, Tensor) else as_tensor(np.asarray(mask))
+
+    ids = int_tensor(input_ids, "input_ids")
+    mask = attention_mask
+    if not isinstance(mask, Tensor):
+        mask = as_tensor(np.asarray(mask))
     shapes = [list(x.shape) for x in (ids, mask, other)]
     if ids.ndim != 2 or shapes[1:] != shapes[:1] * 2:
         raise ValueError(
             f"from_padded() got shapes {shapes} for input_ids, mask and {name}, wanted one [B, N] for all."
         )
-    odd = (mask != 0) & (mask != 1)
+
+    odd = (mask != 0) & (mask != 1)  # before long() rounds it
     ids, mask, other, odd = torch.stack([x.long() for x in (ids, mask, other, odd)]).cpu()
     if bool(odd.any()):
         raise ValueError(

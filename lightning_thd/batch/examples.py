@@ -38,11 +38,15 @@ def is_example(record: Mapping[str, Any]) -> bool:
     """Return whether a record has positives or negatives of a query as text or ids, and no ``input_ids``."""
     if record.get("input_ids") is not None:
         return False
-    documents = (value for key, value in record.items() if role_of(key) in (POSITIVE, NEGATIVE))
-    return any(
-        isinstance(value, str | list | tuple) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
-        for value in documents
-    )
+    documents = [value for key, value in record.items() if role_of(key) in (POSITIVE, NEGATIVE)]
+    return any(_is_text_or_ids(value) for value in documents)
+
+
+def _is_text_or_ids(value: Any) -> bool:
+    """Return whether a value is text, or a list or array; a single number, such as a score, is neither."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim > 0
+    return isinstance(value, str | list | tuple)
 
 
 def role_of(key: str) -> int | None:
@@ -63,40 +67,46 @@ def parts_of(record: Mapping[str, Any], name: str) -> list[tuple[int, str, Any]]
         if role is not None and value is not None and not is_no_negative:
             parts += [(role, key, part) for part in _several(value, key, name)]
     parts.sort(key=lambda part: part[0])  # stable: documents keep their order
-    queries = [part for part in parts if part[0] == QUERY]
-    if len(queries) != 1:
-        given = f"{len(queries)} queries" if queries else f"{_listed(parts)} without a query"
-        raise ValueError(f"{name} has {given}; wanted one query. {_WANTED}")
+
+    num_queries = sum(role == QUERY for role, _, _ in parts)
+    if num_queries > 1:
+        raise ValueError(f"{name} has {num_queries} queries; wanted one query. {_WANTED}")
+    if num_queries == 0:
+        raise ValueError(f"{name} has {_listed(parts)} without a query; wanted one query. {_WANTED}")
     if len(parts) < 2 or parts[1][0] != POSITIVE:
         raise ValueError(f"{name} has a query without a positive, so nothing is to be found. {_WANTED}")
     return parts
 
 
 def _listed(parts: Sequence[tuple[int, str, Any]]) -> str:
-    return " and ".join(dict.fromkeys(repr(key) for _, key, _ in parts)) or "no part"
+    """Return the distinct keys of parts as words: ``'positive' and 'negative'``."""
+    keys = dict.fromkeys(repr(key) for _, key, _ in parts)
+    return " and ".join(keys) or "no part"
 
 
 def _several(value: Any, key: str, name: str) -> list[Any]:
     """Return the texts, or the rows of ids, under one key."""
-    found: list[Any]
-    if isinstance(value, str):
-        found = [value]
-    elif isinstance(value, np.ndarray | Tensor):
-        found = list(value) if value.ndim > 1 else [value]
-    elif isinstance(value, list | tuple):
-        found = list(value)
-        if all(isinstance(entry, int | np.integer) for entry in found):
-            found = [value]
-    else:
-        found = [None]
-    for entry in found:
+    entries = _entries(value)
+    for entry in entries:
         if not isinstance(entry, str | list | tuple | np.ndarray | Tensor):
             raise ValueError(f"{name}: {key} is {value!r:.40}; wanted text or ids, or a list of them.")
         if len(entry) == 0:
             raise ValueError(f"{name}: {key} has an empty text or no ids. Remove it, or leave the key out.")
-    if not found:
+    if not entries:
         raise ValueError(f"{name}: {key} is an empty list. Leave the key out.")
-    return found
+    return entries
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return a value's texts or rows of ids, unchecked; a single one becomes a list of one."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, np.ndarray | Tensor):
+        return list(value) if value.ndim > 1 else [value]
+    if isinstance(value, list | tuple):
+        is_one_row = all(isinstance(entry, int | np.integer) for entry in value)
+        return [value] if is_one_row else list(value)
+    return [None]  # refused by the caller
 
 
 def example_sample(parts: Sequence[tuple[int, Any]], name: str) -> dict[str, Any]:
@@ -123,29 +133,31 @@ def sample_of_ids(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def check_parts(parts: Any, length: int, name: str) -> NDArray[np.int64]:
     """Return the parts of a sample of ``length`` tokens, int64 ``[parts, 2]``, or raise."""
-    found = host_ints(parts, f"{name}: {PARTS}", ndim=2)
-    fits = found.shape[1:] == (2,) and len(found) > 1 and bool((found[:, 1] > 0).all())
-    if not fits or int(found[:, 1].sum()) != length:
+    table = host_ints(parts, f"{name}: {PARTS}", ndim=2)
+    is_table = table.shape[1:] == (2,) and len(table) > 1
+    if not is_table or not (table[:, 1] > 0).all() or int(table[:, 1].sum()) != length:
         raise ValueError(
             f"{name} has {length} tokens, but {PARTS} that do not cover them. Give query, positive and "
             "negative in place of this key."
         )
-    return found
+    return table
 
 
 def split(samples: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Yield every part of some examples as a sample; ``weights`` are those of each example's loss tokens."""
     for sample, weight in zip(samples, weights, strict=True):
-        stop = 0
+        start = 0
         for length in sample[PARTS][:, 1].tolist():
-            start, stop = stop, stop + length
+            stop = start + length
             part = {key: value for key, value in sample.items() if key != PARTS}
             for key in PER_TOKEN:
                 if key in part:
                     part[key] = np.asarray(part[key])[..., start:stop]
             if np.ndim(part.get("weights", 1)):
                 part["weights"] = part["weights"][start:stop]
-            yield {**part, "whole_weight": weight}
+            part["whole_weight"] = weight
+            yield part
+            start = stop
 
 
 def places_of(roles: Sequence[int]) -> Places:
@@ -154,12 +166,18 @@ def places_of(roles: Sequence[int]) -> Places:
     Roles ``[0, 1, 2, 0, 1]`` give queries ``[0, 3]``, documents ``[1, 2, 4]``, pairs ``[[0, 0], [1, 2]]``.
     """
     row = np.asarray(roles, np.int64)
-    queries, documents = np.flatnonzero(row == QUERY), np.flatnonzero(row != QUERY)
-    query_of = np.cumsum(row == QUERY)[documents] - 1
-    positive = np.flatnonzero(row[documents] == POSITIVE)
-    pairs = np.stack([query_of[positive], positive], 1)
-    whole = not len(row) or (row[0] == QUERY and len(np.unique(pairs[:, 0])) == len(queries))
-    if not whole or ((row < QUERY) | (row > NEGATIVE)).any():
+    is_query = row == QUERY
+    queries = np.flatnonzero(is_query)
+    documents = np.flatnonzero(~is_query)
+
+    query_of = np.cumsum(is_query)[documents] - 1  # a document belongs to the last query before it
+    positives = np.flatnonzero(row[documents] == POSITIVE)
+    pairs = np.stack([query_of[positives], positives], 1)
+
+    begins_with_query = not len(row) or row[0] == QUERY
+    all_have_positives = len(np.unique(pairs[:, 0])) == len(queries)
+    unknown = (row < QUERY) | (row > NEGATIVE)
+    if not begins_with_query or not all_have_positives or unknown.any():
         raise ValueError(
             f"The batch has the roles {tuple(row.tolist())!r:.60}; wanted 0 for a query, followed by 1 for "
             "each of its positives and 2 for each negative. Collate whole examples."

@@ -78,11 +78,11 @@ def inputs(sample: Iterable[str]) -> list[str]:
     return sorted(name for name in sample if name not in COLLATED)
 
 
-def refuse_keys(found: Iterable[str]) -> None:
+def refuse_keys(keys: Iterable[str]) -> None:
     """Refuse audio, and refuse masks, weights and boundaries under names that are not read."""
-    if isinstance(found, Mapping):
-        found = [name for name, value in found.items() if value is not None]
-    for name in found:
+    if isinstance(keys, Mapping):  # datasets fill absent keys of a row with None
+        keys = [name for name, value in keys.items() if value is not None]
+    for name in keys:
         why = _REFUSED.get(KEYS.get(name, ""))
         if why is not None:
             raise ValueError(f"Samples carry {name!r}{why}")
@@ -90,9 +90,10 @@ def refuse_keys(found: Iterable[str]) -> None:
 
 def refuse_boundaries(sample: Mapping[str, Any], name: str) -> None:
     """Refuse a sample with boundaries of several sequences, because these would see each other."""
-    if found := [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]:
+    marks = [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]
+    if marks:
         raise ValueError(
-            f"{name} carries {', '.join(found)}, which marks several sequences in a row, but a sample is one "
+            f"{name} carries {', '.join(marks)}, which marks several sequences in a row, but a sample is one "
             "sequence. Give the sequences one by one, or drop the key. THDDataModule accepts such rows in a "
             "dataset."
         )

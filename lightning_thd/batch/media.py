@@ -30,42 +30,52 @@ ExtrasCost = Callable[[Any], Any]
 
 def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
     """Return the number of patches in grids ``[N, 3]``, and the sum over frames of squared patch counts."""
-    frames, rows, columns = grids.astype(np.float64).T
-    if (squares := float((frames * (rows * columns) ** 2).sum())) > _MOST_SQUARES:
+    frames, rows, columns = grids.astype(np.float64).T  # floats, because int64 would wrap
+    squares = float((frames * (rows * columns) ** 2).sum())
+    if squares > _MOST_SQUARES:
         raise ValueError(
             f"{name} gives images whose squared patch counts add up to {squares:.1e}, more than 2**62. Give "
             "patches, not pixels or bytes: an image of 1,000 by 1,000 pixels has about 4,000."
         )
+
     areas = grids[:, 1] * grids[:, 2]
-    return int((grids[:, 0] * areas).sum()), int((grids[:, 0] * areas * areas).sum())
+    patches = (grids[:, 0] * areas).sum()
+    squared_patches = (grids[:, 0] * areas * areas).sum()
+    return int(patches), int(squared_patches)
 
 
 def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Return a sample's row of the table of sizes; zeros for text."""
-    found = [name for name in GRIDS if sample.get(name) is not None]
-    if grids := [_grid(sample[name], name) for name in found]:
-        return (*of_grids(np.concatenate(grids), " and ".join(found)), 0, 0)
-    pixels = squares = 0
-    for name in PIXELS:
-        shape = _shape(sample.get(name))
-        if len(shape) >= 4:  # with fewer axes, the rows are flattened patches, not images
-            area, count = shape[-1] * shape[-2], int(np.prod(shape[:-3]))
-            pixels, squares = pixels + count * area, squares + count * area * area
+    names = [name for name in GRIDS if sample.get(name) is not None]
+    if names:
+        grids = [_grid(sample[name], name) for name in names]
+        return (*of_grids(np.concatenate(grids), " and ".join(names)), 0, 0)
+
+    pixels = 0
+    squares = 0
+    for shape in _image_shapes(sample):
+        images = int(np.prod(shape[:-3]))
+        area = shape[-1] * shape[-2]
+        pixels += images * area
+        squares += images * area * area
     return 0, 0, pixels, squares
 
 
 def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, int]:
     """Return a sample's sizes from a user's function, which returns grids or a number of patches."""
-    given = f"{name}: extras_cost(sample)"
-    found = host_ints(
+    source = f"{name}: extras_cost(sample)"
+    result = host_ints(
         np.asarray(cost(sample)),
-        given,
+        source,
         ndim=None,
         least=0,
         advice="Return a number of patches (0 for text), or frames, rows and columns of images [N, 3].",
     )
-    grids = np.array([[1, 1, int(found)]]) if found.ndim == 0 else _grid(found, given)
-    return (*of_grids(grids, given), 0, 0)
+    if result.ndim == 0:
+        grids = np.array([[1, 1, int(result)]])  # a number of patches counts as one image of one row
+    else:
+        grids = _grid(result, source)
+    return (*of_grids(grids, source), 0, 0)
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
@@ -81,19 +91,34 @@ def counted(extras: Mapping[str, Any], vision: Vision | None) -> dict[str, Any]:
     grids = {name: extras[name] for name in GRIDS if name in extras}
     patch = None if vision is None else vision.patch
     if not grids and patch is not None:
-        shapes = [shape for name in PIXELS if len(shape := _shape(extras.get(name))) >= 4]
-        rows = [(int(np.prod(s[:-3])), s[-2] // patch, s[-1] // patch) for s in shapes if s[0]]
-        grids = {GRIDS[0]: rows} if rows else {}
+        # The images of a tensor have one size, so they count like the frames of one grid.
+        of_pixels = [
+            (int(np.prod(shape[:-3])), shape[-2] // patch, shape[-1] // patch)
+            for shape in _image_shapes(extras)
+            if shape[0]
+        ]
+        if of_pixels:
+            grids[GRIDS[0]] = of_pixels
     return {**grids, "vision_windows": () if vision is None else vision.windows}
 
 
+def _image_shapes(inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Return the shapes of pixel inputs that are images; with fewer than 4 axes, rows are flat patches."""
+    shapes = [_shape(inputs.get(name)) for name in PIXELS]
+    return [shape for shape in shapes if len(shape) >= 4]
+
+
 def _shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, array or nested list; () for anything else."""
     if isinstance(value, list | tuple):
         value = np.asarray(value)
-    return tuple(value.shape) if isinstance(value, np.ndarray | Tensor) else ()
+    if isinstance(value, np.ndarray | Tensor):
+        return tuple(value.shape)
+    return ()
 
 
 def _grid(value: Any, name: str) -> IntArray:
+    """Return grids as ``[N, 3]``, or raise."""
     grid = host_ints(value, name, ndim=None, least=0)
     if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
         raise ValueError(

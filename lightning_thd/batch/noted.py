@@ -95,7 +95,8 @@ class NotedBatch(THDBatch):
     @property
     def prefixes(self) -> Any:
         """Return the ``Prefixes`` that sequences share, and note it if they share any."""
-        if (prefixes := self._plain.prefixes) is not None:
+        prefixes = self._plain.prefixes
+        if prefixes is not None:
             self._read.names.add("prefixes")
         return prefixes
 
@@ -129,6 +130,8 @@ class NotedBatch(THDBatch):
 
 
 def _property(name: str) -> property:
+    """Make a property that reads the plain batch, and notes the name if it is an input or a boundary."""
+
     def read(self: NotedBatch) -> Any:
         if name in _NOTED:
             self._read.names.add(name)
@@ -189,7 +192,7 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
 
     Args:
         batch: the batch that the step was given.
-        what: what ran, such as ``"MyModule.training_step"``.
+        what: the name of what ran, for the message, such as ``"MyModule.training_step"``.
         option: the code that says that a model needs no boundaries.
     """
     if len(batch) < 2 or batch.read & _ASKING or not batch.read & _INPUTS:
@@ -259,7 +262,11 @@ class FirstStep:
         passed: Callable[[], None] = lambda: None,
         look: Callable[[NotedBatch], None] | None = None,
     ) -> None:
-        self.step, self._what, self._option, self._passed, self._look = step, what, option, passed, look
+        self.step = step
+        self._what = what
+        self._option = option
+        self._passed = passed
+        self._look = look
         self._done = False
         functools.update_wrapper(self, step, updated=())  # Lightning reads the signature
 
@@ -275,6 +282,7 @@ class FirstStep:
         return output
 
     def _judge(self, notes: list[THDBatch]) -> None:
+        """Look at the first noted batch, refuse unread boundaries, and stop noting once a pack has passed."""
         ended = self._option is None or not notes  # without packs, there is nothing to judge in this run
         for batch in notes:
             if not isinstance(batch, NotedBatch):
@@ -340,7 +348,7 @@ def _with_notes(value: Any, notes: list[THDBatch]) -> Any:
         notes.append(noted)
         return noted
     if type(value) is dict:
-        return {key: _with_notes(each, notes) for key, each in value.items()}
+        return {key: _with_notes(item, notes) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_notes(each, notes) for each in value)
+        return type(value)(_with_notes(item, notes) for item in value)
     return value

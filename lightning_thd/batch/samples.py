@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,18 +28,20 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
     if "input_ids" not in sample and is_example(sample):
         sample = sample_of_ids(sample, name)
-    if made := sorted(key for key in sample if KEYS.get(key) == "made"):
+    made = sorted(key for key in sample if KEYS.get(key) == "made")
+    if made:
         raise ValueError(f"{name} carries {', '.join(made)}, which the batch makes. Leave them out.")
     refuse_keys(sample)
     refuse_null_targets(sample, name)
+
     ids = token_row(sample, "input_ids", name, empty=empty)
-    _check_ids(ids, name, "token id", least=0)
-    checked = {**sample, "input_ids": ids}
-    checked = with_label(checked, name)
+    _check_ids(ids, name, "token id")
+    checked = with_label({**sample, "input_ids": ids}, name)
     if "labels" in checked:
-        labels = checked["labels"] = per_token_row(sample, "labels", len(ids), name)
-        _check_ids(labels, name, "label", least=IGNORE_INDEX)
+        labels = per_token_row(sample, "labels", len(ids), name)
+        _check_ids(labels, name, "label")
         refuse_wrapped(labels, name)
+        checked["labels"] = labels
     if "attention_mask" in sample:
         check_attention_mask(sample, len(ids), name)
     if "position_ids" in sample:
@@ -47,6 +49,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
     for key in TYPES:
         if key in sample:
             checked[key] = per_token_row(sample, key, len(ids), name)
+
     if PARTS in sample:
         checked[PARTS] = check_parts(sample[PARTS], len(ids), name)
     if "weights" in sample:
@@ -54,25 +57,33 @@ def check_sample(sample: Any, name: str, *, empty: bool = False, piece: bool = F
     if "next_label" in sample:
         if not piece:
             raise ValueError(f"{name} carries 'next_label', which only THDBatch.collate reads. Drop the key.")
-        following = whole_number(
-            sample["next_label"], f"{name}: next_label", least=None, most=MOST_ID, advice="One id, or -100."
-        )
-        if following < 0 and following != IGNORE_INDEX:
-            raise ValueError(f"{name} has next_label={following}. Give the id of the next token, or -100.")
-        checked["next_label"] = following
+        checked["next_label"] = _next_label(sample["next_label"], name)
+
     refuse_boundaries(sample, name)
     for key in inputs(sample):
-        value = sample[key]
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            value = as_tensor(value)
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            raise UnusedKeyError(
-                f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
-                "least one axis, concatenated along the first. If the model does not need it, leave the key "
-                f"out of the rows, as dataset.remove_columns({key!r}) does for a Hugging Face dataset."
-            )
-        checked[key] = value
+        checked[key] = _extra_input(sample[key], key, name)
     return checked
+
+
+def _next_label(value: Any, name: str) -> int:
+    """Return the target of a piece's last token, an id or -100, or raise."""
+    label = whole_number(value, f"{name}: next_label", least=None, most=MOST_ID, advice="One id, or -100.")
+    if label < 0 and label != IGNORE_INDEX:
+        raise ValueError(f"{name} has next_label={label}. Give the id of the next token, or -100.")
+    return label
+
+
+def _extra_input(value: Any, key: str, name: str) -> Tensor:
+    """Return an extra model input as a tensor, or raise."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = as_tensor(value)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        raise UnusedKeyError(
+            f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
+            "least one axis, concatenated along the first. If the model does not need it, leave the key "
+            f"out of the rows, as dataset.remove_columns({key!r}) does for a Hugging Face dataset."
+        )
+    return value
 
 
 def refuse_null_targets(sample: Mapping[str, Any], name: str) -> None:
@@ -95,11 +106,13 @@ def token_row(
         )
     if isinstance(value, list | tuple) and bool in set(map(type, value)):  # numpy would make them 0 and 1
         raise ValueError(f"{name}: {key} holds True or False among its numbers. Give integers.")
+
     if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.uint16) and not value.is_meta:
         value = value.cpu().numpy()  # keep the dtype, because a wrapped -100 is recognised by it
-    kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
-    if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may exceed int64
+    is_int_array = isinstance(value, np.ndarray) and value.dtype.kind in ("i", "u")
+    if not is_int_array or (value.dtype.kind == "u" and value.itemsize == 8):  # uint64 may exceed int64
         value = host_ints(value, f"{name}: {key}", ndim=None, advice="Give one row of integers.")
+
     row: NDArray[np.integer[Any]] = value
     if row.ndim != 1:
         raise ValueError(f"{name}: {key} has shape {row.shape}. Give one row of integers.")
@@ -119,21 +132,17 @@ def per_token_row(sample: Mapping[str, Any], key: str, length: int, name: str) -
     return row
 
 
-def _check_ids(row: NDArray[np.integer[Any]], name: str, what: str, *, least: int) -> None:
-    if not row.size:
+def _check_ids(row: NDArray[np.integer[Any]], name: str, kind: Literal["token id", "label"]) -> None:
+    """Raise for values that are no token ids; labels may also be -100."""
+    if not row.size or (row.max() <= MOST_ID and row.min() >= 0):
         return
-    low, high = int(row.min()), int(row.max())
-    if high <= MOST_ID and low >= 0:
-        return
-    odd = row[(row > MOST_ID) | ((row < 0) & (row != (IGNORE_INDEX if least < 0 else 0)))]
-    if not odd.size:
-        return
-    wanted = (
-        f"Ids run from 0 to {MOST_ID}; -100 belongs in labels, not in input_ids."
-        if least == 0
-        else "Labels are ids, or -100 for tokens to ignore."
-    )
-    raise ValueError(f"{name} has the {what} {int(odd[0])}. {wanted}")
+    odd = (row > MOST_ID) | (row < 0)
+    advice = f"Ids run from 0 to {MOST_ID}; -100 belongs in labels, not in input_ids."
+    if kind == "label":
+        odd &= row != IGNORE_INDEX
+        advice = "Labels are ids, or -100 for tokens to ignore."
+    if odd.any():
+        raise ValueError(f"{name} has the {kind} {int(row[odd][0])}. {advice}")
 
 
 def refuse_wrapped(labels: NDArray[np.integer[Any]], name: str) -> None:
@@ -180,9 +189,13 @@ def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[n
 
 def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
     """Read a sequence's label: int64 or fp32 ``[]``, or fp32 ``[C]`` for several labels; {} without one."""
-    key = next((key for key in ("label", "labels") if sample.get(key) is not None), None)
-    if key is None or (key == "labels" and not is_scalar(sample[key])):
+    if sample.get("label") is not None:
+        key = "label"
+    elif is_scalar(sample.get("labels")):  # labels with one value per token are not the sequence's
+        key = "labels"
+    else:
         return {}
+
     value = sample[key]
     try:
         label = _floats(value)
@@ -193,15 +206,16 @@ def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[An
             f"{name} has {key}={value!r}; wanted one finite number for the sequence, or a list of numbers "
             "for several labels. Map names of classes to numbers, or drop the key."
         )
-    whole = label.dtype.kind in "biu" and label.ndim == 0
-    return {"label": label.astype(np.int64 if whole else np.float32)}
+    is_class = label.dtype.kind in "biu" and label.ndim == 0
+    return {"label": label.astype(np.int64 if is_class else np.float32)}
 
 
 def _floats(value: Any) -> NDArray[Any]:
     """Return weights or labels as an array; numpy has no bfloat16."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() and value.itemsize < 4 else value
+        if value.is_floating_point() and value.itemsize < 4:
+            value = value.float()
     return np.asarray(value)
 
 
@@ -214,16 +228,17 @@ def is_scalar(value: object) -> bool:
 
 def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a sample with its sequence label, if it has one, under ``label`` instead of ``labels``."""
-    if "label" not in sample and not is_scalar(sample.get("labels")):
+    labels_is_scalar = is_scalar(sample.get("labels"))
+    if "label" not in sample and not labels_is_scalar:
         return sample
-    given = ("label", "labels") if is_scalar(sample.get("labels")) else ("label",)
-    return {key: value for key, value in sample.items() if key not in given} | sequence_label(sample, name)
+    replaced = {"label", "labels"} if labels_is_scalar else {"label"}
+    others = {key: value for key, value in sample.items() if key not in replaced}
+    return others | sequence_label(sample, name)
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
     """Read a sample's loss weights: of each token as a target, fp32 ``[n]``, and of the whole sequence."""
-    given = sample.get("weights", 1.0)
-    row = _floats(given)
+    row = _floats(sample.get("weights", 1.0))
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
         raise ValueError(
             f"{name} has {length} input_ids but weights of shape {row.shape} and dtype {row.dtype}. Give "
@@ -235,28 +250,31 @@ def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[N
             f"{name} has the weight {float(row[~np.isfinite(row) | (row < 0)].flat[0])}. Weights are "
             "finite and at least 0; for a negative factor, multiply the loss of the step yourself."
         )
-    return (np.broadcast_to(row, (length,)), float(row)) if row.ndim == 0 else (row, 1.0)
+    if row.ndim == 0:
+        return np.broadcast_to(row, (length,)), float(row)
+    return row, 1.0
 
 
 def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Return the sum of the weights of a sequence's loss tokens, and the weight of the sequence."""
     labels = np.asarray(sample.get("labels", sample["input_ids"]))
-    tokens, sequence = sample_weights(sample, len(labels), name)
-    return float(tokens[1:][labels[1:] != IGNORE_INDEX].sum(dtype=np.float64)), sequence
+    of_tokens, of_sequence = sample_weights(sample, len(labels), name)
+    learned = labels[1:] != IGNORE_INDEX  # the first token is nobody's target
+    return float(of_tokens[1:][learned].sum(dtype=np.float64)), of_sequence
 
 
 def refuse_shifted(
     rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str, *, least: int = _SHIFTED_FROM
 ) -> None:
     """Raise if labels are already shifted: all equal the next id or -100, and ``least`` not their own id."""
-    differing = 0
-    for ids, labels in rows:
-        own, following, labels = ids[:-1], ids[1:], labels[:-1]
+    num_differing = 0
+    for ids, all_labels in rows:
+        labels = all_labels[:-1]  # the last label has no next id to compare with
         learned = labels != IGNORE_INDEX
-        if ((labels != following) & learned).any():
+        if ((labels != ids[1:]) & learned).any():
             return
-        differing += int(np.count_nonzero((labels != own) & learned))
-    if differing >= least:
+        num_differing += int(np.count_nonzero((labels != ids[:-1]) & learned))
+    if num_differing >= least:
         raise ValueError(
             f"{name}: the labels are the next tokens, as if they were shifted already, but collation shifts "
             "them. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."

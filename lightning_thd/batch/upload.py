@@ -7,6 +7,7 @@ reads the batch: it copies the buffer, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +103,9 @@ class PinnedBatch:
     ) -> None:
         self._separate = dict[str, Tensor]()  # copied one by one: sparse, learned or on a device
         self._slots = sum(padded_lengths)
+        # The tensors and their versions, by which ``holds`` notices a change.
         self._copied = [(x, x._version) for x in tensors.values() if not x.is_inference()]
+
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
         sent = {} if filled is None else {_HEADER: torch.zeros(Header.SIZE, dtype=torch.int32)}
@@ -137,8 +140,10 @@ class PinnedBatch:
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether these are the copied tensors, unchanged; inference tensors hide changes."""
-        same = (x is y and x._version == n for x, (y, n) in zip(tensors.values(), self._copied, strict=False))
-        return len(tensors) == len(self._copied) and all(same)
+        if len(tensors) != len(self._copied):
+            return False
+        pairs = zip(tensors.values(), self._copied, strict=True)
+        return all(x is copied and x._version == number for x, (copied, number) in pairs)
 
     def to(self, device: torch.device, *, non_blocking: bool) -> tuple[dict[str, Tensor], Arrived | None]:
         """Return the tensors on a CUDA device, in their own dtypes, and the buffer that they came in."""
@@ -151,11 +156,10 @@ class PinnedBatch:
         return tensors, Arrived(buffer.view(torch.int32), tensors) if self._has_header else None
 
 
-def uploaded(found: Any, device: torch.device) -> Any:
+def uploaded(tree: Any, device: torch.device) -> Any:
     """Copy arrays in nested tuples and lists to a device, without waiting for it."""
-    leaves, structure = tree_flatten(found)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
-    tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}
+    leaves, structure = tree_flatten(tree)
+    tensors = {i: torch.from_numpy(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     if device.type == "cuda":
         parts, pinned = _pinned(tensors, shrink=False)
         buffer = pinned.to(device, non_blocking=True)
@@ -173,23 +177,28 @@ def version(tensor: Tensor) -> int:
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:
     """Copy tensors into one page-locked buffer; with ``shrink``, int64 becomes int32 if its values fit."""
-    parts, size = dict[Any, _Part](), 0
+    parts = dict[Any, _Part]()
+    num_bytes = 0
     for name, tensor in tensors.items():
-        sent_dtype = torch.int32 if shrink and _fits(tensor) else tensor.dtype
-        parts[name] = _Part(size, sent_dtype, tensor.shape, tensor.dtype)
-        size += -(-tensor.numel() * sent_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        sent_dtype = torch.int32 if shrink and _fits_int32(tensor) else tensor.dtype
+        parts[name] = _Part(num_bytes, sent_dtype, tensor.shape, tensor.dtype)
+        num_units = math.ceil(tensor.numel() * sent_dtype.itemsize / _ALIGNMENT)
+        num_bytes += num_units * _ALIGNMENT
+
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     for name, part in parts.items():
         _view(buffer, part).copy_(tensors[name])
     return parts, buffer
 
 
 def _view(buffer: Tensor, part: _Part) -> Tensor:
+    """Return a part of the buffer as the tensor that was copied there."""
     end = part.start + part.shape.numel() * part.sent_dtype.itemsize
     return buffer[part.start : end].view(part.sent_dtype).view(part.shape)
 
 
-def _fits(tensor: Tensor) -> bool:
+def _fits_int32(tensor: Tensor) -> bool:
+    """Return whether a tensor is int64 and its values fit int32."""
     if tensor.dtype != torch.int64 or not tensor.numel():
         return False
     least, most = tensor.aminmax()
@@ -197,8 +206,10 @@ def _fits(tensor: Tensor) -> bool:
 
 
 def _counts_up(positions: Tensor, lengths: Sequence[int]) -> bool:
+    """Return whether positions count from 0 in every sequence, so that the GPU can compute them."""
     if positions.ndim != 1 or positions.shape[0] != sum(lengths) or not positions.is_cpu:
         return False
-    each = np.asarray(lengths, np.int64)
-    ends = np.cumsum(each)
-    return bool(np.array_equal(positions.numpy(), np.arange(len(positions)) - np.repeat(ends - each, each)))
+    sizes = np.asarray(lengths, np.int64)
+    starts = np.cumsum(sizes) - sizes
+    counted = np.arange(len(positions)) - np.repeat(starts, sizes)
+    return np.array_equal(positions.numpy(), counted)
