@@ -101,17 +101,18 @@ class Prefixes(Immutable):
 
     def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
         """Return the slots of token indices, int64 of any shape; indices from N on give ``pad``."""
-        known = torch.cat([self.token_slots, self.token_slots.new_full((1,), pad)])
-        return known[tokens.clamp(max=len(known) - 1)]
+        slots_and_pad = torch.cat([self.token_slots, self.token_slots.new_full((1,), pad)])
+        return slots_and_pad[tokens.clamp(max=len(self.token_slots))]
 
     def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
         """Return values of rows ``[R, ...]`` by token, ``[N, ...]``; ``fill`` for tokens without a row."""
-        return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)]).index_select(0, self.token_rows)
+        rows_and_fill = torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)])
+        return rows_and_fill.index_select(0, self.token_rows)
 
     def of_rows(self, tokens: Tensor) -> Tensor:
         """Sum the tokens' values ``[N]`` per row of predictions, ``[R]``."""
-        blank = tokens.new_zeros(self.targets.shape[0] + 1)
-        return blank.index_add(0, self.token_rows, tokens)[:-1]
+        sums = tokens.new_zeros(self.targets.shape[0] + 1)  # the last takes tokens without a row
+        return sums.index_add(0, self.token_rows, tokens)[:-1]
 
 
 _REASONS: dict[Need, str] = {
@@ -263,6 +264,7 @@ class SharedBoundaries(Boundaries):
                 f"unpack() got a tensor of shape {tuple(rows.shape)}, but the batch has {slots} slots for "
                 f"{tokens} tokens. Pass [{slots}, ...], [1, {slots}, ...] or [{tokens}, ...]."
             )
+
         values = rows
         if rows.shape[0] == slots:
             values = rows.index_select(0, self.prefixes.token_slots)
@@ -270,19 +272,23 @@ class SharedBoundaries(Boundaries):
 
 
 def _positions(boundaries: SharedBoundaries) -> Tensor:
+    """Return ``SharedBoundaries.positions``: a leaf counts on from the length of its prefix."""
     prefixes = boundaries.prefixes
-    held = prefixes.cu_seqlens_kv.diff() - prefixes.cu_seqlens_q.diff()
-    starts = (prefixes.cu_seqlens_q[:-1] - held).long()
+    prefix_lengths = prefixes.cu_seqlens_kv.diff() - prefixes.cu_seqlens_q.diff()
+    starts = (prefixes.cu_seqlens_q[:-1] - prefix_lengths).long()  # where position 0 would be
     slots = torch.arange(boundaries.slots, device=starts.device)
     return slots - starts.index_select(0, boundaries.seq_idx[0].long())
 
 
 def _token_slots(boundaries: SharedBoundaries) -> Tensor:
-    blank = torch.zeros(boundaries.slots, dtype=torch.bool, device=boundaries.offsets.device)
-    return blank.index_fill(0, boundaries.prefixes.token_slots, True)
+    """Return ``SharedBoundaries.real_slots``."""
+    is_real = torch.zeros(boundaries.slots, dtype=torch.bool, device=boundaries.offsets.device)
+    return is_real.index_fill(0, boundaries.prefixes.token_slots, True)
 
 
 class _Tree(NamedTuple):
+    """The prefix tree of a batch's sequences, and the slots of its tokens."""
+
     leaves: list[int]  # sequences with tokens that no earlier leaf has, in the order of their slots
     shared: list[int]  # the number of first tokens of each sequence that an earlier leaf stores
     slots: _Ints  # int64 ``[N]``, the slot of each token
@@ -291,37 +297,63 @@ class _Tree(NamedTuple):
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
     """Build the prefix tree from keys of tokens, ``[N]`` or ``[N, C]``; None if no prefix is shared."""
-    # In byte order, of all earlier sequences the one right before shares the longest prefix. In
-    # descending order, a sequence comes before those that are its prefixes.
     starts = [0, *accumulate(lengths)]
-    raw, width = keys.tobytes(), keys.strides[0]
-    rows = [raw[a * width : b * width] for a, b in pairwise(starts)]
-    order = sorted(range(len(rows)), key=rows.__getitem__, reverse=True)
-    shared = [0] * len(rows)
-    for before, here in pairwise(order):
-        if lengths[before] and lengths[here] and rows[before][:width] == rows[here][:width]:
-            shared[here] = _common(keys, starts[before], starts[here], min(lengths[before], lengths[here]))
+    order, shared = _shared_prefixes(keys, starts, lengths)
     if not any(shared):
         return None
+
+    # A sequence that shares nothing with the one before is the root of a group of sequences.
     roots = [place for place, sequence in enumerate(order) if not shared[sequence]]
-    groups = [order[a:b] for a, b in pairwise([*roots, len(order)])]
-    slots, leaves, parts, used = np.empty(starts[-1], np.int64), list[int](), list[_Ints](), 0
+    groups = [order[start:stop] for start, stop in pairwise([*roots, len(order)])]
+
+    slots = np.empty(starts[-1], np.int64)
+    leaves = list[int]()
+    tokens = list[_Ints]()
+    used_slots = 0
     for group in sorted(groups, key=min):
-        for before, here in zip([group[0], *group], group, strict=False):
-            first, held, new = starts[here], shared[here], lengths[here] - shared[here]
-            slots[first : first + held] = slots[starts[before] : starts[before] + held]
-            if new:
-                slots[first + held : starts[here + 1]] = np.arange(used, used + new)
-                parts.append(np.arange(first + held, starts[here + 1]))
-                leaves.append(here)
-                used += new
-    return _Tree(leaves, shared, slots, np.concatenate(parts))
+        previous = group[0]  # the root shares nothing, so it copies nothing from itself
+        for sequence in group:
+            start = starts[sequence]
+            stop = starts[sequence + 1]
+            leaf_start = start + shared[sequence]
+            slots[start:leaf_start] = slots[starts[previous] : starts[previous] + shared[sequence]]
+
+            num_new = stop - leaf_start
+            if num_new:
+                slots[leaf_start:stop] = np.arange(used_slots, used_slots + num_new)
+                tokens.append(np.arange(leaf_start, stop))
+                leaves.append(sequence)
+                used_slots += num_new
+            previous = sequence
+    return _Tree(leaves, shared, slots, np.concatenate(tokens))
+
+
+def _shared_prefixes(
+    keys: _Ints, starts: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the sequences in an order, and how many first tokens each shares with the one before it.
+
+    In byte order, of all earlier sequences the one right before shares the longest prefix. In descending
+    order, a sequence comes before those that are its prefixes.
+    """
+    raw = keys.tobytes()
+    width = keys.strides[0]  # bytes per token
+    rows = [raw[start * width : stop * width] for start, stop in pairwise(starts)]
+    order = sorted(range(len(rows)), key=rows.__getitem__, reverse=True)
+
+    shared = [0] * len(rows)
+    for previous, sequence in pairwise(order):
+        most = min(lengths[previous], lengths[sequence])
+        if most and rows[previous][:width] == rows[sequence][:width]:
+            shared[sequence] = _common(keys, starts[previous], starts[sequence], most)
+    return order, shared
 
 
 def _common(keys: _Ints, a: int, b: int, most: int) -> int:
     """Count the leading tokens that are equal from ``a`` and from ``b`` on, up to ``most``."""
     differ = keys[a : a + most] != keys[b : b + most]
-    differ = differ if differ.ndim == 1 else differ.any(1)
+    if differ.ndim > 1:
+        differ = differ.any(1)
     first = int(differ.argmax())
     return first if differ[first] else most
 
@@ -340,40 +372,23 @@ def lay_out_shared(
         raise ValueError("share_prefixes=True with queries and documents. Set share_prefixes=False.")
     plain = lay_out(samples, **options)
     lengths = list(plain["boundaries"].sequence_lengths)
-    tree, holders = _tree_of(samples, plain)
+    tree, media_holders = _tree_of(samples, plain)
     if tree is None:
         if align is not None or pad_to is not None:
             plain = lay_out(samples, align=align, pad_to=pad_to, **options)
         return THDBatch(**plain, set_name=set_name, microbatch=microbatch)
-    stored = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
+
+    leaf_lengths = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     # Context-parallel ranks share the row of slots, and not every sequence: only the row is padded for them.
     of_row = None if align is None else Alignment(total_multiple=align.total_multiple)
-    query_lengths, slots = slots_of(stored, of_row, pad_to)
+    query_lengths, slots = slots_of(leaf_lengths, of_row, pad_to)
     pad = slots - len(tree.tokens)
-    starts = [0, *accumulate(lengths)]
-    keys = [tree.slots[starts[leaf] : starts[leaf + 1]] for leaf in tree.leaves]
-    held = [tree.shared[leaf] for leaf in tree.leaves]
-    branches = [int(path[n - 1]) if n else -1 for path, n in zip(keys, held, strict=True)]
-    if pad:
-        branches.append(-1)
-        keys.append(np.arange(len(tree.tokens), slots))
-    extras = _extras(samples, plain["extras"], tree, holders, slots)
-    targets, token_rows = _rows(plain["targets"].numpy(), tree.slots)
-    indices = (tree.slots, token_rows, *targets, np.concatenate(keys))
-    prefixes = Prefixes(
-        **{name: torch.from_numpy(x) for name, x in zip(_INDICES, indices, strict=True)},
-        cu_seqlens_q=cumulative(query_lengths),
-        cu_seqlens_kv=cumulative([len(part) for part in keys]),
-        offsets=plain["boundaries"].cu_seqlens,
-        lengths=tuple(lengths),
-        query_lengths=tuple(query_lengths),
-        key_lengths=tuple(len(part) for part in keys),
-        prefix_lengths=tuple(tree.shared),
-        branches=tuple(branches),
-        prediction_slots=targets[0],
-    )
+    prefixes = _prefixes_of(tree, plain, query_lengths, slots)
+
     positions = plain["position_ids"][..., torch.from_numpy(tree.tokens)]
-    tail = (torch.arange(pad, device="cpu") % max(lengths)).expand(*positions.shape[:-1], pad)
+    pad_positions = torch.arange(pad, device="cpu") % max(lengths)  # all that a table of positions may hold
+    pad_positions = pad_positions.expand(*positions.shape[:-1], pad)
+    extras = _extras(samples, plain["extras"], tree, media_holders, slots)
     stats = SeqStats.from_lengths(
         lengths,
         prefix_lengths=tree.shared,
@@ -385,7 +400,7 @@ def lay_out_shared(
     fields = {
         "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),
         "targets": None,
-        "position_ids": torch.cat([positions, tail], dim=-1),
+        "position_ids": torch.cat([positions, pad_positions], dim=-1),
         "boundaries": SharedBoundaries.of(prefixes, slots),
         "stats": stats,
         "extras": extras,
@@ -396,19 +411,58 @@ def lay_out_shared(
     return THDBatch(**{**plain, **fields})
 
 
+def _prefixes_of(tree: _Tree, plain: dict[str, Any], query_lengths: Sequence[int], slots: int) -> Prefixes:
+    """Make the ``Prefixes`` of a tree; ``plain`` are the fields of the batch that shares nothing."""
+    lengths = list(plain["boundaries"].sequence_lengths)
+    starts = [0, *accumulate(lengths)]
+    keys = []
+    branches = []
+    for leaf in tree.leaves:
+        path = tree.slots[starts[leaf] : starts[leaf + 1]]
+        prefix_length = tree.shared[leaf]
+        keys.append(path)
+        branches.append(int(path[prefix_length - 1]) if prefix_length else -1)
+    if slots > len(tree.tokens):  # a trailing pad attends to itself
+        keys.append(np.arange(len(tree.tokens), slots))
+        branches.append(-1)
+    key_lengths = [len(part) for part in keys]
+
+    row_slots, row_targets, token_rows = _rows(plain["targets"].numpy(), tree.slots)
+    return Prefixes(
+        token_slots=torch.from_numpy(tree.slots),
+        token_rows=torch.from_numpy(token_rows),
+        slots=torch.from_numpy(row_slots),
+        targets=torch.from_numpy(row_targets),
+        keys=torch.from_numpy(np.concatenate(keys)),
+        cu_seqlens_q=cumulative(query_lengths),
+        cu_seqlens_kv=cumulative(key_lengths),
+        offsets=plain["boundaries"].cu_seqlens,
+        lengths=tuple(lengths),
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+        prefix_lengths=tuple(tree.shared),
+        branches=tuple(branches),
+        prediction_slots=row_slots,
+    )
+
+
 def _padded(row: NDArray[Any], pad: int) -> Tensor:
+    """Return a row with ``pad`` zeros behind it."""
     return torch.from_numpy(np.concatenate([row, np.zeros(pad, row.dtype)]))
 
 
-def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
-    """Return the slot and target ``[R]`` of every distinct prediction, and each token's row ``[N]``."""
+def _rows(targets: _Ints, slots: _Ints) -> tuple[_Ints, _Ints, _Ints]:
+    """Return the slot and the target ``[R]`` of every distinct prediction, and each token's row ``[N]``."""
     learned = np.flatnonzero(targets != IGNORE_INDEX)
     if not learned.size:  # one row, whose target is ignored
-        return (np.zeros(1, np.int64), np.full(1, IGNORE_INDEX)), np.ones(len(targets), np.int64)
-    rows, inverse = np.unique((slots[learned] << 32) | targets[learned], return_inverse=True)
-    of_token = np.full(len(targets), len(rows))
-    of_token[learned] = inverse
-    return (rows >> 32, rows & 0xFFFFFFFF), of_token
+        return np.zeros(1, np.int64), np.full(1, IGNORE_INDEX), np.ones(len(targets), np.int64)
+
+    # A slot and a target, both below 2**32, are one int64, by which np.unique sorts and compares.
+    pairs = (slots[learned] << 32) | targets[learned]
+    rows, row_of_learned = np.unique(pairs, return_inverse=True)
+    token_rows = np.full(len(targets), len(rows))
+    token_rows[learned] = row_of_learned
+    return rows >> 32, rows & 0xFFFFFFFF, token_rows
 
 
 def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tuple[_Tree | None, list[int]]:
@@ -418,59 +472,73 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
     columns += [plain["extras"][key][0].numpy() for key in TYPES if key in plain["extras"]]
     if any("position_ids" in sample for sample in samples):
         columns += list(np.atleast_2d(plain["position_ids"].numpy()))
+
     media = _same_media(samples)
     if media is None:
         keys = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
         return prefix_tree(np.ascontiguousarray(keys), lengths), []
+
+    is_media = np.zeros(len(columns[0]), np.int64)
     types = plain["extras"].get("mm_token_type_ids")
-    shown = np.zeros(len(columns[0]), np.int64) if types is None else (types[0].numpy() != 0).astype(np.int64)
-    seen, starts = np.concatenate([[0], np.cumsum(shown)]), [0, *accumulate(lengths)]
+    if types is not None:
+        is_media = (types[0].numpy() != 0).astype(np.int64)
+    media_before = np.concatenate([[0], np.cumsum(is_media)])  # media tokens before each token
+    starts = [0, *accumulate(lengths)]
+    in_sequence = [int(media_before[stop] - media_before[start]) for start, stop in pairwise(starts)]
     while True:
         keys = np.stack([*columns, np.repeat(np.asarray(media, np.int64), lengths)], axis=1)
         tree = prefix_tree(keys, lengths)
         if tree is None:
             return None, []
+
+        in_prefix = [
+            int(media_before[start + length] - media_before[start])
+            for start, length in zip(starts, tree.shared, strict=False)
+        ]
+        cut = [leaf for leaf in tree.leaves if 0 < in_prefix[leaf] < in_sequence[leaf]]
+        if not cut:
+            return tree, [leaf for leaf in tree.leaves if not in_prefix[leaf]]
         # A leaf that shares only some of its images gets its own image number, so that it shares nothing.
-        held = [int(seen[a + n] - seen[a]) for a, n in zip(starts, tree.shared, strict=False)]
-        whole = [int(seen[b] - seen[a]) for a, b in pairwise(starts)]
-        split = [i for i in tree.leaves if 0 < held[i] < whole[i]]
-        if not split:
-            return tree, [i for i in tree.leaves if not held[i]]
-        for i in split:
-            media[i] = -1 - i
+        for leaf in cut:
+            media[leaf] = -1 - leaf
 
 
 def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
     """Give samples with equal extra inputs the same number; return None if no sample has extra inputs."""
     if not any(inputs(sample) for sample in samples):
         return None
-    known: dict[bytes, int] = {}
-    found = []
+    number_of_digest: dict[bytes, int] = {}
+    numbers = []
     for i, sample in enumerate(samples):
-        names = inputs(sample)
-        if not names:
-            found.append(0)
+        if not inputs(sample):
+            numbers.append(0)
         elif "mm_token_type_ids" not in sample:  # its image tokens are unknown, so it shares nothing
-            found.append(-1 - i)
+            numbers.append(-1 - i)
         else:
-            digest = hashlib.blake2b(digest_size=16)
-            for name in sorted(names):
-                value = as_tensor(sample[name]).contiguous()
-                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-            found.append(known.setdefault(digest.digest(), len(known) + 1))
-    return found
+            digest = _digest_of_inputs(sample)
+            numbers.append(number_of_digest.setdefault(digest, len(number_of_digest) + 1))
+    return numbers
+
+
+def _digest_of_inputs(sample: Mapping[str, Any]) -> bytes:
+    """Return a hash of a sample's extra inputs: their names, dtypes, shapes and values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in inputs(sample):
+        value = as_tensor(sample[name]).contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 def _extras(
     samples: Sequence[Mapping[str, Any]],
     plain: dict[str, Tensor],
     tree: _Tree,
-    holders: list[int],
+    media_holders: list[int],
     slots: int,
 ) -> dict[str, Tensor]:
     """Return the extras of a shared batch: types per slot, shared images once, labels of all sequences."""
-    kept = [samples[i] for i in holders]
+    samples_with_media = [samples[i] for i in media_holders]
     extras = {}
     for key, value in plain.items():
         if key in TYPES:
@@ -478,5 +546,5 @@ def _extras(
         elif key == "labels":
             extras[key] = value
         else:
-            extras[key] = joined(kept, key)
+            extras[key] = joined(samples_with_media, key)
     return extras

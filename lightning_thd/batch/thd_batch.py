@@ -60,22 +60,26 @@ class _Rows(Tensor):
 
 def weighing_rows(weight: float) -> Tensor:
     """Return a meta tensor whose ``size(0)`` is the weight; Lightning takes it as the batch size."""
-    whole = round(weight)
-    rows: Any = torch.empty(whole, device="meta").as_subclass(_Rows)
-    rows.weight = float(whole) if abs(weight - whole) <= _ROUNDING * weight else weight
-    found: Tensor = rows
-    return found
+    nearest = round(weight)
+    rows: Any = torch.empty(nearest, device="meta").as_subclass(_Rows)
+    rows.weight = weight
+    if abs(weight - nearest) <= _ROUNDING * weight:
+        rows.weight = float(nearest)
+    tensor: Tensor = rows
+    return tensor
 
 
 def epoch_weight(batch: THDBatch) -> float:
     """Return the weight of a batch's logged values in epoch means."""
-    # With 1 / loss_scale, the epoch mean of causal_lm_loss is the exact mean over all loss tokens. With
-    # labels, a batch's loss is a mean over its sequences, so their number is the weight.
-    # The mean of the losses of ranks that share a pack is the pack's loss, so all give the pack's weight.
-    tokens = batch.boundaries.ranks / batch.loss_scale if batch.loss_scale else 0.0
     if batch.roles is not None:  # the loss is a mean over queries
-        return batch.boundaries.ranks / batch.sequence_scale if batch.sequence_scale else 0.0
-    return float(len(batch.lengths)) if "labels" in batch.extras else tokens
+        scale = batch.sequence_scale
+    elif "labels" in batch.extras:  # the loss is a mean over sequences, so their number is the weight
+        return float(len(batch.lengths))
+    else:  # with 1 / loss_scale, the epoch mean of causal_lm_loss is the exact mean over all loss tokens
+        scale = batch.loss_scale
+
+    # The mean of the losses of ranks that share a pack is the pack's loss, so all give the pack's weight.
+    return batch.boundaries.ranks / scale if scale else 0.0
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:
@@ -84,9 +88,11 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
         x = as_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row per slot.")
-    # With one slot, [1, V] has one row per slot already, but [1, 1, V] is a model's output.
-    row = x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1))
-    return x[0] if row else x
+    if x.ndim < 2 or x.shape[0] != 1:
+        return x
+    if slots == 1 and not (x.ndim > 2 and x.shape[1] == 1):
+        return x  # with one slot, [1, V] has one row per slot already, but [1, 1, V] is a model's output
+    return x[0]
 
 
 class Predictions(NamedTuple):
@@ -348,12 +354,16 @@ class THDBatch(_Around):
     def predictions(self) -> Predictions:
         """Return the rows of (slot, target, weight); losses of rows times weights add up to the batch's."""
         prefixes = self.boundaries.prefixes
+        weights = self.weights
         if prefixes is None:
-            weights = (self.targets != IGNORE_INDEX).float() if self.weights is None else self.weights
-            return Predictions(torch.arange(len(weights), device=weights.device), self.targets, weights)
-        ones = torch.ones_like(prefixes.token_rows, dtype=torch.float32)
-        weights = prefixes.of_rows(ones if self.weights is None else self.weights)
-        return Predictions(prefixes.slots, prefixes.targets, weights)
+            if weights is None:
+                weights = (self.targets != IGNORE_INDEX).float()
+            slots = torch.arange(len(weights), device=weights.device)
+            return Predictions(slots, self.targets, weights)
+
+        if weights is None:
+            weights = torch.ones_like(prefixes.token_rows, dtype=torch.float32)
+        return Predictions(prefixes.slots, prefixes.targets, prefixes.of_rows(weights))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in THDBatch.__slots__}
@@ -363,10 +373,12 @@ class THDBatch(_Around):
         if "targets" in changes:
             changes["_targets"] = changes.pop("targets")
             changes.setdefault("max_targets", None)
-        if unknown := changes.keys() - set(THDBatch.__slots__):
+        unknown = changes.keys() - set(THDBatch.__slots__)
+        if unknown:
             raise TypeError(
                 f"replace() got {sorted(unknown)}; wanted fields of a batch: {', '.join(_FIELDS)}."
             )
+
         copy = object.__new__(type(self))
         copy.__setstate__({**self.__getstate__(), **changes})
         copy._require_ids()
@@ -383,10 +395,11 @@ class THDBatch(_Around):
         tensors = self._tensors()
         if device.type == "cpu" and all(x.is_cpu for x in tensors.values()):
             return self
-        if non_blocking is None:
-            non_blocking = device.type not in ("cpu", "mps")
         if self.input_ids.device.type == "meta" != device.type:
             raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate again.")
+
+        if non_blocking is None:  # the CPU would not wait for a copy; one to MPS would read freed memory
+            non_blocking = device.type not in ("cpu", "mps")
         if device.type == "cuda" and self.input_ids.device.type == "cpu":
             pinned = self._pinned if hasattr(self, "_pinned") and self._pinned.holds(tensors) else self._pin()
             there, arrived = pinned.to(device, non_blocking=non_blocking)
@@ -423,6 +436,7 @@ class THDBatch(_Around):
         return tensors | {f"extras.{key}": value for key, value in self.extras.items()}
 
     def _with(self, tensors: dict[str, Tensor]) -> THDBatch:
+        """Return a copy with other tensors, which have the names of ``_tensors``."""
         fields: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
         if self._targets is not None:  # the number of targets is unknown if they were written in place
             fields["max_targets"] = None if version(self._targets) > 0 else self.max_targets
@@ -438,15 +452,15 @@ class THDBatch(_Around):
             where every sequence begins. Beside it are transformers' own names for it, for kernels that read
             them: ``cu_seq_lens_q/k``, the offsets in memory, and ``max_length_q/k``, Python ints. If ranks
             share a pack, or sequences share prefixes, these would be wrong: only ``boundaries`` is passed,
-            and models without "thd" are refused. Else ``attention_mask`` is None.
-            ``use_cache`` is False, because the default True makes transformers
-            ignore the boundaries. The extras follow, with ``labels``, one per sequence, if samples had a
-            ``label``.
+            and models without "thd" are refused. Else ``attention_mask`` is None. ``use_cache`` is False,
+            because the default True makes transformers ignore the boundaries. The extras follow, with
+            ``labels``, one per sequence, if samples had a ``label``.
         """
         position_ids = self.position_ids
+        is_mrope = position_ids.ndim > 1
         return {
             "input_ids": self.input_ids[None],
-            "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
+            "position_ids": position_ids[:, None] if is_mrope else position_ids[None],
             "attention_mask": None,
             "use_cache": False,
             **self.boundaries.hf_kwargs(),
@@ -476,36 +490,44 @@ class THDBatch(_Around):
         if 0 in self.lengths:
             empty = self.lengths.index(0)
             raise ValueError(f"Sequence {empty} of the batch has no tokens to pool. Remove empty rows.")
+
         if self.boundaries.ranks == 1 and self.boundaries.prefixes is None:
             rows = rows_of_slots(x, self.boundaries.slots)
             self.boundaries.check_rows(rows)
             return self._pool_slots(rows, how)
+
         parts = self.unpack(x)
         if not parts:
             return rows_of_slots(x, self.boundaries.slots)[:0]
         if how == "mean":
             dtype = torch.promote_types(parts[0].dtype, torch.float32)
             return torch.stack([part.mean(0, dtype=dtype) for part in parts]).to(parts[0].dtype)
-        return torch.stack([part[-1 if how == "last" else 0] for part in parts])
+        place = -1 if how == "last" else 0
+        return torch.stack([part[place] for part in parts])
 
     def _pool_slots(self, rows: Tensor, how: str) -> Tensor:
         """Pool rows of slots ``[T, ...]`` to ``[S, ...]`` by one gather or one sum, without a loop."""
-        sequences = len(self.lengths)
-        starts = self.cu_seqlens_padded[:sequences].to(rows.device).long()
+        num_sequences = len(self.lengths)
+        starts = self.cu_seqlens_padded[:num_sequences].to(rows.device).long()
         if how == "first":
             return rows.index_select(0, starts)
-        lengths = self.cu_seqlens.diff()[:sequences].to(rows.device).long()
+        lengths = self.cu_seqlens.diff()[:num_sequences].to(rows.device).long()
         if how == "last":
             return rows.index_select(0, starts + lengths - 1)
+
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        column = (-1, *[1] * (rows.ndim - 1))  # the shape of one value per row, to broadcast over ``wide``
         sequence = self.token_sequences().to(rows.device)
         if self.padded_lengths != self.lengths:
             slot = torch.arange(len(rows), device=rows.device)
             stops = torch.cat([starts + lengths, starts.new_zeros(1)])  # 0 leaves out a trailing pad
-            real = slot < stops.index_select(0, sequence.clamp(max=sequences))
-            wide = torch.where(real.view(-1, *[1] * (rows.ndim - 1)), wide, 0.0)
-        sums = wide.new_zeros(sequences + 1, *rows.shape[1:]).index_add(0, sequence, wide)[:sequences]
-        return (sums / lengths.view(-1, *[1] * (rows.ndim - 1))).to(rows.dtype)
+            is_real = slot < stops.index_select(0, sequence.clamp(max=num_sequences))
+            wide = torch.where(is_real.view(column), wide, 0.0)
+
+        # One more row takes the slots of a trailing pad.
+        sums = wide.new_zeros(num_sequences + 1, *rows.shape[1:]).index_add(0, sequence, wide)
+        means = sums[:num_sequences] / lengths.view(column)
+        return means.to(rows.dtype)
 
     @property
     def step(self) -> tuple[THDStep, int] | None:
