@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ _MULTIPLE = 128
 _USABLE = 0.95
 # After a trial that ran out of memory, the next one is so much smaller.
 _SMALLER = 7 / 8
+# The longest sequence of a trial pack for a stream, whose lengths are not known before it is read.
+_LONGEST_OF_STREAM = 4096
 _NUMBER = "Pass a number; `lightning-thd plan --memory` predicts the largest one."
 
 
@@ -83,21 +86,25 @@ def find_capacity(
         ValueError: if no memory count is known for the model, or not even the smallest pack fits.
     """
     search = _begin(trainer, job, step)
-    predicted = search.memory.largest_capacity(search.room, search.training, multiple=_MULTIPLE)
-    longest = 4096
+    capacity = search.memory.largest_capacity(search.room, search.training, multiple=_MULTIPLE)
+    longest = _LONGEST_OF_STREAM
     if lengths is not None:
         longest = int(lengths.max(initial=1))
-        predicted = min(predicted, _round_up(int(lengths.sum()), _MULTIPLE))
-    tried = _agreed(predicted, search.device) if search.together else predicted
-    while tried and not _trains(search, tried, longest):
+        capacity = min(capacity, _round_up(int(lengths.sum()), _MULTIPLE))
+
+    if search.together:
+        capacity = _agreed(capacity, search.device)
+    while capacity and not _trains(search, capacity, longest):
         if search.together:
             raise RuntimeError(
-                f"capacity='auto': a trial pack of {tried:,} slots ran out of memory, although {tried:,} was "
-                f"predicted to fit {search.room / _GB:,.1f} GB. Other ranks are in the middle of it, so "
-                f"training cannot go on. Pass capacity={_smaller(tried)}, or less."
+                f"capacity='auto': a trial pack of {capacity:,} slots ran out of memory, although "
+                f"{capacity:,} was predicted to fit {search.room / _GB:,.1f} GB. Other ranks are in the "
+                f"middle of it, so training cannot go on. Pass capacity={_smaller(capacity)}, or less."
             )
-        tried = _smaller(tried)
-    capacity = tried if search.together else _agreed(tried, search.device)
+        capacity = _smaller(capacity)
+    if not search.together:
+        capacity = _agreed(capacity, search.device)
+
     if not capacity:
         raise ValueError(_why_nothing_fits(search))
     _announce(search, capacity, lengths)
@@ -116,6 +123,7 @@ def _begin(trainer: L.Trainer | None, job: Job, step: Packs | Sequences | None) 
             f"capacity='auto' is found when training begins, and this Trainer runs {trainer.state.fn}. Run "
             f"fit first, or pass ckpt_path=. {_NUMBER}"
         )
+
     strategy: Any = trainer.strategy
     device: torch.device = strategy.root_device
     room = _room(device)
@@ -123,9 +131,9 @@ def _begin(trainer: L.Trainer | None, job: Job, step: Packs | Sequences | None) 
         raise MisconfigurationException(
             f"capacity='auto' fills the memory of a GPU, but the model is on {device}. {_NUMBER}"
         )
+
     sizes = _sizes_of(trainer)
     model = _trained_model(trainer.lightning_module)
-    sharded = sizes["cuts"] and sizes["data"] * sizes["context"] > 1
     training = Training(
         precision=_precision_of(trainer, model),
         optimizer=_optimizer_of(trainer.optimizers),
@@ -134,7 +142,7 @@ def _begin(trainer: L.Trainer | None, job: Job, step: Packs | Sequences | None) 
         offload=offloads(model),
         **_adapters_of(model),
         data=sizes["data"],
-        sharded=sharded,
+        sharded=sizes["cuts"] and sizes["data"] * sizes["context"] > 1,
         context=sizes["context"],
         tensor=sizes["tensor"],
         accumulates=isinstance(step, Sequences) or job.accumulate > 1,
@@ -169,6 +177,7 @@ def _sizes_of(trainer: L.Trainer) -> dict[str, Any]:
             "capacity='auto' has no trial pack for pipelines and context_parallel_size='dynamic', whose "
             f"ranks run different parts at once. {_NUMBER}"
         )
+
     cuts = isinstance(strategy, ModelParallelStrategy)
     if sizes is None and not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         raise MisconfigurationException(
@@ -190,22 +199,25 @@ def _sizes_of(trainer: L.Trainer) -> dict[str, Any]:
 def _trained_model(module: nn.Module) -> Any:
     """Return the only language model of a module, which is trained."""
     models = list(outermost_models(module).values())
+    if len(models) == 1 and hasattr(models[0], "get_output_embeddings"):
+        model = models[0]
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+
     names = [type(model).__name__ for model in models]
-    trained = [model for model in models if any(p.requires_grad for p in model.parameters())]
-    if len(models) != 1 or len(trained) != 1 or not hasattr(models[0], "get_output_embeddings"):
-        raise MisconfigurationException(
-            f"capacity='auto' tries packs on one causal language model, which is trained; "
-            f"{type(module).__name__} holds {names or 'none of transformers'}. {_NUMBER}"
-        )
-    return trained[0]
+    raise MisconfigurationException(
+        f"capacity='auto' tries packs on one causal language model, which is trained; "
+        f"{type(module).__name__} holds {names or 'none of transformers'}. {_NUMBER}"
+    )
 
 
 def _precision_of(trainer: L.Trainer, model: nn.Module) -> Any:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    dtypes |= {parameter.dtype for parameter in model.parameters() if parameter.ndim > 1}
-    precision = str(trainer.precision)
-    if precision.endswith("mixed"):
+    """Return the precision for the memory model, by the Trainer's name for it and the weights' dtypes."""
+    if str(trainer.precision).endswith("mixed"):
         return "bf16-mixed"
+    dtypes = {
+        parameter.dtype for parameter in model.parameters() if parameter.requires_grad or parameter.ndim > 1
+    }
     return "bf16-true" if dtypes & {torch.bfloat16, torch.float16} else "32-true"
 
 
@@ -213,8 +225,9 @@ def _optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """Return the optimizer's name for the memory model; one that is not known counts as AdamW."""
     if not optimizers or not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
         return "adamw"
-    moves = any(group["momentum"] for optimizer in optimizers for group in optimizer.param_groups)
-    return "sgd-momentum" if moves else "sgd"
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    has_momentum = any(group["momentum"] for group in groups)
+    return "sgd-momentum" if has_momentum else "sgd"
 
 
 def _adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -239,13 +252,14 @@ def _trains(search: _Search, capacity: int, longest: int) -> bool:
             # The optimizer makes its states in the first step. After a resume they exist, perhaps wider than
             # the memory model counts them.
             missing = max(0, state - _state_bytes(search.trainer))
-            held = torch.empty(missing, dtype=torch.uint8, device=search.device)
+            state_to_come = torch.empty(missing, dtype=torch.uint8, device=search.device)
+
             batch = _full_pack(search.memory.vocabulary, capacity, longest, search.job.alignment)
-            moved = search.trainer.strategy.batch_to_device(batch, search.device, 0)
+            batch = search.trainer.strategy.batch_to_device(batch, search.device, 0)
             with search.trainer.precision_plugin.train_step_context():
-                loss = causal_lm_loss(search.model, moved)
+                loss = causal_lm_loss(search.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
-            del held, loss, moved
+            del state_to_come, loss, batch
     except torch.OutOfMemoryError:
         return False
     finally:
@@ -269,12 +283,14 @@ def _full_pack(vocabulary: int, capacity: int, longest: int, align: Alignment | 
     multiple = 1 if align is None else align.sequence_multiple
     length = max(multiple, min(longest, capacity) // multiple * multiple)
     lengths = [length] * (capacity // length)
-    if rest := (capacity - sum(lengths)) // multiple * multiple:
+    rest = (capacity - sum(lengths)) // multiple * multiple
+    if rest:
         lengths.append(rest)
+
     ids = np.random.default_rng(0).integers(0, vocabulary, capacity)
-    ends = np.cumsum(lengths)
-    samples = [{"input_ids": ids[end - size : end]} for end, size in zip(ends.tolist(), lengths, strict=True)]
-    return THDBatch.collate(samples, align=align)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    rows = np.split(ids, ends)[:-1]  # the part after the last end does not fill another multiple
+    return THDBatch.collate([{"input_ids": row} for row in rows], align=align)
 
 
 @contextlib.contextmanager
@@ -302,10 +318,12 @@ def _as_before(model: nn.Module) -> Generator[None]:
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return max(multiple, -(-number // multiple) * multiple)
+    """Return the least multiple, at least one, that is not below the number."""
+    return max(1, math.ceil(number / multiple)) * multiple
 
 
 def _smaller(capacity: int) -> int:
+    """Return the capacity to try after one that ran out of memory; 0 if none is left."""
     return int(capacity * _SMALLER) // _MULTIPLE * _MULTIPLE
 
 
@@ -315,6 +333,7 @@ def _agreed(capacity: int, device: torch.device) -> int:
 
 
 def _why_nothing_fits(search: _Search) -> str:
+    """Return the message for a model that trains on no pack at all."""
     moment, parts = search.memory.at_peak(_MULTIPLE, search.training)
     return (
         f"capacity='auto': even a pack of {_MULTIPLE} slots takes {parts.total / _GB:,.2f} GB "
@@ -325,11 +344,12 @@ def _why_nothing_fits(search: _Search) -> str:
 
 
 def _announce(search: _Search, capacity: int, lengths: npt.NDArray[np.integer] | None) -> None:
+    """Print the capacity, the memory that it is predicted to take, and what bounds it."""
     moment, parts = search.memory.at_peak(capacity, search.training)
-    bounded = f"{parts.largest} ({getattr(parts, parts.largest) / _GB:,.2f} GB)"
+    bound = f"{parts.largest} ({getattr(parts, parts.largest) / _GB:,.2f} GB)"
     if lengths is not None and capacity >= int(lengths.sum()):
-        bounded = "the data, which it holds whole"
+        bound = "the data, which it holds whole"
     rank_zero_info(
         f"capacity='auto': {capacity:,} slots. A step is predicted to take {parts.total / _GB:,.2f} of "
-        f"{search.room / _GB:,.2f} GB, most in the {moment}; bounded by {bounded}. A full pack ran."
+        f"{search.room / _GB:,.2f} GB, most in the {moment}; bounded by {bound}. A full pack ran."
     )

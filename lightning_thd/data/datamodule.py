@@ -171,21 +171,22 @@ class THDDataModule(LogsSources):
         cache_dir: str | Path | None = None,
         needs_boundaries: bool = True,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
         self._finds_capacity = isinstance(capacity, str)
         if self._finds_capacity:
             choice(capacity, "capacity", "auto", advice="Pass the tokens of a pack, or 'auto'.")
-            given["capacity"] = 1  # until it is found
+            arguments["capacity"] = 1  # until it is found
+        self._keeps_capacity = False  # whether the capacity was found, by this run or an earlier one
         flags(needs_boundaries=needs_boundaries)
         self.needs_boundaries = needs_boundaries
         self._noted_steps: list[link.ModuleStep] = []  # step methods of the module that are still checked
-        # The fields of Opener and DataSettings have the names of the arguments.
-        opener, settings = (
-            {field.name: given[field.name] for field in fields(kind) if field.name in given}
-            for kind in (Opener, planning.DataSettings)
+
+        opener = Opener(**_fields_among(arguments, Opener))
+        self._settings = planning.DataSettings(
+            **_fields_among(arguments, planning.DataSettings), opener=opener
         )
-        self._settings = planning.DataSettings(**settings, opener=Opener(**opener))
+
         self._streams = _as_streams(train, self._settings.mixing)
         if share_prefixes and self._streams is not None:
             raise ValueError("share_prefixes=True with a stream: it needs the whole set.")
@@ -194,14 +195,15 @@ class THDDataModule(LogsSources):
         for name, source in self._sources.items():
             if name != "train" and (isinstance(source, Stream) or is_stream(source)):
                 raise ValueError(f"{name} is a stream; only train may be one. Pass a dataset.")
+
         # Unused hooks must look absent. For each dataloader, Lightning requires a step method in the module,
         # and on_before_batch_transfer here would replace the module's.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")
         link.hide_hooks(self, THDDataModule, unused)
+
         self._attached = link.Job()
-        self._keeps_capacity = False  # whether the capacity was found, by this run or an earlier one
         self._sets: dict[str, sets.DataSet] = {}
         # The settings, Trainer and loader of the last fit on a stream.
         self._last_stream: tuple[object, L.Trainer | None, THDLoader | None] = None, None, None
@@ -242,8 +244,11 @@ class THDDataModule(LogsSources):
 
     def __str__(self) -> str:
         """Return the names and sizes of the data sets; None is the size before ``setup``."""
-        sizes = {n: len(self._sets[n].index.lengths) if n in self._sets else None for n in self._sources}
-        return f"THDDataModule({'train: a stream, ' * (self._streams is not None)}{sizes})"
+        sizes: dict[str, int | None] = dict.fromkeys(self._sources)
+        for name, data in self._sets.items():
+            sizes[name] = len(data.index.lengths)
+        stream = "train: a stream, " if self._streams is not None else ""
+        return f"THDDataModule({stream}{sizes})"
 
     def attach(
         self,
@@ -279,17 +284,20 @@ class THDDataModule(LogsSources):
 
     @property
     def _job(self) -> link.Job:
+        """Return the job of the Trainer, or without one, of ``attach``."""
         return self._attached if self.trainer is None else link.job_of(self.trainer)
 
     @property
     def _progress(self) -> link.Progress | None:
+        """Return the Trainer's position in its epoch; None without a Trainer."""
         return None if self.trainer is None else link.Progress(self.trainer)
 
     def prepare_data(self) -> None:
         """Tokenise and count the sources that can be cached; Lightning calls this on one process per node."""
         for name, source in self._sources.items():
-            mixed = name == "train" and sets.is_mixture(source)
-            parts = [sets.weighted(*item)[0] for item in source.items()] if mixed else [source]
+            parts = [source]
+            if name == "train" and sets.is_mixture(source):
+                parts = [sets.weighted(part, entry)[0] for part, entry in source.items()]
             if all(map(is_known, parts)):
                 self._open(name)
 
@@ -301,6 +309,7 @@ class THDDataModule(LogsSources):
         self._end_notes()
         if self.needs_boundaries:
             self._noted_steps = link.note_first_steps(self.trainer, stage)
+
         loop = getattr(self.trainer, f"{stage}_loop", None)
         if loop is not None and not loop._data_source.is_defined():
             self._evaluation(stages[0])  # raises
@@ -318,30 +327,34 @@ class THDDataModule(LogsSources):
         self._end_notes()
 
     def _end_notes(self) -> None:
+        """Stop checking the module's first steps."""
         for step in self._noted_steps:
             step.remove()
         self._noted_steps = []
 
     def _open(self, name: str) -> None:
-        if name not in self._sets:
-            opener = replace(self._settings.opener, progress=self._job.is_first)
-            source = self._sources[name]
-            mixed = name == "train" and sets.is_mixture(source)
-            open_source = sets.open_mixture if mixed else sets.open_set
-            self._sets[name] = open_source(
-                name, source, opener, empty=self._settings.empty, extras_cost=self._settings.extras_cost
-            )
-            if name == "train":
-                sets.refuse_unused_processor(opener.processor, self._sets[name])
+        """Open and count a data set, unless that was done before."""
+        if name in self._sets:
+            return
+        source = self._sources[name]
+        opener = replace(self._settings.opener, progress=self._job.is_first)
+        is_mixture = name == "train" and sets.is_mixture(source)
+        open_source = sets.open_mixture if is_mixture else sets.open_set
+        self._sets[name] = open_source(
+            name, source, opener, empty=self._settings.empty, extras_cost=self._settings.extras_cost
+        )
+        if name == "train":
+            sets.refuse_unused_processor(opener.processor, self._sets[name])
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
         """Return the names of each evaluation stage's sources, if they are a dict, in their order."""
-        found: dict[str, tuple[str, ...]] = {}
-        for stage, _, name in (source.partition("/") for source in self._sources):
+        names: dict[str, tuple[str, ...]] = {}
+        for source in self._sources:
+            stage, _, name = source.partition("/")
             if name:
-                found[stage] = (*found.get(stage, ()), name)
-        return found
+                names[stage] = (*names.get(stage, ()), name)
+        return names
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -351,8 +364,8 @@ class THDDataModule(LogsSources):
     def train_dataloader(self) -> THDLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` if each batch is a whole step."""
         states = [] if self.trainer is None else link.settle_epoch(self.trainer)
-        step = isinstance(self.global_batch, Sequences) or self._job.whole_steps
-        kind: Kind = "step" if step else "pack"
+        is_step = isinstance(self.global_batch, Sequences) or self._job.whole_steps
+        kind: Kind = "step" if is_step else "pack"
         if self._streams is not None:
             loader = self._stream_of_fit(self._streams, kind, states)
         else:
@@ -395,17 +408,16 @@ class THDDataModule(LogsSources):
         self._fixed_capacity()
         old_settings, old_trainer, old_loader = self._last_stream
         settings = self._settings, self._job.accumulate
-        combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else combined.flattened
-        running = next((x for x in loaders if isinstance(x, THDLoader) and x.planner is None), None)
+        running = self._running_stream()
         if running is not None and old_settings == settings:
             return running
+
         loader = self._streamed(streams, kind)
         self._last_stream = settings, self.trainer, loader
-        again = old_trainer is not None and old_trainer is self.trainer and not old_trainer.ckpt_path
+        fits_again = old_trainer is not None and old_trainer is self.trainer and not old_trainer.ckpt_path
         if running is not None:
             states = [running.state_dict()]
-        elif again and old_loader is not None:
+        elif fits_again and old_loader is not None:
             states = [{**old_loader.state_dict(), "step": 0, "ended": True}]  # another fit begins a new epoch
         for state in states:
             if isinstance(state, Mapping) and "stream" in state:
@@ -413,32 +425,56 @@ class THDDataModule(LogsSources):
                 break
         return loader
 
+    def _running_stream(self) -> THDLoader | None:
+        """Return the loader of a stream that the Trainer's fit reads now, or None."""
+        combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        for loader in loaders:
+            if isinstance(loader, THDLoader) and loader.planner is None:
+                return loader
+        return None
+
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
-        several = [name for name in self._sources if name.startswith(f"{stage}/")]
-        loaders = [self._loader(name, kind="eval", fixed_order=True) for name in several or [stage]]
-        return loaders if several else loaders[0]
+        """Return the loader of a stage, or a list of loaders if its data are a dict of sources."""
+        parts = [name for name in self._sources if name.startswith(f"{stage}/")]
+        if not parts:
+            return self._loader(stage, kind="eval", fixed_order=True)
+        return [self._loader(name, kind="eval", fixed_order=True) for name in parts]
 
     def _loader(
         self, name: str, *, kind: Kind, fixed_order: bool, progress: link.Progress | None = None
     ) -> THDLoader:
+        """Make the loader of a data set for this rank, and check the data against the model."""
+        if name not in self._sources:
+            raise MisconfigurationException(
+                f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)."
+            )
         if name not in self._sets:
-            missing = f"has no data for {name!r}. Pass THDDataModule(..., {name}=...)."
-            unready = f"was not set up for {name!r}. Pass it as datamodule=, or call setup() first."
-            raise MisconfigurationException(f"THDDataModule {unready if name in self._sources else missing}")
-        planner, data, job, settings = self._planner(name), self._sets[name], self._job, self._settings
-        index, vocab_size = data.index, self.vocab_size or link.vocab_size(job.model)
-        index.check_vocabulary(vocab_size, name)
+            raise MisconfigurationException(
+                f"THDDataModule was not set up for {name!r}. Pass it as datamodule=, or call setup() first."
+            )
+        planner = self._planner(name)
+        data = self._sets[name]
+        job = self._job
+        settings = self._settings
+        stage, _, set_name = name.partition("/")
+        predicts = stage == "predict"
+
+        vocab_size = self.vocab_size or link.vocab_size(job.model)
+        data.index.check_vocabulary(vocab_size, name)
         if name == "train":
             link.say_other_attention(job.model)
-        classifier, predicts = link.sequence_classifier(job.model), name.partition("/")[0] == "predict"
+        classifier = link.sequence_classifier(job.model)
         if classifier is not None and not predicts:
             sets.refuse_class_names(name, self._sources[name], settings.opener, classifier)
-        collate = partial(
-            settings.collator(job), share_prefixes=settings.share_prefixes, set_name=name.partition("/")[2]
-        )
-        one_each = settings.opener.packed != "off"
+
+        collate = partial(settings.collator(job), share_prefixes=settings.share_prefixes, set_name=set_name)
         maker = BatchMaker(
-            dataset=data.dataset, index=index, collate=collate, vocab_size=vocab_size, one_each=one_each
+            dataset=data.dataset,
+            index=data.index,
+            collate=collate,
+            vocab_size=vocab_size,
+            one_each=settings.opener.packed != "off",
         )
         steps = PlannedSteps(
             planner,
@@ -462,27 +498,51 @@ class THDDataModule(LogsSources):
 
     def _planner(self, name: str) -> Planner:
         """Return the planner of a data set, made at first use, when ``configure_model`` has run."""
+        capacity = self._fixed_capacity()
+        job = self._job
         # One data module may serve several Trainers in turn, with other ranks, accumulation or models.
-        capacity, job = self._fixed_capacity(), self._job
-        model = link.model_cost(job.model, capacity), link.model_patch(job.model)
-        key = (name, capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing, *model)
+        key = (
+            name,
+            capacity,
+            self._settings.step(job),
+            job.ranks,
+            job.alignment,
+            job.sharing,
+            link.model_cost(job.model, capacity),
+            link.model_patch(job.model),
+        )
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             data = self._sets[name]
-            self._planners[key] = planning.make_planner(data, self._settings, job, training=name == "train")
-            planning.announce(data, self._planners[key], job)
+            planner = planning.make_planner(data, self._settings, job, training=name == "train")
+            self._planners[key] = planner
+            planning.announce(data, planner, job)
         return self._planners[key]
 
 
+def _fields_among(arguments: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the arguments that have the name of a field of a dataclass."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
 def _as_streams(train: Any, mixing: Mixing | None) -> Streams | None:
-    mixed = sets.is_mixture(train)
+    """Return the training source as streams if any part of it is a stream, else None."""
+    is_mixture = sets.is_mixture(train)
     sources = {"": train}
-    if mixed:
-        sources = {name: x[0] if isinstance(x, tuple | list) and x else x for name, x in train.items()}
-    if not any(isinstance(x, Stream) or is_stream(x) for x in sources.values()):
+    if is_mixture:
+        sources = {
+            name: entry[0] if isinstance(entry, tuple | list) and entry else entry
+            for name, entry in train.items()
+        }
+    if not any(isinstance(source, Stream) or is_stream(source) for source in sources.values()):
         return None
-    streams = {name: x if isinstance(x, Stream) else Stream(source=x) for name, x in sources.items()}
-    if not mixed:
+
+    streams = {
+        name: source if isinstance(source, Stream) else Stream(source=source)
+        for name, source in sources.items()
+    }
+    if not is_mixture:
         return Streams(streams=streams, weights={"": 1.0}, mixing=Mixing(dry="rest"))
-    weights = {name: sets.weighted(name, x)[1] for name, x in train.items()}
+    weights = {name: sets.weighted(name, entry)[1] for name, entry in train.items()}
     return Streams(streams=streams, weights=weights, mixing=mixing or Mixing())

@@ -80,9 +80,12 @@ def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None)
         rule = getattr(recipe_of(module), "alignment", None)
     if rule is None:
         return of_strategy
+
     cp = getattr(strategy, "context_parallel_size", 1)
+    if not isinstance(cp, int):  # "dynamic"
+        cp = getattr(strategy, "max_context_parallel_size", 1)
     of_precision: Alignment = rule(
-        cp=cp if isinstance(cp, int) else getattr(strategy, "max_context_parallel_size", 1),
+        cp=cp,
         tp=getattr(strategy, "tensor_parallel_size", 1),
         sequence_parallel=bool(getattr(strategy, "sequence_parallel", False)),
         layout=getattr(strategy, "context_parallel_layout", "dual_chunk"),
@@ -93,19 +96,27 @@ def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None)
 def model_alignment(module: nn.Module | None) -> Alignment | None:
     """Return the alignment that a model converted to FP8 needs, in a loop without a precision plugin."""
     recipe = recipe_of(module)
-    return None if recipe is None else cast("Alignment", recipe.alignment())
+    if recipe is None:
+        return None
+    alignment: Alignment = recipe.alignment()
+    return alignment
 
 
 def vocab_size(module: nn.Module | None) -> int | None:
     """Return the vocabulary size in the model's config, or None."""
     config = model_config(module)
-    return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+    if config is None:
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def sequence_classifier(module: nn.Module | None) -> str | None:
     """Return the class name of the first model in a module that classifies sequences, or None."""
-    names = (type(model).__name__ for _, model in models_in(module))
-    return next((name for name in names if name.endswith("ForSequenceClassification")), None)
+    for _, model in models_in(module):
+        name = type(model).__name__
+        if name.endswith("ForSequenceClassification"):
+            return name
+    return None
 
 
 def say_other_attention(module: nn.Module | None) -> None:
@@ -114,15 +125,17 @@ def say_other_attention(module: nn.Module | None) -> None:
     for model in models:
         text = text_config(model.config)
         attention = getattr(text, "_attn_implementation", None)
-        known = attention in ("eager", "sdpa", "flex_attention") and hasattr(text, "vocab_size")
-        shared = sum(other.config is model.config for other in models) > 1
-        several = ", and give each model a copy of the config" if shared else ""
-        if known and any(parameter.requires_grad for parameter in model.parameters()):
-            rank_zero_info(
-                f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
-                f"pack may see each other. Build it with attn_implementation='thd'{several}. "
-                f"{see('attention')}"
-            )
+        crosses = attention in ("eager", "sdpa", "flex_attention") and hasattr(text, "vocab_size")
+        if not crosses or not any(parameter.requires_grad for parameter in model.parameters()):
+            continue
+
+        advice = "Build it with attn_implementation='thd'"
+        if sum(other.config is model.config for other in models) > 1:
+            advice += ", and give each model a copy of the config"
+        rank_zero_info(
+            f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
+            f"pack may see each other. {advice}. {see('attention')}"
+        )
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
@@ -140,14 +153,17 @@ def model_counts(module: nn.Module | None) -> dict[str, Any]:
 def model_patch(module: nn.Module | None) -> int | None:
     """Return the edge of an image patch in pixels, from the config of the vision tower, or None."""
     vision = getattr(model_config(module), "vision_config", None)
-    found = getattr(vision, "patch_size", None)
-    return found if isinstance(found, int) else None
+    patch = getattr(vision, "patch_size", None)
+    return patch if isinstance(patch, int) else None
 
 
 def _flops_model(module: nn.Module | None) -> FlopsModel | None:
+    """Return the FLOPs of a module's model; None without a config of transformers, or an unknown one."""
     config = model_config(module)
+    if config is None:
+        return None
     try:
-        return None if config is None else FlopsModel.from_config(config)
+        return FlopsModel.from_config(config)
     except ValueError:
         return None
 
@@ -168,8 +184,10 @@ class ModuleStep(FirstStep):
     """A step method of a LightningModule, set on the module until it has run a pack of several sequences."""
 
     def __init__(self, module: L.LightningModule, name: str) -> None:
-        self._module, self._name = module, name
-        self._before = {name: vars(module)[name]} if name in vars(module) else {}  # as torch.compile sets
+        self._module = module
+        self._name = name
+        # A method that other code has set on the instance, as torch.compile does; else empty.
+        self._replaced = {name: vars(module)[name]} if name in vars(module) else {}
         super().__init__(
             getattr(module, name),
             what=f"{type(module).__name__}.{name}",
@@ -182,11 +200,11 @@ class ModuleStep(FirstStep):
         """Give the module its own method back, unless other code has replaced it since."""
         if vars(self._module).get(self._name) is self:
             del vars(self._module)[self._name]
-            vars(self._module).update(self._before)
+            vars(self._module).update(self._replaced)
 
 
 def note_first_steps(trainer: L.Trainer | None, stage: str) -> list[ModuleStep]:
-    """Let the steps of a Trainer's module be refused that ask their first pack for no boundaries."""
+    """Watch the step methods of a Trainer's module: a first pack that is asked for no boundaries raises."""
     module = None if trainer is None else trainer.lightning_module
     if module is None:
         return []
@@ -215,32 +233,55 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     """Refuse a Trainer that contradicts ``global_batch`` or cannot train the model; warn of unused FP8."""
     if trainer is None:
         return
-    callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
     module = trainer.lightning_module
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        why = ""
-        if is_overridden("configure_model", module) and not any(True for _ in module.parameters()):
-            why = "copies the module before configure_model() builds it, and so would average nothing"
-        elif trainer.max_epochs != -1 and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
-            why = "runs one more epoch for BatchNorm, and steps in it with the gradients of the epoch before"
-        if why:
-            raise MisconfigurationException(
-                f"StochasticWeightAveraging {why}. Use WeightAveraging of lightning.pytorch.callbacks."
-            )
+    job = job_of(trainer)
+    _check_weight_averaging(trainer)
     if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(
             f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd', 'thd_ddp' or "
             f"'thd_model_parallel', not {type(trainer.strategy).__name__}. Or use Packs(n). "
             f"{see('steps')}"
         )
-    job = job_of(trainer)
-    hook = None if module is None else module.training_step
-    reads = hook is not None and is_param_in_hook_signature(hook, "dataloader_iter", explicit=True)
-    if reads and (job.accumulate != 1 or isinstance(step, Sequences)):
+    has_several_microbatches = job.accumulate != 1 or isinstance(step, Sequences)
+    if has_several_microbatches and _reads_batches_itself(module):
         raise MisconfigurationException(
             "training_step(dataloader_iter) reads batches itself: Lightning would clear gradients inside an "
             "accumulated step, and Sequences(n) has several microbatches. Take (self, batch, batch_idx)."
         )
+    _warn_of_unused_fp8(trainer, job)
+
+    # A module with manual optimization decides how many batches make a step.
+    is_manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)
+    ranks = 1 if job.sharing is not None else job.ranks  # with dynamic degrees, any number of packs is a step
+    check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or is_manual)
+
+
+def _check_weight_averaging(trainer: L.Trainer) -> None:
+    """Refuse Lightning's stochastic weight averaging where its result would be wrong."""
+    callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
+    if not any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return
+    module = trainer.lightning_module
+    if is_overridden("configure_model", module) and not any(True for _ in module.parameters()):
+        why = "copies the module before configure_model() builds it, and so would average nothing"
+    elif trainer.max_epochs != -1 and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
+        why = "runs one more epoch for BatchNorm, and steps in it with the gradients of the epoch before"
+    else:
+        return
+    raise MisconfigurationException(
+        f"StochasticWeightAveraging {why}. Use WeightAveraging of lightning.pytorch.callbacks."
+    )
+
+
+def _reads_batches_itself(module: L.LightningModule | None) -> bool:
+    """Return whether a module's training step takes the iterator over batches."""
+    if module is None:
+        return False
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def _warn_of_unused_fp8(trainer: L.Trainer, job: Job) -> None:
+    """Warn if the model has layers of Transformer Engine's FP8, which this Trainer would not use."""
     recipe = recipe_of(job.model)
     if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
         warn(
@@ -248,10 +289,6 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...).",
             SlowWarning,
         )
-    # A module with manual optimization decides how many batches make a step.
-    manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)
-    ranks = 1 if job.sharing is not None else job.ranks  # with dynamic degrees, any number of packs is a step
-    check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or manual)
 
 
 def check_step(
@@ -272,11 +309,16 @@ def check_step(
             "batch is a step. Set gradient accumulation to 1. "
             f"{see('steps')}"
         )
-    if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
+    if not isinstance(step, Packs):
+        return
+
+    packs = ranks * accumulate
+    fits = step.n % ranks == 0 if whole else step.n == packs
+    if not fits:
+        advice = f"Packs({packs}) or a multiple" if whole else f"Packs({packs})"
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x {name}={accumulate} "
-            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate})"
-            f"{' or a multiple' * whole}. {see('steps')}"
+            f"make {packs} packs a step. Set {advice}. {see('steps')}"
         )
 
 
@@ -289,25 +331,31 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     epochs: Any = loop.epoch_progress
     batches: Any = loop.epoch_loop.batch_progress
     states = loop._combined_loader_states_to_load
-    over = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
-    if over and epochs.total.processed < epochs.total.ready == epochs.total.started:
-        for count in (epochs.total, epochs.current):  # the checkpoint was saved in a hook of the last batch
-            count.processed += 1
-            count.completed = count.processed
-    ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
-    if not (ended and states):
+    loader_ended = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
+    if loader_ended and epochs.total.processed < epochs.total.ready == epochs.total.started:
+        _count_epochs(epochs, 1)  # the checkpoint was saved in a hook of the last batch
+
+    marked_complete = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
+    if not (marked_complete and states):
         return []
-    if batches.current.processed and (batches.is_last_batch or over):
+
+    if batches.current.processed and (batches.is_last_batch or loader_ended):  # it is complete
         # The setter of the loop's own class checks max_steps; that of its base only sets the value.
-        bases = [vars(base)["restarting"] for base in type(loop).__mro__ if "restarting" in vars(base)]
-        bases[-1].fset(loop, False)
+        setters = [vars(base)["restarting"] for base in type(loop).__mro__ if "restarting" in vars(base)]
+        setters[-1].fset(loop, False)
         loop._combined_loader_states_to_load = []
         return states  # Lightning does not restore the states of loaders after a complete epoch
-    for count in (epochs.total, epochs.current):
-        count.processed -= 1
-        count.completed = count.processed
+
+    _count_epochs(epochs, -1)
     loop.restarting = True
     return []
+
+
+def _count_epochs(epochs: Any, change: int) -> None:
+    """Change the number of epochs that Lightning's counters call processed and completed."""
+    for count in (epochs.total, epochs.current):
+        count.processed += change
+        count.completed = count.processed
 
 
 class Progress:
@@ -344,24 +392,30 @@ class Progress:
 
     def limit(self, length: int | None) -> int | None:
         """Return how many of ``length`` batches the Trainer runs in an epoch; None if that is unknown."""
-        limited = self._trainer.limit_train_batches
-        if isinstance(limited, int):
-            return limited if length is None else min(length, limited)
-        return length if length is None or limited is None else int(length * limited)
+        limit: Any = self._trainer.limit_train_batches  # a number of batches, a share of them, or None
+        if length is None:
+            return limit if isinstance(limit, int) else None
+        if limit is None:
+            return length
+        return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
     def resize(self, length: int) -> None:
         """Set the Trainer's number of batches for this epoch, because epochs of a mixture differ a little."""
-        trainer, batches = self._trainer, self.limit(length) or 0
-        loop = trainer.fit_loop
+        trainer = self._trainer
         if getattr(trainer, "overfit_batches", 0) > 0:
             return
+        loop = trainer.fit_loop
+        batches = self.limit(length) or 0
+
         # Lightning copies the number of batches at setup, before it restores the epoch of a checkpoint. A
         # resumed epoch runs with these copies: it makes no new iterator.
-        fetcher, combined = loop._data_fetcher, loop._combined_loader
+        fetcher = loop._data_fetcher
         if fetcher is not None and fetcher.length is not None:
             fetcher.length = batches
+        combined = loop._combined_loader
         if combined is not None:
             combined.limits = batches
+
         if loop.max_batches == batches:
             return
         loop.max_batches = batches
@@ -380,5 +434,8 @@ class Progress:
         if shift:
             progress.is_last_batch = False  # an interrupted step is run again
             for counter in (progress.current, progress.total):
-                done = counter.processed + shift
-                counter.ready = counter.started = counter.processed = counter.completed = done
+                finished = counter.processed + shift
+                counter.ready = finished
+                counter.started = finished
+                counter.processed = finished
+                counter.completed = finished
