@@ -6,6 +6,7 @@ tensors. Dummy sequences without targets fill the slots behind the batch, the bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -34,10 +35,11 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, padded_lengths: Sequence[int]) -> Layout:
         """Return the layout of padded lengths: ``(3, 2, 0)`` gives 5 slots, 2 sequences and the longest 3."""
-        count = len(padded_lengths)
-        while count and padded_lengths[count - 1] == 0:
-            count -= 1
-        return cls(sum(padded_lengths), count, max(1, max(padded_lengths, default=1)))
+        num_sequences = len(padded_lengths)
+        while num_sequences and padded_lengths[num_sequences - 1] == 0:
+            num_sequences -= 1
+        longest = max(1, max(padded_lengths, default=1))
+        return cls(sum(padded_lengths), num_sequences, longest)
 
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
@@ -60,11 +62,12 @@ class Bucket:
                 raise ValueError(f"Bucket({name}={value!r}): wanted an int of at least 1.")
         if self.max_seqlen > self.slots:
             object.__setattr__(self, "max_seqlen", self.slots)
-        if self.sequences * self.max_seqlen < self.slots:
+        covered = self.sequences * self.max_seqlen
+        if covered < self.slots:
             raise ValueError(
-                f"{self}: {self.sequences} sequences of at most {self.max_seqlen} cover "
-                f"{self.sequences * self.max_seqlen} of {self.slots} slots, and a slot of no sequence makes "
-                f"gradients NaN. Give sequences={-(-self.slots // self.max_seqlen)} or more."
+                f"{self}: {self.sequences} sequences of at most {self.max_seqlen} cover {covered} of "
+                f"{self.slots} slots, and a slot of no sequence makes gradients NaN. Give "
+                f"sequences={math.ceil(self.slots / self.max_seqlen)} or more."
             )
 
     def misfit(self, layout: Layout) -> Reason | None:
@@ -73,8 +76,10 @@ class Bucket:
             return "tokens"
         if layout.max_seqlen > self.max_seqlen:
             return "max_seqlen"
-        dummies = -(-(self.slots - layout.slots) // self.max_seqlen)
-        return "num_sequences" if layout.sequences + dummies > self.sequences else None
+        dummies = math.ceil((self.slots - layout.slots) / self.max_seqlen)
+        if layout.sequences + dummies > self.sequences:
+            return "num_sequences"
+        return None
 
 
 def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, Reason | None]:
@@ -97,8 +102,9 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Example: (24, 80).").tolist()))
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example (24, 80).")
-    longest = slots if max_seqlen is None else max_seqlen
-    return [Bucket(slots=slots, sequences=s, max_seqlen=longest) for s in counts]
+    if max_seqlen is None:
+        max_seqlen = slots
+    return [Bucket(slots=slots, sequences=count, max_seqlen=max_seqlen) for count in counts]
 
 
 # The fields that a captured step may read.
@@ -117,6 +123,8 @@ _ADVICE = (
 
 
 def _refused(name: str) -> property:
+    """Make a property whose reads are refused; a lint only reports them, and gets the real value."""
+
     def read(self: StaticBatch) -> Any:
         refuse(f"the step reads batch.{name}, {_ADVICE}")
         if name in _HIDDEN:  # reached only in lint_capture, which stores the value
@@ -166,12 +174,12 @@ class StaticBatch(THDBatch):
     def watching(cls, batch: THDBatch) -> StaticBatch:
         """Build a static batch from a real one; it reports reads of host values, and returns the values."""
         fields = {name: getattr(batch, name) for name in _KEPT if name != "_static"}
-        scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
+        fields["loss_scale"] = torch.full((), batch.loss_scale, device=batch.input_ids.device)
         real = batch.boundaries
         static = StaticBoundaries(
             offsets=real.offsets, slots=real.slots, max_seqlen=real.max_seqlen, real_offsets=real.cu_seqlens
         )
-        watching = cls.build(**{**fields, "loss_scale": scale, "_static": static, "_watched": batch})
+        watching = cls.build(**fields, _static=static, _watched=batch)
         for name in _HIDDEN:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
@@ -181,7 +189,8 @@ class StaticBatch(THDBatch):
         changes.pop("max_targets", None)  # None for all static batches
         if "targets" in changes:
             changes["_targets"] = changes.pop("targets")
-        return StaticBatch.build(**{**{name: getattr(self, name) for name in _KEPT}, **changes})
+        fields = {name: getattr(self, name) for name in _KEPT}
+        return StaticBatch.build(**{**fields, **changes})
 
     def __repr__(self) -> str:
         return f"StaticBatch({self.input_ids.shape[-1]} slots)"
@@ -242,12 +251,16 @@ class StaticInputs:
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
         """Return a batch of token 0 in a layout, by default the bucket's, with targets but at the ends."""
-        layout = layout or Layout(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
-        count = max(1, min(layout.sequences, layout.slots))
-        lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
+        if layout is None:
+            layout = Layout(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
+        num_sequences = max(1, min(layout.sequences, layout.slots))
+        length, rest = divmod(layout.slots, num_sequences)
+        lengths = [length + 1] * rest + [length] * (num_sequences - rest)
         batch = THDBatch.collate([{"input_ids": np.zeros(length, np.int64)} for length in lengths])
-        one = batch.position_ids % self._longest
-        positions = one if self.axes is None else one.expand(self.axes, -1).contiguous()
+
+        positions = batch.position_ids % self._longest
+        if self.axes is not None:
+            positions = positions.expand(self.axes, -1).contiguous()
         return batch.replace(position_ids=positions).to(self._device)
 
     def fill(self, batch: THDBatch) -> None:
@@ -315,13 +328,16 @@ class StaticInputs:
 
     def matches(self, batch: THDBatch) -> bool:
         """Return whether a batch has as many position axes as the captured step."""
-        return self.axes == (None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0])
+        axes = None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0]
+        return self.axes == axes
 
 
 def _up_to(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    """Return the least multiple that is not below the number."""
+    return math.ceil(number / multiple) * multiple
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the host to the device without waiting for the copy."""
     pinned = source.pin_memory() if target.device.type == "cuda" else source
     target.copy_(pinned, non_blocking=True)

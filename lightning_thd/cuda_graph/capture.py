@@ -45,22 +45,24 @@ from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
 
 def differentiable(output: Any) -> list[Tensor]:
     """List the tensors in a step's output that require gradients; raise if there are none."""
-    if not (found := [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]):
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not outputs:
         raise CaptureError(
             "no output of the step requires a gradient. Return the loss, not detached, or train something "
             "that the loss depends on."
         )
-    return found
+    return outputs
 
 
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of leaves; None for leaves that no output depends on."""
+    if grad_outputs is None:
+        grad_outputs = [torch.ones_like(x) for x in outputs]
     # Autocast would cast the backward of fp32 operators. It is off, as around a usual loss.backward().
-    starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
-        return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
+        return torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True)
 
 
 # Hooks of a parameter, which wait for its gradient. A gradient that is handed over would not run them.
@@ -120,16 +122,18 @@ class GraphPair:
         self.turn = turn
         self.forward, outputs = backend.capture(function)
         flat, self._spec = tree_flatten(outputs)
-        found = differentiable(flat)
-        _refuse_foreign_leaves(found, leaves)
-        self.grad_outputs = [torch.zeros_like(x) for x in found]
+        self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
+
+        losses = differentiable(flat)
+        _refuse_foreign_leaves(losses, leaves)
+        self.grad_outputs = [torch.zeros_like(x) for x in losses]
         with buffers.collecting(leaves, [*self.grad_outputs, *others]):
             self.backward, self.gradients = backend.capture(
-                lambda: differentiate(found, leaves, self.grad_outputs)
+                lambda: differentiate(losses, leaves, self.grad_outputs)
             )
         self.buffers = buffers
         self._all_serve = buffers.hold(leaves, self.gradients)
-        self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
+
         # Outputs are detached to free what autograd saved, so that the next capture can reuse the memory.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
@@ -145,29 +149,39 @@ class GraphPair:
             tensors = _HandOver.apply(self, leaves, start)  # type: ignore[no-untyped-call]
         else:
             tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
-        flat, given = list(self.outputs), iter(tensors)
-        for i, x in enumerate(flat):
-            if isinstance(x, Tensor):
-                flat[i] = next(given)
-        return tree_unflatten(flat, self._spec)
+
+        replayed = iter(tensors)
+        outputs = [next(replayed) if isinstance(x, Tensor) else x for x in self.outputs]
+        return tree_unflatten(outputs, self._spec)
 
 
 def _replay_forward(ctx: Any, pair: GraphPair) -> tuple[Tensor, ...]:
-    ctx.token, ctx.pair = pair.turn.take(), pair
+    """Replay the forward graph, and return copies of its output tensors."""
+    ctx.token = pair.turn.take()
+    ctx.pair = pair
     ctx.set_materialize_grads(False)  # outputs that nobody uses, such as losses of slots, would get zeros
     pair.forward.replay()
-    tensors = [x for x in pair.outputs if isinstance(x, Tensor)]
-    kinds = zip(pair.is_differentiable, pair.outputs, strict=True)
-    ctx.flags = [flag for flag, x in kinds if isinstance(x, Tensor)]
-    found = copies(tensors)
-    ctx.mark_non_differentiable(*(x for x, f in zip(found, ctx.flags, strict=True) if not f))
-    return tuple(found)
+
+    outputs = zip(pair.outputs, pair.is_differentiable, strict=True)
+    tensors = [(x, is_differentiable) for x, is_differentiable in outputs if isinstance(x, Tensor)]
+    ctx.is_differentiable = [is_differentiable for _, is_differentiable in tensors]
+    copied = copies([x for x, _ in tensors])
+    constants = [
+        x for x, is_differentiable in zip(copied, ctx.is_differentiable, strict=True) if not is_differentiable
+    ]
+    ctx.mark_non_differentiable(*constants)
+    return tuple(copied)
 
 
 def _replay_backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> GraphPair:
+    """Replay the backward graph on the gradients of the outputs; return the pair, which has its results."""
     pair: GraphPair = ctx.pair
-    wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
-    for static, grad in zip(pair.grad_outputs, wanted, strict=True):
+    of_outputs = [
+        grad
+        for grad, is_differentiable in zip(grads, ctx.is_differentiable, strict=True)
+        if is_differentiable
+    ]
+    for static, grad in zip(pair.grad_outputs, of_outputs, strict=True):
         if grad is None:
             static.zero_()
         else:
@@ -205,6 +219,8 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Replay(torch.autograd.Function):
+    """A replay whose backward pass returns copies of the gradients to autograd."""
+
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, *leaves: Tensor) -> tuple[Tensor, ...]:
         return _replay_forward(ctx, pair)
@@ -214,21 +230,22 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.pair.turn.give_back(ctx.token)
         pair = _replay_backward(ctx, grads)
-        given = iter(copies([x for x in pair.gradients if x is not None]))
-        return None, *(None if x is None else next(given) for x in pair.gradients)
+        copied = iter(copies([x for x in pair.gradients if x is not None]))
+        return None, *(None if x is None else next(copied) for x in pair.gradients)
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    known = {id(leaf) for leaf in leaves}
+    """Raise if outputs depend on a tensor that requires a gradient and is not one of the leaves."""
+    ids_of_leaves = {id(leaf) for leaf in leaves}
     stack: list[Any] = [x.grad_fn for x in outputs]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in known:
+        visited.add(node)
+        variable = getattr(node, "variable", None)  # a leaf, if the node accumulates its gradient
+        if isinstance(variable, Tensor) and id(variable) not in ids_of_leaves:
             raise CaptureError(
                 f"the step trains a tensor of shape {tuple(variable.shape)} that is not a parameter of the "
                 "module, or is one that the step reached through a reference outside of the module. A replay "
@@ -358,33 +375,40 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class StandIns:
-    """Leaf tensors that share the memory of a module's parameters, one for each of ``parameters``."""
+    """Leaf tensors that share the memory of a module's parameters, one for each of ``parameters``.
 
-    # With DDP, parameters have autograd nodes that accumulate gradients on another stream, so that a capture
-    # fails. The parameters' hooks would run at capture and again at every replay. Stand-ins have neither.
+    With DDP, parameters have autograd nodes that accumulate gradients on another stream, so that a capture
+    fails. The parameters' hooks would run at capture and again at every replay. Stand-ins have neither.
+    """
+
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        self.leaves: list[Tensor] = [nn.Parameter(parameter.detach()) for parameter in parameters]
-        for leaf, parameter in zip(self.leaves, parameters, strict=True):
+        self.leaves: list[Tensor] = []
+        leaf_of: dict[int, Tensor] = {}
+        for parameter in parameters:
+            leaf = nn.Parameter(parameter.detach())
             leaf.__dict__.update(parameter.__dict__)  # attributes that libraries set on parameters
-        by_id = {id(p): leaf for p, leaf in zip(parameters, self.leaves, strict=True)}
+            self.leaves.append(leaf)
+            leaf_of[id(parameter)] = leaf
+
+        # Tied parameters have several places: the dictionary of a child, and the name in it.
         self._places: list[tuple[dict[str, Any], str, Tensor]] = [
-            (child._parameters, name, by_id[id(parameter)])
+            (child._parameters, name, leaf_of[id(parameter)])
             for child in module.modules()
             for name, parameter in child._parameters.items()
-            if parameter is not None and id(parameter) in by_id
+            if parameter is not None and id(parameter) in leaf_of
         ]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the stand-ins into the module inside this context."""
-        before = [(held, name, held[name]) for held, name, _ in self._places]
-        for held, name, leaf in self._places:
-            held[name] = leaf
+        originals = [(owner, name, owner[name]) for owner, name, _ in self._places]
+        for owner, name, leaf in self._places:
+            owner[name] = leaf
         try:
             yield
         finally:
-            for held, name, parameter in before:
-                held[name] = parameter
+            for owner, name, parameter in originals:
+                owner[name] = parameter
 
 
 StepFunction = Callable[..., Any]
@@ -434,9 +458,10 @@ class Shared:
 
     def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
         """Return gradient buffers for these parameters; make new ones if the parameters have changed."""
-        known = [id(x) for x in parameters]
-        if known != self._parameters:
-            self._parameters, self._buffers = known, GradientBuffers(len(known))
+        ids = [id(x) for x in parameters]
+        if ids != self._parameters:
+            self._parameters = ids
+            self._buffers = GradientBuffers(len(ids))
         return self._buffers
 
 
@@ -452,8 +477,12 @@ class CapturedStep:
         uses: Uses,
         module: nn.Module,
     ) -> None:
-        self.inputs, self.leaves, self.logged, self.uses = inputs, leaves, logged, uses
-        self._pair, self._module = pair, module
+        self.inputs = inputs
+        self.leaves = leaves
+        self.logged = logged
+        self.uses = uses
+        self._pair = pair
+        self._module = module
 
     def run(self, batch: THDBatch, *, hand_over: bool = False) -> Any:
         """Copy a batch into the buffers and replay the step, without logging."""
@@ -469,24 +498,29 @@ class CapturedStep:
         output = self.run(batch, hand_over=hand_over)
         log: Any = getattr(self._module, "log", None)
         for name, value, args, kwargs in self.logged:
-            log(name, value.clone() if isinstance(value, Tensor) else value, *args, **kwargs)
+            if isinstance(value, Tensor):
+                value = value.clone()  # the next replay overwrites it
+            log(name, value, *args, **kwargs)
         return output
 
 
 def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
     """Warm up and capture a step; the module's buffers, random states and the logs do not change."""
-    batch, module, backend = example.batch, subject.module, subject.backend
+    module = subject.module
     refuse_sums_over_slots(module)
     refuse_fp8(module)
     parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
-    options: Any = {
-        "axes": None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
-        "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
-        "longest": max([1, *batch.lengths]),
-    }
+    is_float64 = any(x.dtype == torch.float64 for x in parameters)
+    position_ids = example.batch.position_ids
 
     def make_inputs() -> StaticInputs:
-        inputs = StaticInputs(bucket, example.device, **options)
+        inputs = StaticInputs(
+            bucket,
+            example.device,
+            axes=None if position_ids.ndim == 1 else position_ids.shape[0],
+            scale_dtype=torch.float64 if is_float64 else torch.float32,
+            longest=max([1, *example.batch.lengths]),
+        )
         if is_compiled(module):
             with_dynamic_length(inputs.batch.cu_seqlens)
             with_dynamic_length(inputs.batch.cu_seqlens_padded)
@@ -494,10 +528,10 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         inputs.unpack()
         return inputs
 
-    hidden = tuple(
-        HostValue(f"argument {i} after the batch{'' if i > 1 else ' (such as batch_idx)'}")
-        for i in range(1, len(example.rest) + 1)
-    )
+    # The arguments after the batch are numbers that change from step to step, so the step may not use them.
+    hidden = [HostValue(f"argument {i} after the batch") for i in range(1, len(example.rest) + 1)]
+    if hidden:
+        hidden[0] = HostValue("argument 1 after the batch (such as batch_idx)")
     stand_ins = StandIns(module, parameters)
 
     def run(static: StaticBatch) -> Any:
@@ -507,18 +541,19 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
 
     def run_recorded() -> tuple[Any, list[Tensor]]:
         inputs.unpack()
-        with recorded_losses() as found:
+        """Run the step; return its output, and the losses and weights of slots if its loss has them."""
+        with recorded_losses() as recorded:
             output = run(inputs.batch)
-        return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
+        return output, [recorded[-1].losses, recorded[-1].weights] if recorded else []
 
     with restored(module), static_shapes():
-        runs = _warm_up(backend, run, module, make_inputs, stand_ins.leaves)
+        runs = _warm_up(subject.backend, run, module, make_inputs, stand_ins.leaves)
         refuse_fp8(module)
         inputs = make_inputs()
         with guarded(module) as logged, without_saved_states(), watched(module) as uses:
             buffers = shared.buffers_of(parameters)
             others = [*module.buffers()]
-            pair = GraphPair(backend, run_recorded, stand_ins.leaves, shared.turn, buffers, others)
+            pair = GraphPair(subject.backend, run_recorded, stand_ins.leaves, shared.turn, buffers, others)
     check_numbers([*example.logged, *runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     return CapturedStep(inputs, parameters, pair, logged, uses, module)
 
@@ -548,24 +583,25 @@ def _warm_up(
                 backend.warm_up(forward_backward, last=False)
 
     runs = []
-    before = host_state(module)
+    state = host_state(module)
     as_captured()
     for i in range(backend.warm_ups):
         if i == 1:  # the first run may build tables and fill caches
-            before = host_state(module)
+            state = host_state(module)
         use = RandomUse()
         forward_backward = on_new_inputs()
-        last = i == backend.warm_ups - 1
+        is_last = i == backend.warm_ups - 1
         with uncompiled(module), guarded(module) as logged, without_saved_states(use), use:
-            backend.warm_up(forward_backward, last=last)
+            backend.warm_up(forward_backward, last=is_last)
         use.refuse()
         runs.append(logged)
     as_captured()
-    refuse_host_changes(module, before)
+    refuse_host_changes(module, state)
     return runs
 
 
 def _checked(output: Any) -> Any:
+    """Return what a step returned, or raise if a replay could not return it."""
     if output is None:
         raise CaptureError(
             "the step returned None to skip a batch, which a replay cannot decide again. Return the loss."

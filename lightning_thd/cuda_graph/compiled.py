@@ -34,7 +34,8 @@ def cannot_compile(module: nn.Module, backend: Backend) -> str | None:
             f"compile_layers=True needs a backend with a method compiled(function), and {backend.name!r} has "
             f"none. {_WITHOUT}"
         )
-    if (missing := _missing(backend)) is not None:
+    missing = _missing(backend)
+    if missing is not None:
         return f"compile_layers=True needs {missing}. {_WITHOUT}"
     if not layers_of(module):
         return (
@@ -51,17 +52,20 @@ def cannot_compile(module: nn.Module, backend: Backend) -> str | None:
 
 
 def _missing(backend: Backend) -> str | None:
+    """Return what the compiler needs and this machine lacks, as part of a sentence, or None."""
     compiler: Any = torch._dynamo  # names no exports
     if not compiler.is_dynamo_supported():
         release = ".".join(map(str, sys.version_info[:2]))
         return f"torch.compile, which torch {torch.__version__} does not support on Python {release}"
+
     needs_triton = isinstance(backend, CudaBackend) and backend.compiler == "inductor"
     if not needs_triton or not torch.cuda.is_available():
         return None
     if importlib.util.find_spec("triton") is None:
         return "triton, which torch's wheels for CUDA on Linux bring: pip install triton"
-    if (found := torch.cuda.get_device_capability()) < _OLDEST:
-        return f"a GPU of compute capability 7.0 or more, and this one has {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST:
+        return f"a GPU of compute capability 7.0 or more, and this one has {capability[0]}.{capability[1]}"
     return None
 
 
@@ -89,14 +93,17 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
 
     Each layer's forward is compiled, so that its hooks run outside of compiled code.
     """
-    if (reason := cannot_compile(module, backend)) is not None:
+    reason = cannot_compile(module, backend)
+    if reason is not None:
         raise CaptureError(reason)
+
     compiled: Callable[..., Callable[..., Any]] = getattr(backend, "compiled")  # noqa: B009  # see cannot_compile
     layers: list[Any] = [layer for layer in layers_of(module) if not _is_compiled_layer(layer)]
-    before = [vars(layer).get("forward") for layer in layers]
+    old_forwards = [vars(layer).get("forward") for layer in layers]  # mostly None: that of the class
     for layer in layers:
         layer.forward = compiled(layer.forward)
         setattr(layer.forward, _OURS, True)
+
     # DDP's part of the compiler cuts graphs at its buckets of gradients, which no capture has. And classes of
     # layers share a function of transformers, by which the compiler counts.
     with torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS):
@@ -107,13 +114,14 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
                 raise CaptureError(_of_compiler(error)) from error
             raise
         finally:
-            for layer, forward in zip(layers, before, strict=True):
+            for layer, forward in zip(layers, old_forwards, strict=True):
                 del layer.forward
                 if forward is not None:
                     layer.forward = forward
 
 
 def _of_compiler(error: Exception) -> str:
+    """Return the message for an error of torch's compiler."""
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return f"torch's compiler cannot compile the layers ({type(error).__name__}: {first_line}). {_WITHOUT}"
 
@@ -125,4 +133,7 @@ def with_dynamic_length(offsets: Tensor) -> None:
 
 def uncompiled(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which compiled parts of a module run uncompiled, so that modes see operators."""
-    return torch.compiler.set_stance("force_eager") if is_compiled(module) else contextlib.nullcontext()
+    if not is_compiled(module):
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

@@ -66,9 +66,11 @@ def calling_line() -> str | None:
 
 def raising_line(error: BaseException) -> str | None:
     """Return the innermost line of the user's code in a traceback, formatted as by :func:`calling_line`."""
-    lines = traceback.walk_tb(error.__traceback__)
-    found = [_describe(frame, n) for frame, n in lines if not is_machinery(frame.f_code.co_filename)]
-    return found[-1] if found else None
+    innermost = None
+    for frame, line in traceback.walk_tb(error.__traceback__):  # from the outside in
+        if not is_machinery(frame.f_code.co_filename):
+            innermost = _describe(frame, line)
+    return innermost
 
 
 def as_capture_error(error: Exception) -> CaptureError:
@@ -85,4 +87,5 @@ def is_machinery(filename: str) -> bool:
 
 
 def _describe(frame: FrameType, line: int) -> str:
+    """Return ``"/path/model.py:12 in training_step"``."""
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"

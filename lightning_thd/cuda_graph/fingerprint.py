@@ -56,72 +56,86 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _has_one_address(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain, and not a subclass that wraps others."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _addresses(tensor: Tensor) -> tuple[int, ...]:
+    """Return the addresses of a tensor, or of the tensors that it wraps."""
     if _has_one_address(tensor):
         return (tensor.data_ptr(),)
     return tuple(x.data_ptr() for x in plain_tensors(tensor))
 
 
 class Uses:
-    """The attributes that a step reads and writes during its capture."""
+    """The attributes that a step reads and writes during its capture.
 
-    # ``written``: (id of the module, name) of the attributes that the step sets. They are not compared.
-    # ``read``: names of the LightningModule's attributes that the step reads. Only these are compared: its
-    # hooks may change others. ``read`` is None for a module of another class.
+    Attributes:
+        written: the attributes that the step sets, as (id of the module, name). They are not compared.
+        read: the names of the LightningModule's attributes that the step reads. Only these are compared,
+            because its hooks may change others. None for a module of another class.
+    """
+
     def __init__(self, *others: Uses) -> None:
-        self.written: set[tuple[int, str]] = {place for other in others for place in other.written}
-        read = [other.read for other in others if other.read is not None]
-        self.read: set[str] | None = set().union(*read) if read else None
+        self.written: set[tuple[int, str]] = set()
+        self.read: set[str] | None = None
+        for other in others:
+            self.written |= other.written
+            if other.read is not None:
+                self.read = (self.read or set()) | other.read
 
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[Uses]:
     """Record the attributes of a module that code in this context reads and writes; complete at its end."""
-    uses, kind = Uses(), type(module)
-    before = {id(child): dict(vars(child)) for child in module.modules()}
+    uses = Uses()
+    kind = type(module)
+    attributes_before = {id(child): dict(vars(child)) for child in module.modules()}
     if isinstance(module, L.LightningModule):
-        names = uses.read = set()
-
-        def get(self: Any, name: str) -> Any:
-            names.add(name)
-            return kind.__getattribute__(self, name)
-
-        space = {"__getattribute__": get, "__module__": kind.__module__}
-        metaclass: Any = type(kind)
-        module.__class__ = metaclass(kind.__name__, (kind,), space)
+        uses.read = set()
+        module.__class__ = _noting_reads(kind, uses.read)
     try:
         yield uses
     finally:
         module.__class__ = kind
+
     for child in module.modules():
-        old = before.get(id(child), {})
-        uses.written.update(
-            (id(child), name) for name, x in vars(child).items() if old.get(name, ABSENT) is not x
-        )
+        before = attributes_before.get(id(child), {})
+        for name, value in vars(child).items():
+            if before.get(name, ABSENT) is not value:
+                uses.written.add((id(child), name))
+
+
+def _noting_reads(kind: Any, names: set[str]) -> Any:
+    """Make a subclass whose instances add the name of every attribute that is read."""
+
+    def get(self: Any, name: str) -> Any:
+        names.add(name)
+        return kind.__getattribute__(self, name)
+
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__})
 
 
 class _Space(NamedTuple):
     """A dictionary that the step may read."""
 
-    held: dict[Any, Any]
-    what: str  # its name in messages
-    whole: bool  # True for a registry: all its members are compared, except hooks of ``only_looking``
-    known: frozenset[Any] = frozenset()  # names at the capture, compared for any type of value
+    members: dict[Any, Any]
+    label: str  # its name in messages
+    is_registry: bool  # all members of a registry are compared, except hooks of ``only_looking``
+    captured: frozenset[Any] = frozenset()  # names at the capture, compared for any type of value
     left_out: frozenset[str] = frozenset()  # names that are never compared
     read: set[str] | None = None  # if given, only these names are compared
 
     def counts(self, name: Any, value: Any) -> bool:
         """Return whether a member is compared."""
-        if self.whole:
+        if self.is_registry:
             return not getattr(value, ONLY_LOOKS, False)
         if name in self.left_out or (str(name).startswith("_thd_") and name != _RECIPE):
             return False
         if self.read is not None:
             return name in self.read
-        return name in self.known or isinstance(value, _FOLLOWED)
+        return name in self.captured or isinstance(value, _FOLLOWED)
 
 
 class Fingerprint:
@@ -129,78 +143,95 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module, uses: Uses) -> None:
         modules = dict(module.named_modules())
-        places = [
-            (held, name, x)
-            for child in modules.values()
-            for held in (child._parameters, child._buffers)
-            for name, x in held.items()
-            if x is not None
-        ]
-        # Plain tensors are compared by a few calls of C for all of them, because there are hundreds.
-        plain = [(name, x) for _, name, x in places if _has_one_address(x)]
-        self._plain_names = [name for name, _ in plain]
-        self._plain = [x for _, x in plain]
-        self._plain_addresses = [*map(_address, self._plain)]
-        self._wrappers = [(name, x, _addresses(x)) for _, name, x in places if not _has_one_address(x)]
-        self._names_of_tensors = [name for _, name, _ in places]
-        self._owned = [x for _, _, x in places]
-        self._owners = [held for held, _, _ in places]
-        self._trained = [*map(_requires_grad, self._owned)]
-        metrics = {id(x) for child in modules.values() if isinstance(child, Metric) for x in child.modules()}
-        used = {path: child for path, child in modules.items() if id(child) not in metrics}
-        self._used = [*used.values()]
-        self._kinds = [*map(type, self._used)]
+        self._remember_tensors(modules)
+
+        metrics = {
+            id(part) for child in modules.values() if isinstance(child, Metric) for part in child.modules()
+        }
+        compared = {path: child for path, child in modules.items() if id(child) not in metrics}
+        self._modules = [*compared.values()]
+        self._kinds = [*map(type, self._modules)]
+
+        spaces = {}
+        for name in _HOOKS:
+            hooks = getattr(nn_module, f"_global{name}")
+            spaces[id(hooks)] = _Space(hooks, "the hooks of every module", True)
         written: dict[int, set[str]] = {}
         for owner, name in uses.written:
             written.setdefault(owner, set()).add(name)
-        hooks = (getattr(nn_module, f"_global{name}") for name in _HOOKS)
-        spaces = {id(held): _Space(held, "the hooks of every module", True) for held in hooks}
-        for path, child in used.items():
+        for path, child in compared.items():
             left_out = USUAL.union(written.get(id(child), ()))
-            for space in _spaces_of(path, child, left_out, uses.read if child is module else None):
-                spaces.setdefault(id(space.held), space)  # layers share a config
+            read = uses.read if child is module else None
+            for space in _spaces_of(path, child, left_out, read):
+                spaces.setdefault(id(space.members), space)  # layers share a config
         self._spaces = [*spaces.values()]
         self._remember(self._members())
+
+    def _remember_tensors(self, modules: dict[str, nn.Module]) -> None:
+        """Record the parameters and buffers of the modules, with their addresses and ``requires_grad``."""
+        self._owners: list[dict[str, Any]] = []  # the dictionary that holds each tensor
+        self._names_of_tensors: list[str] = []
+        self._tensors: list[Tensor] = []
+        for child in modules.values():
+            for owner in (child._parameters, child._buffers):
+                for name, tensor in owner.items():
+                    if tensor is not None:
+                        self._owners.append(owner)
+                        self._names_of_tensors.append(name)
+                        self._tensors.append(tensor)
+        self._trained = [*map(_requires_grad, self._tensors)]
+
+        # Plain tensors are compared by a few calls of C for all of them, because there are hundreds.
+        named = [*zip(self._names_of_tensors, self._tensors, strict=True)]
+        plain = [(name, tensor) for name, tensor in named if _has_one_address(tensor)]
+        self._plain_names = [name for name, _ in plain]
+        self._plain = [tensor for _, tensor in plain]
+        self._plain_addresses = [*map(_address, self._plain)]
+        self._wrappers = [
+            (name, tensor, _addresses(tensor)) for name, tensor in named if not _has_one_address(tensor)
+        ]
 
     def change(self) -> str | None:
         """Return what has changed since the fingerprint was taken (the first difference found), or None."""
         # There are many tensors and attributes, so they are compared without a loop in Python.
-        if not all(map(is_, map(_get, self._owners, self._names_of_tensors), self._owned)):
+        if not all(map(is_, map(_get, self._owners, self._names_of_tensors), self._tensors)):
             return self._moved()
         if [*map(_address, self._plain)] != self._plain_addresses or self._wrappers_moved():
             return self._moved()
-        if [*map(_requires_grad, self._owned)] != self._trained:
-            pairs = zip(self._names_of_tensors, self._owned, self._trained, strict=True)
-            name = next(name for name, x, wanted in pairs if x.requires_grad != wanted)
+        if [*map(_requires_grad, self._tensors)] != self._trained:
+            tensors = zip(self._names_of_tensors, self._tensors, self._trained, strict=True)
+            name = next(name for name, tensor, trained in tensors if tensor.requires_grad != trained)
             return f"{name}.requires_grad changed"
-        if not all(map(is_, map(type, self._used), self._kinds)):
-            children = zip(self._used, self._kinds, strict=True)
+        if not all(map(is_, map(type, self._modules), self._kinds)):
+            children = zip(self._modules, self._kinds, strict=True)
             child, kind = next((child, kind) for child, kind in children if type(child) is not kind)
             return f"a {kind.__name__} became a {type(child).__name__}"
-        if self._same_names() and all(map(is_, map(_get, self._held, self._names), self._values)):
+        if self._same_names() and all(map(is_, map(_get, self._dicts, self._names), self._values)):
             return None
-        now = self._members()
-        for place in chain(self._before, now):
-            if not _is_same(now.get(place, ABSENT), self._before.get(place, ABSENT)):
+
+        members = self._members()
+        for place in chain(self._captured, members):
+            if not _is_same(members.get(place, ABSENT), self._captured.get(place, ABSENT)):
                 index, name = place
                 space = self._spaces[index]
-                return f"{space.what} changed" if space.whole else f"{space.what}{name} changed"
-        self._remember(now)  # only names that are not compared changed, or objects of equal value
+                return f"{space.label} changed" if space.is_registry else f"{space.label}{name} changed"
+        self._remember(members)  # only names that are not compared changed, or objects of equal value
         return None
 
     def _moved(self) -> str:
         """Return the first tensor that was replaced or has another address."""
-        for held, name, tensor in zip(self._owners, self._names_of_tensors, self._owned, strict=True):
-            if held.get(name) is not tensor:
+        for owner, name, tensor in zip(self._owners, self._names_of_tensors, self._tensors, strict=True):
+            if owner.get(name) is not tensor:
                 return f"{name} moved to other memory"
-        for name, tensor, where in zip(self._plain_names, self._plain, self._plain_addresses, strict=True):
-            if tensor.data_ptr() != where:
+        for name, tensor, address in zip(self._plain_names, self._plain, self._plain_addresses, strict=True):
+            if tensor.data_ptr() != address:
                 return f"{name} moved to other memory"
-        name = next(name for name, tensor, where in self._wrappers if _addresses(tensor) != where)
+        name = next(name for name, tensor, addresses in self._wrappers if _addresses(tensor) != addresses)
         return f"{name} moved to other memory"
 
     def _wrappers_moved(self) -> bool:
-        return any(_addresses(tensor) != where for _, tensor, where in self._wrappers)
+        """Return whether a tensor inside a wrapper has another address."""
+        return any(_addresses(tensor) != addresses for _, tensor, addresses in self._wrappers)
 
     def _same_names(self) -> bool:
         """Return whether no space has new names. A name that is added comes last in its dictionary."""
@@ -209,41 +240,51 @@ class Fingerprint:
         return [*map(next, map(reversed, self._filled))] == self._last_names
 
     def _members(self) -> dict[tuple[int, Any], Any]:
+        """Return the members that are compared, by the index of their space and their name."""
         return {
-            (i, name): value
-            for i, space in enumerate(self._spaces)
-            for name, value in space.held.items()
+            (index, name): value
+            for index, space in enumerate(self._spaces)
+            for name, value in space.members.items()
             if space.counts(name, value)
         }
 
     def _remember(self, members: dict[tuple[int, Any], Any]) -> None:
-        self._before = members
-        held = [space.held for space in self._spaces]
-        self._empty = [space for space in held if not space]
-        self._filled: list[Any] = [space for space in held if space]
-        self._sizes = [*map(len, self._filled)]
-        self._last_names = [*map(next, map(reversed, self._filled))]
-        self._held = [self._spaces[index].held for index, _ in members]
+        """Record the members, as lists that ``change`` compares without a loop in Python."""
+        self._captured = members
+        self._dicts = [self._spaces[index].members for index, _ in members]
         self._names = [name for _, name in members]
         self._values = [*members.values()]
+
+        dicts = [space.members for space in self._spaces]
+        self._empty = [space for space in dicts if not space]
+        self._filled: list[Any] = [space for space in dicts if space]
+        self._sizes = [*map(len, self._filled)]
+        self._last_names = [*map(next, map(reversed, self._filled))]
 
 
 def _spaces_of(
     path: str, child: nn.Module, left_out: frozenset[str], read: set[str] | None
 ) -> Iterator[_Space]:
     """Yield a module's registries, its attributes, and the values inside its settings."""
-    held, prefix = vars(child), f"{path}." if path else ""
+    attributes = vars(child)
+    prefix = f"{path}." if path else ""
     for name in _REGISTRIES:
-        if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has other types
-            yield _Space(held[name], f"{prefix}{name}", True)
-    attributes = _Space(held, f"the attribute {prefix}", False, frozenset(held), left_out, read)
-    yield attributes
+        if type(attributes.get(name)) in (dict, OrderedDict):  # a scripted module has other types
+            yield _Space(attributes[name], f"{prefix}{name}", True)
+
+    space = _Space(attributes, f"the attribute {prefix}", False, frozenset(attributes), left_out, read)
+    yield space
     for name in _SETTINGS:
-        settings = held.get(name) if attributes.counts(name, None) else None
-        inside = settings if isinstance(settings, dict) else getattr(settings, "__dict__", None)
-        if isinstance(inside, dict):
-            yield _Space(inside, f"the attribute {prefix}{name}.", False, frozenset(inside))
+        if not space.counts(name, None):
+            continue
+        settings = attributes.get(name)
+        values = settings if isinstance(settings, dict) else getattr(settings, "__dict__", None)
+        if isinstance(values, dict):
+            yield _Space(values, f"the attribute {prefix}{name}.", False, frozenset(values))
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    return now is before or (isinstance(before, PLAIN) and type(now) is type(before) and bool(now == before))
+def _is_same(value: Any, captured: Any) -> bool:
+    """Return whether a value is the captured object, or a plain value that equals it."""
+    if value is captured:
+        return True
+    return isinstance(captured, PLAIN) and type(value) is type(captured) and bool(value == captured)

@@ -116,18 +116,25 @@ class GraphedStep:
             raise ValueError(
                 "GraphedStep got no buckets; wanted at least one. See make_buckets((24, 80), slots=...)."
             )
+
         bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-        if (found := sharded_by(bare)) is not None:
+        sharding = sharded_by(bare)
+        if sharding is not None:
             raise ValueError(
-                f"The module is sharded by {found}, which gathers parameters into its own memory at every "
+                f"The module is sharded by {sharding}, which gathers parameters into its own memory at every "
                 "step: a captured step would keep the addresses of its capture. Use CUDA graphs with one "
                 "device or DDP, or train without them."
             )
         self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
-        if compile_layers and (reason := cannot_compile(bare, self._subject.backend)) is not None:
-            raise ValueError(reason)
-        self.wrapped, self.require = module, require
-        self.keep_gradients, self.compile_layers = keep_gradients, compile_layers
+        if compile_layers:
+            reason = cannot_compile(bare, self._subject.backend)
+            if reason is not None:
+                raise ValueError(reason)
+
+        self.wrapped = module
+        self.require = require
+        self.keep_gradients = keep_gradients
+        self.compile_layers = compile_layers
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self.group: Any = None  # the ranks that capture together; None is the world
@@ -141,8 +148,9 @@ class GraphedStep:
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits."""
-        through_ddp = isinstance(self.wrapped, DistributedDataParallel)
-        return self._through_ddp(batch, *rest) if through_ddp else self._run(batch, *rest)
+        if isinstance(self.wrapped, DistributedDataParallel):
+            return self._through_ddp(batch, *rest)
+        return self._run(batch, *rest)
 
     def close(self) -> None:
         """Drop all graphs and their memory; if not ``off``, the next call with gradients captures again."""
@@ -186,9 +194,13 @@ class GraphedStep:
             return reason or "other_ranks"
         if self.off is not None:
             return "capture_error"
-        if self._fingerprint is not None and (change := self._fingerprint.change()) is not None:
-            self._forget(change)
-            return "parameters_moved"
+
+        if self._fingerprint is not None:
+            change = self._fingerprint.change()
+            if change is not None:
+                self._forget(change)
+                return "parameters_moved"
+
         example = Example(batch, rest)
         if self._modes != _modes(example):
             if self._shared.turn.pending:
@@ -198,17 +210,25 @@ class GraphedStep:
             with torch.cuda.device_of(batch.input_ids):  # type: ignore[no-untyped-call]  # its streams
                 if self.off is not None or not self._capture(example):
                     return "capture_error"
+
         if reason is not None:
             return reason
+        return self._step_for(batch)
+
+    def _step_for(self, batch: THDBatch) -> CapturedStep | str:
+        """Return the captured step of the bucket that a batch fits, or the reason to run eagerly."""
         bucket, misfit = choose(self.buckets, batch)
         if bucket is None:
             assert misfit is not None
             return misfit
         if bucket in self._slower:
             return "slower"
-        if not self._graphs[bucket].inputs.matches(batch):
+        step = self._graphs[bucket]
+        if not step.inputs.matches(batch):
             return "extras"
-        return "pending_backward" if self._shared.turn.pending else self._graphs[bucket]
+        if self._shared.turn.pending:
+            return "pending_backward"
+        return step
 
     def _all_capture(self, reason: str | None) -> bool:
         """Return whether all ranks capture in this call: each can, and at least one has a batch to replay."""
@@ -217,47 +237,65 @@ class GraphedStep:
         self._calls += 1
         if self._calls & (self._calls - 1):
             return False  # ranks vote only in calls 1, 2, 4, 8, ..., because a vote waits for the device
+
+        if reason is None:
+            vote = 2  # this rank has a batch to replay
+        elif reason in ("weights", "shared_prefixes"):
+            vote = 1  # this rank can capture, and replay other batches
+        else:
+            vote = 0
         device = next(self._subject.module.parameters()).device
-        vote = 2 if reason is None else int(reason in ("weights", "shared_prefixes"))
-        votes = [found for (found,) in gather_ints([vote], group=self.group, device=device)]
+        votes = [of_rank for (of_rank,) in gather_ints([vote], group=self.group, device=device)]
         return min(votes) > 0 and max(votes) == 2
 
     @trial_runs()
     def _capture(self, example: Example) -> bool:
-        started, parameters = time.perf_counter(), self._subject.module.parameters()
+        """Capture all buckets; return whether that worked, on all ranks that capture together."""
+        start = time.perf_counter()
         # All ranks capture together the first time, and each time if the module has DTensors. Any other
         # capture may run on this rank only, so it must not communicate.
+        parameters = self._subject.module.parameters()
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
-        if all_agree(error is None, example.device, self.group) if together else error is None:
+        succeeded = error is None
+        if together:
+            succeeded = all_agree(succeeded, example.device, self.group)
+
+        if succeeded:
             self._modes = _modes(example)
             uses = Uses(*(step.uses for step in self._graphs.values()))
             self._fingerprint = Fingerprint(self._subject.module, uses)
             self._rounds += 1
             self._find_slower(example, together=together)
             self.stats.captures += len(self._graphs)
-        self.stats.capture_s += time.perf_counter() - started
-        if self._modes is None:
+        self.stats.capture_s += time.perf_counter() - start
+
+        if not succeeded:
             self._give_up(
                 error or CaptureError("the capture failed on another rank, whose message says why.")
             )
-        return self._modes is not None
+        return succeeded
 
     def _try_capture(self, example: Example) -> CaptureError | None:
+        """Capture all buckets and prove them on dummy batches; return the error of this rank, or None."""
         subject = self._subject
         give_back = remembered(map(vars, subject.module.modules()))
         try:
-            if (missing := subject.backend.unavailable(example.device)) is not None:
+            missing = subject.backend.unavailable(example.device)
+            if missing is not None:
                 raise CaptureError(f"{missing}.")
+
             if not self._rounds:  # what a step keeps of its first batch must come from a real batch
                 with restored(subject.module), guarded(subject.module) as logged:
                     subject(example.batch, *example.rest)
                 example = example._replace(logged=(logged,))
+
             with ExitStack() as compiling:
                 if self.compile_layers:
                     compiling.enter_context(compiled_layers(subject.module, subject.backend))
                 for bucket in reversed(self.buckets):  # the largest first: smaller ones reuse its memory
                     self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
+
             for step in self._graphs.values():
                 for layout in layouts_to_prove(step.inputs.bucket):
                     prove(subject, step, example, layout)
@@ -270,21 +308,25 @@ class GraphedStep:
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
+        """Time every bucket, and keep those whose replays gain too little from being replayed."""
         for bucket, step in self._graphs.items():
             times = _compare(self._subject, step, example)
             if times is None:
                 return
             eager_s, replay_s = times
-            faster = replay_s <= (1 - _MARGIN) * eager_s
-            if all_agree(faster, example.device, self.group) if together else faster:
-                continue
-            self._slower.add(bucket)
-            rank_zero_info(
-                f"CUDA graph of {bucket}: a replay takes {replay_s * 1e3:.2f} ms and eager "
-                f"{eager_s * 1e3:.2f} ms on this rank. A rank gains too little, so these batches run eagerly."
-            )
+            is_faster = replay_s <= (1 - _MARGIN) * eager_s
+            if together:
+                is_faster = all_agree(is_faster, example.device, self.group)
+            if not is_faster:
+                self._slower.add(bucket)
+                rank_zero_info(
+                    f"CUDA graph of {bucket}: a replay takes {replay_s * 1e3:.2f} ms and eager "
+                    f"{eager_s * 1e3:.2f} ms on this rank. A rank gains too little, so these batches run "
+                    "eagerly."
+                )
 
     def _forget(self, change: str) -> None:
+        """Drop the graphs because of a change; after too many captures, give up."""
         self.close()
         if self._rounds >= _MOST_CAPTURES:
             self._give_up(
@@ -295,6 +337,7 @@ class GraphedStep:
             )
 
     def _give_up(self, error: CaptureError) -> None:
+        """Run all further batches eagerly, with a warning; with ``require``, raise."""
         self.off = error
         self.close()
         if self.require:
@@ -318,10 +361,11 @@ class GraphedStep:
 
 
 def _unsupported(batch: Any) -> str | None:
+    """Return why graphs do not support a batch, or None."""
     if not isinstance(batch, THDBatch):
         return "batch_type"
-    if (reason := batch.boundaries.eager) is not None:
-        return reason
+    if batch.boundaries.eager is not None:
+        return batch.boundaries.eager
     if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
         return "watched"
     return None if batch.weights is None else "weights"
@@ -329,20 +373,31 @@ def _unsupported(batch: Any) -> str | None:
 
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
-    backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
-    slots = example.batch.input_ids.numel()  # with trailing padding, because FP8 needs it
-    layout = Layout(slots, layout.sequences, max(layout.max_seqlen, -(-slots // max(1, layout.sequences))))
-    if bucket.misfit(layout) is not None:  # the example is too large, so take a batch that fills the bucket
-        layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
-    batch = step.inputs.dummy(layout)
+    batch = step.inputs.dummy(_layout_like(example.batch, step.inputs.bucket))
 
-    def backward(output: Any) -> None:
-        differentiate(differentiable(output), step.leaves)
+    def run_eager() -> None:
+        differentiate(differentiable(subject(batch, *example.rest)), step.leaves)
+
+    def run_replay() -> None:
+        differentiate(differentiable(step.run(batch)), step.leaves)
 
     with restored(subject.module), guarded(subject.module):
-        eager_s = backend.time_s(lambda: backward(subject(batch, *example.rest)))
-        replay_s = None if eager_s is None else backend.time_s(lambda: backward(step.run(batch)))
-    return None if eager_s is None or replay_s is None else (eager_s, replay_s)
+        eager_s = subject.backend.time_s(run_eager)
+        if eager_s is None:
+            return None
+        replay_s = subject.backend.time_s(run_replay)
+    return None if replay_s is None else (eager_s, replay_s)
+
+
+def _layout_like(batch: THDBatch, bucket: Bucket) -> Layout:
+    """Return a layout with a batch's slots and sequences, or one that fills the bucket if that is smaller."""
+    slots = batch.input_ids.numel()  # with trailing padding, because FP8 needs it
+    sizes = Layout.of_batch(batch)
+    even_length = math.ceil(slots / max(1, sizes.sequences))  # sequences that hold the padding, too
+    layout = Layout(slots, sizes.sequences, max(sizes.max_seqlen, even_length))
+    if bucket.misfit(layout) is not None:
+        return Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
+    return layout
 
 
 def _modes(example: Example) -> tuple[Any, ...]:
@@ -365,7 +420,9 @@ _ADVICE = (
 )
 # The relative differences by dtype that rounding can cause, because padding changes the order of sums.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
-_LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, autocast or TF32; for FP8; for random numbers
+_LOW = 2e-2  # for other dtypes, autocast or TF32
+_FP8 = 0.1
+_RANDOM = 0.7  # for a step that draws random numbers
 
 
 def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout) -> None:
@@ -373,19 +430,23 @@ def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout
     batch = step.inputs.dummy(layout)
     batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # unlike the zeros of the bucket's tail
     use = RandomUse()
-    with restored(subject.module), guarded(subject.module) as eager, uncompiled(subject.module), use:
-        wanted = subject(batch, *example.rest)
-    with restored(subject.module), guarded(subject.module) as replayed:
-        found = step.run(batch)
+    with restored(subject.module), guarded(subject.module) as eager_logs, uncompiled(subject.module), use:
+        eager_output = subject(batch, *example.rest)
+    with restored(subject.module), guarded(subject.module) as replay_logs:
+        output = step.run(batch)
+
     bound = _RANDOM if use.draws else _rounding(subject.module, example.device)
-    _refuse_difference(found, wanted, "the step returns", bound)
-    logged = step.logged or replayed
-    if [x.name for x in logged] != [x.name for x in eager]:
+    _refuse_difference(output, eager_output, "the step returns", bound)
+
+    graph_logs = step.logged or replay_logs
+    graph_names = [log.name for log in graph_logs]
+    eager_names = [log.name for log in eager_logs]
+    if graph_names != eager_names:
         raise CaptureError(
-            f"the step logs {[x.name for x in logged]} in a graph and {[x.name for x in eager]} without. Log "
-            "the same keys for every batch."
+            f"the step logs {graph_names} in a graph and {eager_names} without. Log the same keys for every "
+            "batch."
         )
-    for in_graph, in_eager in zip(logged, eager, strict=True):
+    for in_graph, in_eager in zip(graph_logs, eager_logs, strict=True):
         _refuse_difference(in_graph.value, in_eager.value, f"the step logs {in_graph.name!r}", bound)
         for name, value in in_eager.kwargs.items():
             kept = in_graph.kwargs.get(name)
@@ -398,22 +459,26 @@ def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout
 
 def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
     """Yield a layout that leaves tokens to a bucket's dummy sequences, and one that leaves them empty."""
-    most = min(bucket.max_seqlen // 2, bucket.slots // 4)
-    unit = math.gcd(bucket.slots, 128)
-    unit = unit if unit <= most else 1
-    longest = most // unit * unit
-    most = bucket.max_seqlen // unit * unit
-    for count, length in ((2, longest), (1, longest), (2, most), (1, most)):
+    short = min(bucket.max_seqlen // 2, bucket.slots // 4)
+    unit = math.gcd(bucket.slots, 128)  # lengths are multiples of it, which some kernels need
+    if unit > short:
+        unit = 1
+    short = short // unit * unit
+    long = bucket.max_seqlen // unit * unit
+    for count, length in ((2, short), (1, short), (2, long), (1, long)):
         layout = Layout(count * length, count, length)
         if length and layout.slots < bucket.slots and bucket.misfit(layout) is None:
             yield layout
             break
-    if (count := -(-bucket.slots // bucket.max_seqlen)) < bucket.sequences:
-        yield Layout(bucket.slots, count, bucket.max_seqlen)
+
+    fewest = math.ceil(bucket.slots / bucket.max_seqlen)
+    if fewest < bucket.sequences:
+        yield Layout(bucket.slots, fewest, bucket.max_seqlen)
 
 
-def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None:
-    pairs = zip(tree_paths(found), tree_paths(wanted), strict=True)
+def _refuse_difference(from_graph: Any, from_eager: Any, what: str, bound: float) -> None:
+    """Raise if tensors of a replayed step differ from the eager step's in shape, or by more than a bound."""
+    pairs = zip(tree_paths(from_graph), tree_paths(from_eager), strict=True)
     for (path, replayed), (_, eager) in pairs:
         name = f"{what} {path.strip('[]')}".rstrip()
         if not isinstance(replayed, Tensor) or not isinstance(eager, Tensor):
@@ -423,9 +488,10 @@ def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None
                 f"{name}: a tensor of shape {tuple(eager.shape)}, and {tuple(replayed.shape)} from a graph, "
                 f"whose batch is padded. {_ADVICE}"
             )
-        now, before = replayed.detach().double(), eager.detach().double()
-        error = float((now - before).norm() / before.norm().clamp_min(1e-30)) if before.numel() else 0.0
-        if not error <= bound and bool(before.isfinite().all()):  # the error is NaN if the replay's value is
+
+        error = _relative_error(replayed.detach().double(), eager.detach().double())
+        # The error is NaN if the replay's value is; a NaN of the eager step proves nothing.
+        if not error <= bound and bool(eager.isfinite().all()):
             raise CaptureError(
                 f"{name}: the value from a graph, whose batch is padded with dummy sequences, differs from "
                 f"the eager value by {error:.1e}. It depends on the number of slots or sequences, or on the "
@@ -433,11 +499,19 @@ def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None
             )
 
 
+def _relative_error(value: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, divided by the norm of the expected tensor; 0 for empty tensors."""
+    if not expected.numel():
+        return 0.0
+    return float((value - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
 def _rounding(module: nn.Module, device: torch.device) -> float:
+    """Return the relative difference that rounding can cause with a module's dtypes and torch's modes."""
     if any("_thd_fp8" in vars(child) for child in module.modules()):
         return _FP8  # scales of whole tensors depend on the padding
-    dtypes = {x.dtype for x in module.parameters()}
-    coarse = torch.is_autocast_enabled(device.type) or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    if coarse and torch.float64 not in dtypes:
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    uses_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if (torch.is_autocast_enabled(device.type) or uses_tf32) and torch.float64 not in dtypes:
         return _LOW
     return max((_ROUNDING.get(dtype, _LOW) for dtype in dtypes), default=_LOW)
