@@ -40,9 +40,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the most similar known name, or "." if none is similar."""
-    similar = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the name that is most similar to a word, or "." if none is similar."""
+    similar = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
     return f"; did you mean {similar[0]}?" if similar else "."
 
 

@@ -27,10 +27,13 @@ def check(arguments: Sequence[str]) -> None:
     parser.add_argument("--attention", default="thd", help="attn_implementation to check (default: thd)")
     parser.add_argument("--layers", type=whole(1), help="build only this many of the config's layers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(list(arguments))
-    model = load_model(given.model, given.attention, given.layers)
+    options = parser.parse_args(list(arguments))
+
+    model = load_model(options.model, options.attention, options.layers)
     report = check_packing(model, raise_on_leak=False)
-    text = json.dumps({**asdict(report), "ok": report.ok}, default=str) if given.json else str(report)
+    text = str(report)
+    if options.json:
+        text = json.dumps({**asdict(report), "ok": report.ok}, default=str)
     sys.stdout.write(f"{text}\n")
     if not report.ok:
         sys.exit(1)

@@ -60,6 +60,7 @@ class Expected:
         if self.distinct != self.tokens:
             distinct = f"{self.distinct:,} ({self.distinct / self.tokens:.1%})"
             rows.append(("distinct tokens, computed", distinct))
+
         share = 1 - self.padded_fill * self.distinct / (self.fill * self.tokens)
         saved = f"{share:.1%}" if share >= 0 else "none: fuller if padded"
         rows += [
@@ -69,6 +70,7 @@ class Expected:
             ("slots saved by packing", saved),
             ("slowest rank / mean work", f"{self.imbalance:.3f}"),
         ]
+
         if self.patches:
             rows.append(("image patches / most in a pack", f"{self.patches:,} / {self.most_patches:,}"))
         if self.patches and self.vision is not None:
@@ -76,8 +78,12 @@ class Expected:
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
             rows.append(("its MFU, assumed (--mfu)", f"{self.mfu:.0%}"))
-        lost = [(name.replace("_", " "), n) for name, n in self.lost.items() if n]
-        rows += [(name if name == "tokens lost" else f"sequences: {name}", f"{n:,}") for name, n in lost]
+        for name, count in self.lost.items():
+            label = name.replace("_", " ")
+            if name != "tokens_lost":
+                label = f"sequences: {label}"
+            if count:
+                rows.append((label, f"{count:,}"))
         return Table(columns=("", ""), rows=rows)
 
 
@@ -91,96 +97,115 @@ def plan(arguments: Sequence[str]) -> None:
 
         memory_plan(arguments)
         return
+
     parser = plan_parser()
-    given = parser.parse_args(list(arguments))
-    if given.theme is not None and given.plot is None:
-        parser.error(f"--theme {given.theme} sets the drawing's colours. Pass --plot too.")
-    expected, packs, held = plan_data(given)
+    options = parser.parse_args(list(arguments))
+    if options.theme is not None and options.plot is None:
+        parser.error(f"--theme {options.theme} sets the drawing's colours. Pass --plot too.")
+
+    expected, packs, shared = plan_data(options)
     split = expected.lost.get("split", 0)
     if split > expected.documents / 2:
         sys.stderr.write(
-            f"Warning: --capacity {given.capacity} splits {split:,} of {expected.documents:,} documents: "
+            f"Warning: --capacity {options.capacity} splits {split:,} of {expected.documents:,} documents: "
             "only a document's first piece sees its start. Raise --capacity, or pass --oversize truncate.\n"
         )
-    if given.json:
+    if options.json:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
     else:
         show_table(expected.table())
-    if given.plot:
+
+    if options.plot:
         from lightning_thd.report.packs import draw_packs
 
-        figure = draw_packs(packs[:16], given.capacity, held=held[:16], theme=given.theme or "light")
-        figure.savefig(given.plot, dpi=120)
-        if not given.json:
-            sys.stdout.write(f"Picture: {given.plot}\n")
+        figure = draw_packs(packs[:16], options.capacity, held=shared[:16], theme=options.theme or "light")
+        figure.savefig(options.plot, dpi=120)
+        if not options.json:
+            sys.stdout.write(f"Picture: {options.plot}\n")
 
 
-def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
+def plan_data(options: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
     """Plan an epoch's first steps; return statistics and, by pack, sequences' lengths and shared tokens."""
-    model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
-    peak = _peak(given.device, given.mfu, model)
-    cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
-    step = Packs(given.dp) if given.sequences is None else Sequences(given.sequences)
-    data = THDDataModule(
-        given.data,
-        capacity=given.capacity,
-        global_batch=step,
-        oversize=given.oversize or ("error" if given.share_prefixes else "split"),
-        share_prefixes=given.share_prefixes,
-        text_key=given.text_key,
-        metadata_keys=given.metadata_keys,
-        tokenizer=given.tokenizer,
-        processor=given.processor,
-        max_patches=given.max_patches,
-        cost=cost,
-    )
-    data.attach(ranks=given.dp)
-    data.prepare_data()
-    data.setup("fit")
+    model = None if options.model is None else FlopsModel.from_config(load_config(options.model))
+    flops_per_s = _flops_per_s(options.device, options.mfu, model)
+    cost = Cost() if model is None else Cost.from_flops(model, longest=options.capacity)
+    data = _data_module(options, cost)
     loader = data.train_steps()
     assert loader.planner is not None, "a path is not a stream"
     planner = loader.planner
-    plans = [planner.step(0, k, given.dp) for k in range(min(len(planner), given.steps))]
+
+    plans = [planner.step(0, k, options.dp) for k in range(min(len(planner), options.steps))]
     spans = [pack for plan in plans for rank in plan.spans_by_rank() for pack in rank]
     packs = [pack.lengths.tolist() for pack in spans]
-    held = [[0] * len(pack) for pack in packs]
+    shared = [[0] * len(pack) for pack in packs]
     if isinstance(planner, PrefixPlanner):
-        held = [planner.held(pack.index).tolist() for pack in spans]
+        shared = [planner.held(pack.index).tolist() for pack in spans]
+    lengths = sorted(length for pack in packs for length in pack)
+    computed = [sum(pack) - sum(prefixes) for pack, prefixes in zip(packs, shared, strict=True)]
+    # A sequence above the capacity has its own pack.
+    slots = sum(max(options.capacity, tokens) for tokens in computed)
+
     rank_work = [plan.work.sum(axis=1) for plan in plans]
-    total = float(sum(ranks.sum() for ranks in rank_work))
+    work = float(sum(ranks.sum() for ranks in rank_work))
     patches = sum(int(plan.patches.sum()) for plan in plans)
-    text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans) if patches else total
-    computed = [sum(pack) - sum(shared) for pack, shared in zip(packs, held, strict=True)]
-    slots = sum(max(given.capacity, n) for n in computed)  # a sequence above the capacity has its own pack
-    flat = sorted(length for pack in packs for length in pack)
-    tokens, distinct = sum(flat), sum(computed)
+    text_work = work
+    if patches:
+        text_work = sum(float(cost(plan.spans.lengths).sum()) for plan in plans)
+    tokens_per_s = None
+    if model is not None and flops_per_s is not None:
+        tokens_per_s = _speed(packs, shared, model, flops_per_s, vision=work - text_work)
+
     expected = Expected(
-        sequences=sum(map(len, packs)),
-        tokens=tokens,
-        distinct=distinct,
-        lengths=(flat[0], int(np.median(flat)), flat[-1]),
+        sequences=len(lengths),
+        tokens=sum(lengths),
+        distinct=sum(computed),
+        lengths=(lengths[0], int(np.median(lengths)), lengths[-1]),
         steps=len(planner),
         packs=len(packs),
-        fill=distinct / slots,
+        fill=sum(computed) / slots,
         padded_fill=_padded_fill(packs),
         imbalance=float(np.mean([ranks.max() / ranks.mean() for ranks in rank_work])),
-        tokens_per_s=None
-        if model is None or peak is None
-        else _speed(packs, held, model, peak, vision=total - text),
-        mfu=None if peak is None else given.mfu or _MFU,
+        tokens_per_s=tokens_per_s,
+        mfu=None if flops_per_s is None else options.mfu or _MFU,
         lost=dict(data.counts["train"]),
         documents=len(data._sets["train"].index.lengths),
         patches=patches,
         most_patches=max(int(plan.microbatch_patches.max()) for plan in plans),
-        vision=None if model is None or not total else 1 - text / total,
+        vision=None if model is None or not work else 1 - text_work / work,
     )
-    return expected, packs, held
+    return expected, packs, shared
+
+
+def _data_module(options: argparse.Namespace, cost: Cost) -> THDDataModule:
+    """Make the data module that ``lightning-thd plan`` plans, and count its data."""
+    oversize = options.oversize
+    if oversize is None:
+        oversize = "error" if options.share_prefixes else "split"
+    data = THDDataModule(
+        options.data,
+        capacity=options.capacity,
+        global_batch=Packs(options.dp) if options.sequences is None else Sequences(options.sequences),
+        oversize=oversize,
+        share_prefixes=options.share_prefixes,
+        text_key=options.text_key,
+        metadata_keys=options.metadata_keys,
+        tokenizer=options.tokenizer,
+        processor=options.processor,
+        max_patches=options.max_patches,
+        cost=cost,
+    )
+    data.attach(ranks=options.dp)
+    data.prepare_data()
+    data.setup("fit")
+    return data
 
 
 def load_config(path: str) -> Any:
     """Load a config from a ``config.json``, a folder with one, or a name that transformers resolves."""
     refuse_unreachable(path)
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
     if not file.exists():
         auto = require("transformers", feature=f"--model {path}, which is not a file here,").AutoConfig
         return auto.from_pretrained(path)
@@ -199,7 +224,7 @@ def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     return sum(flat) / slots
 
 
-def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
+def _flops_per_s(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
     """Return the expected bf16 FLOP/s of a device, peak times MFU; None without a device."""
     if device is None:
         if mfu is not None:
@@ -218,15 +243,16 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
 
 def _speed(
     packs: Sequence[Sequence[int]],
-    held: Sequence[Sequence[int]],
+    shared: Sequence[Sequence[int]],
     model: FlopsModel,
     flops_per_s: float,
     *,
     vision: float,
 ) -> float:
     """Return tokens per second, counting all copies of a shared prefix; ``vision``: the FLOPs of images."""
-    lengths, before = ([n for pack in each for n in pack] for each in (packs, held))
-    stats = SeqStats.from_lengths(lengths, prefix_lengths=before, windows=model.windows)
+    lengths = [length for pack in packs for length in pack]
+    prefix_lengths = [length for pack in shared for length in pack]
+    stats = SeqStats.from_lengths(lengths, prefix_lengths=prefix_lengths, windows=model.windows)
     return flops_per_s * sum(lengths) / (model.training_flops(stats).model + vision)
 
 
@@ -281,19 +307,21 @@ def graph_plan(arguments: Sequence[str]) -> None:
         "--max-sequences", type=whole(1), nargs="+", metavar="N", help="sequences of your buckets, to compare"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
+
     data = THDDataModule(
-        given.data,
-        capacity=given.capacity,
+        options.data,
+        capacity=options.capacity,
         oversize="truncate",
         empty="drop",
-        text_key=given.text_key,
-        metadata_keys=given.metadata_keys,
-        tokenizer=given.tokenizer,
+        text_key=options.text_key,
+        metadata_keys=options.metadata_keys,
+        tokenizer=options.tokenizer,
     )
     data.prepare_data()
     data.setup("fit")
     planner = data.train_steps().planner
     assert isinstance(planner, PackPlanner), "a path is not a stream"
-    found = plan_for(planner, given=given.max_sequences or ())
-    sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")
+    graphs = plan_for(planner, given=options.max_sequences or ())
+    text = json.dumps(asdict(graphs)) if options.json else graphs.table()
+    sys.stdout.write(f"{text}\n")

@@ -60,34 +60,38 @@ class Diagnosis:
 
     def tables(self) -> list[Table]:
         """Build the tables of machine, packages, kernels and known problems."""
-        kernels = [
-            (f"{x.serves}: {x.name.removeprefix('fused by ')}", "yes" if x.usable else f"no: {x.why_not}")
-            for x in self.kernels
-        ]
-        packages = [
-            (name, version or "-", f"tested: {self.tested[name]}" if name in self.tested else "")
-            for name, version in self.packages.items()
-        ]
+        packages = []
+        for name, version in self.packages.items():
+            tested = f"tested: {self.tested[name]}" if name in self.tested else ""
+            packages.append((name, version or "-", tested))
+
+        kernels = []
+        for kernel in self.kernels:
+            label = f"{kernel.serves}: {kernel.name.removeprefix('fused by ')}"
+            kernels.append((label, "yes" if kernel.usable else f"no: {kernel.why_not}"))
+
         problems = [("PROBLEM", problem) for problem in self.problems]
         problems += [("UNTESTED", release) for release in self.untested]
+        if not problems:
+            problems = [("No combination that is known to be bad.", "")]
+
         return [
             Table(columns=("", ""), rows=list(self.machine.items()), text=(0, 1)),
             Table(columns=("", "", ""), rows=packages, text=(0, 1, 2)),
             Table(columns=("", ""), rows=kernels, text=(0, 1)),
-            Table(
-                columns=("", ""),
-                rows=problems or [("No combination that is known to be bad.", "")],
-                text=(0, 1),
-            ),
+            Table(columns=("", ""), rows=problems, text=(0, 1)),
         ]
 
 
 def diagnose() -> Diagnosis:
     """Collect the versions, kernels and known problems of this machine; change and send nothing."""
-    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
-    problems = [] if capability is None else known_problems(capability=capability)  # all are about CUDA
-    graphs = CudaBackend().unavailable(torch.device("cuda"))
+    capability = None  # the major number, such as 9 of an H100
+    problems = []
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()[0]
+        problems = known_problems(capability=capability)  # all are about CUDA
     packages = {name: installed_version(name) for name in _DISTRIBUTIONS}
+    why_no_graphs = CudaBackend().unavailable(torch.device("cuda"))
     return Diagnosis(
         machine=_machine(),
         packages=packages,
@@ -96,72 +100,85 @@ def diagnose() -> Diagnosis:
         kernels=[
             *_attention(capability),
             *_fused(capability),
-            Kernel(
-                serves="CUDA graphs", name="torch.cuda.CUDAGraph", usable=graphs is None, why_not=graphs or ""
-            ),
+            _kernel("CUDA graphs", "torch.cuda.CUDAGraph", why_no_graphs),
         ],
         problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
     )
 
 
+def _kernel(serves: str, name: str, why_not: str | None) -> Kernel:
+    """Return a kernel, which runs here unless there is a reason why not."""
+    return Kernel(serves=serves, name=name, usable=why_not is None, why_not=why_not or "")
+
+
 def _untested(packages: Mapping[str, str | None]) -> list[str]:
     """Say which packages are older or newer than every release that the tests ran with."""
-    said = []
+    lines = []
     for name, (oldest, newest, _) in SUPPORTED.items():
         version = packages.get(name)
-        if version is not None and is_newer(version, newest):
-            said.append(
+        if version is None:
+            continue
+        if is_newer(version, newest):
+            lines.append(
                 f"{name} {version} is newer than {newest}, the newest release that the tests ran with."
             )
-        if version is not None and is_older(version, oldest):
-            said.append(f"{name} {version} is too old: install {oldest} or newer.")
-    return said
+        if is_older(version, oldest):
+            lines.append(f"{name} {version} is too old: install {oldest} or newer.")
+    return lines
 
 
 def _machine() -> dict[str, str]:
-    found = {
+    """Return the machine's Python, system, CPU cores and GPUs, by name."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use, which macOS does not tell
+        cores = len(os.sched_getaffinity(0))
+    machine = {
         "lightning_thd": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu cores": str(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
+        "cpu cores": str(cores),
         "cuda of torch": str(torch.version.cuda or "none, a CPU build"),
     }
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found[f"gpu {index}"] = (
+        machine[f"gpu {index}"] = (
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"compute capability {properties.major}.{properties.minor}"
         )
-    return found
+    return machine
 
 
 def _attention(capability: int | None) -> list[Kernel]:
+    """List the attention kernels, each with the reason why it does not run here, if any."""
     kernels = []
     for name, row in SUPPORT.items():
+        why_not: str | None
         if capability is not None and row.capability and capability not in row.capability:
-            wanted = " or ".join(map(str, row.capability))
-            why: str | None = f"needs compute capability {wanted}, this GPU has {capability}"
+            needed = " or ".join(map(str, row.capability))
+            why_not = f"needs compute capability {needed}, this GPU has {capability}"
         else:
-            why = missing(name) or (_NO_DEVICE if row.device == "cuda" and capability is None else None)
-        what = f"attention backend={row.backend!r}"
-        kernels.append(Kernel(serves=what, name=name, usable=why is None, why_not=why or ""))
+            why_not = missing(name)
+            if not why_not and row.device == "cuda" and capability is None:
+                why_not = _NO_DEVICE
+        kernels.append(_kernel(f"attention backend={row.backend!r}", name, why_not or None))
     return kernels
 
 
 def _fused(capability: int | None) -> list[Kernel]:
+    """List the fused layers and FP8 engines, each with the reason why it does not run here, if any."""
     kernels = []
     for serves, (name, modules) in _FUSED.items():
         absent = [module for module in modules if not available(module)]
-        why = "; ".join(filter(None, map(trouble, absent))) or (_NO_DEVICE if capability is None else None)
-        bad = [x for module in modules for x in known_problems(module, capability=capability)]
-        if why is None and bad:
-            why = f"{bad[0].problem}; {bad[0].instead}"
-        nvidia = capability is not None and torch.version.hip is None
-        if nvidia and "fp8" in serves and torch.cuda.get_device_capability() < (8, 9):
-            why = "needs compute capability 8.9 or higher"
-        kernels.append(Kernel(serves=serves, name=name, usable=why is None, why_not=why or ""))
+        why_not: str | None = "; ".join(filter(None, map(trouble, absent))) or None
+        if why_not is None and capability is None:
+            why_not = _NO_DEVICE
+        problems = [x for module in modules for x in known_problems(module, capability=capability)]
+        if why_not is None and problems:
+            why_not = f"{problems[0].problem}; {problems[0].instead}"
+        is_nvidia = capability is not None and torch.version.hip is None
+        if is_nvidia and "fp8" in serves and torch.cuda.get_device_capability() < (8, 9):
+            why_not = "needs compute capability 8.9 or higher"
+        kernels.append(_kernel(serves, name, why_not))
     return kernels
 
 
@@ -171,10 +188,12 @@ def doctor(arguments: Sequence[str]) -> None:
         "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    as_json, found = parser.parse_args(list(arguments)).json, diagnose()
-    if as_json:
-        print(json.dumps(asdict(found), indent=1))
+    options = parser.parse_args(list(arguments))
+    diagnosis = diagnose()
+    if options.json:
+        print(json.dumps(asdict(diagnosis), indent=1))
         return
-    for i, table in enumerate(found.tables()):
-        print(end="\n" if i else "")
+    for i, table in enumerate(diagnosis.tables()):
+        if i:
+            print()
         show_table(table)

@@ -41,6 +41,7 @@ _DEBUG = "JSONARGPARSE_DEBUG"  # environment variable; with "true", jsonargparse
 
 
 def _help() -> str:
+    """Return the text of ``lightning-thd --help``."""
     tools = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in TOOLS.items())
     training = "\n".join(f"  {name:<10}  {what}" for name, what in TRAINING.items())
     return (
@@ -53,27 +54,36 @@ def _help() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``lightning-thd``."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
         print(_help())
-    elif given == ["--version"]:
+        return
+    if words == ["--version"]:
         print(f"lightning-thd {__version__}")
-    elif given[0] in TOOLS:
-        _tool(given[0], given[1:])
-    elif given[0] in TRAINING:
-        sys.argv[1:] = given  # LightningCLI reads sys.argv
-        try:
-            _lightning(given[0])
-        except Exception as err:
-            if os.environ.get(_DEBUG) == "true" or (refusal := _refusal_in(err)) is None:
-                raise
-            _fail(given[0], refusal)
+        return
+
+    command = words[0]
+    if command in TOOLS:
+        _tool(command, words[1:])
+    elif command in TRAINING:
+        _train(words)
     else:
-        known = [*TRAINING, *TOOLS]
-        meant = nearest(given[0], known).removeprefix("; ").capitalize().removeprefix(".")
-        sys.exit(
-            f"lightning-thd: no command {given[0]!r}. {meant}{' ' * bool(meant)}Commands: {', '.join(known)}."
-        )
+        commands = [*TRAINING, *TOOLS]
+        advice = nearest(command, commands).removeprefix("; ").capitalize().removeprefix(".")
+        sentences = [f"no command {command!r}.", advice, f"Commands: {', '.join(commands)}."]
+        sys.exit(f"lightning-thd: {' '.join(filter(None, sentences))}")
+
+
+def _train(words: list[str]) -> None:
+    """Run a subcommand of LightningCLI; show errors that say what to change as one line."""
+    sys.argv[1:] = words  # LightningCLI reads sys.argv
+    try:
+        _lightning(words[0])
+    except Exception as err:
+        refusal = _refusal_in(err)
+        if os.environ.get(_DEBUG) == "true" or refusal is None:
+            raise
+        _fail(words[0], refusal)
 
 
 def _refusal_in(err: BaseException) -> BaseException | None:
@@ -82,11 +92,14 @@ def _refusal_in(err: BaseException) -> BaseException | None:
     packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
     if packages[-1] == "jsonargparse" and err.__cause__ is not None:  # it wraps a constructor's error
         return _refusal_in(err.__cause__)
-    allowed = _KNOWN | sys.stdlib_module_names | (_ITERATE if packages[-1] == "lightning_thd" else set())
+    allowed = _KNOWN | sys.stdlib_module_names
+    if packages[-1] == "lightning_thd":
+        allowed |= _ITERATE
     return err if isinstance(err, _REFUSALS) and allowed.issuperset(packages) else None
 
 
 def _fail(command: str, message: object) -> NoReturn:
+    """Exit with status 2 and a message of one line."""
     text = " ".join(str(message).split())
     if command in TOOLS:  # training has YAML too, whose keys are the arguments
         text = in_options(text)
@@ -95,6 +108,7 @@ def _fail(command: str, message: object) -> NoReturn:
 
 
 def _tool(name: str, arguments: list[str]) -> None:
+    """Run a command of ``TOOLS``."""
     module = importlib.import_module(f"lightning_thd.cli.{TOOLS[name][0]}")
     try:
         getattr(module, name.replace("-", "_"))(arguments)
@@ -107,6 +121,7 @@ def _tool(name: str, arguments: list[str]) -> None:
 
 
 def _lightning(command: str) -> None:
+    """Run LightningCLI on the arguments of this process."""
     require("jsonargparse", feature=f"lightning-thd {command}")
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -160,8 +175,8 @@ def report(arguments: Sequence[str]) -> None:
     themes = ("auto", "light", "dark")
     parser.add_argument("--theme", choices=themes, default="auto", help="colours (auto: the browser's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
-    given = parser.parse_args(list(arguments))
-    if given.json:
-        sys.stdout.write(json.dumps(read_metrics(given.folder)) + "\n")
+    options = parser.parse_args(list(arguments))
+    if options.json:
+        sys.stdout.write(json.dumps(read_metrics(options.folder)) + "\n")
     else:
-        show(given.folder, theme=given.theme)
+        show(options.folder, theme=options.theme)

@@ -31,19 +31,21 @@ _PARTS = {
 
 def memory_plan(arguments: Sequence[str]) -> None:
     """Print the memory of one step by parts, the cards that hold it, and what other options would need."""
-    given = memory_parser().parse_args(list(arguments))
-    model = MemoryModel.from_config(load_config(given.model))
-    training = training_of(given)
-    cards = tuple(given.card or CARDS_GB)
-    moment, parts = model.at_peak(given.capacity, training)
-    if given.json:
-        sys.stdout.write(json.dumps(_as_json(model, given.capacity, training, cards)) + "\n")
+    options = memory_parser().parse_args(list(arguments))
+    model = MemoryModel.from_config(load_config(options.model))
+    training = training_of(options)
+    cards = tuple(options.card or CARDS_GB)
+    if options.json:
+        sys.stdout.write(json.dumps(_as_json(model, options.capacity, training, cards)) + "\n")
         return
+
+    moment, parts = model.at_peak(options.capacity, training)
     rows = [(name, f"{getattr(parts, part) / _GB:,.2f} GB") for part, name in _PARTS.items()]
+    rows.append(("at most", f"{parts.total / _GB:,.2f} GB"))
     sys.stdout.write(f"{model.num_weights:,} weights, {training.devices} devices, on each of them:\n")
-    show_table(Table(columns=("", ""), rows=[*rows, ("at most", f"{parts.total / _GB:,.2f} GB")]))
+    show_table(Table(columns=("", ""), rows=rows))
     sys.stdout.write(f"at this moment: {moment}\n\n")
-    show_table(_table_of_options(model, given.capacity, training, cards))
+    show_table(_table_of_options(model, options.capacity, training, cards))
 
 
 def room_of(card_gb: float) -> int:
@@ -67,38 +69,46 @@ def options_of(training: Training) -> Iterator[tuple[str, Training]]:
     yield from ((name, way) for name, way in ways.items() if way != training)
 
 
-def training_of(given: argparse.Namespace) -> Training:
+def training_of(options: argparse.Namespace) -> Training:
     """Return how the command's arguments train a model."""
     return Training(
-        precision=given.precision,
-        optimizer=given.optimizer,
-        checkpointing=given.checkpointing or given.offload,
-        mlp_tile=given.mlp_tile,
-        offload=given.offload,
-        lora_rank=given.lora_rank,
-        data=given.dp,
-        sharded=given.fsdp,
-        context=given.cp,
-        tensor=given.tp,
-        pipeline=given.pp,
-        accumulates=given.accumulates,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        checkpointing=options.checkpointing or options.offload,
+        mlp_tile=options.mlp_tile,
+        offload=options.offload,
+        lora_rank=options.lora_rank,
+        data=options.dp,
+        sharded=options.fsdp,
+        context=options.cp,
+        tensor=options.tp,
+        pipeline=options.pp,
+        accumulates=options.accumulates,
     )
 
 
 def _table_of_options(model: MemoryModel, capacity: int, training: Training, cards: Sequence[float]) -> Table:
+    """Build a table of the ways to train: the peak of each, and what fits on each card."""
     rows = []
     for name, way in options_of(training):
         largest = [model.largest_capacity(room_of(card), way) for card in cards]
-        fits = (
-            f"{capacity:,} fits" if most >= capacity else f"{most:,}" if most else "-" for most in largest
-        )
+        fits = [_fit(capacity, most) for most in largest]
         rows.append((name, f"{model.peak(capacity, way) / _GB:,.1f} GB", *fits))
     columns = ("", "peak", *(f"{card:g} GB" for card in cards))
     foot = "A number is the largest capacity that fits; - means that no capacity does."
     return Table(columns=columns, rows=rows, foot=foot)
 
 
+def _fit(capacity: int, largest: int) -> str:
+    """Say whether a capacity fits, and if not, the largest one that does; "-" if none does."""
+    if largest >= capacity:
+        return f"{capacity:,} fits"
+    return f"{largest:,}" if largest else "-"
+
+
 def _as_json(model: MemoryModel, capacity: int, training: Training, cards: Sequence[float]) -> dict[str, Any]:
+    """Return the plan as the object that ``--json`` prints."""
+
     def on_cards(way: Training, peak: int) -> list[dict[str, Any]]:
         return [
             {
@@ -119,7 +129,7 @@ def _as_json(model: MemoryModel, capacity: int, training: Training, cards: Seque
         "peak_bytes": parts.total,
         "moment": moment,
         "parts": asdict(parts),
-        "moments": {name: held.total for name, held in moments.items()},
+        "moments": {name: parts_then.total for name, parts_then in moments.items()},
         "options": [
             {"option": name, "peak_bytes": peak, "cards": on_cards(way, peak)}
             for name, (way, peak) in ways.items()
