@@ -89,16 +89,29 @@ def prepare_accelerate(
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     _refuse_fast_scheduler(accelerator, scheduler)
-    several = isinstance(optimizer, list | tuple)
-    optimizers = optimizer if several else [optimizer]
-    ways = context_parallel_layout, context_parallel_communication
-    shared = share_packs(model, data_rank(accelerator), accelerator.device, context_parallel_size, *ways)
-    accumulate = accelerator.gradient_accumulation_steps
-    named: Any = {"accumulate": accumulate, "name": "gradient_accumulation_steps"}
-    loader = as_loader(data, model, shared, **named, device=accelerator.device)
+
+    shared = share_packs(
+        model,
+        data_rank(accelerator),
+        accelerator.device,
+        context_parallel_size,
+        context_parallel_layout,
+        context_parallel_communication,
+    )
+    loader = as_loader(
+        data,
+        model,
+        shared,
+        accumulate=accelerator.gradient_accumulation_steps,
+        device=accelerator.device,
+        name="gradient_accumulation_steps",
+    )
+
     accelerator.sync_gradients = True  # after an error inside accumulate(), later Accelerators see False
+    is_several = isinstance(optimizer, list | tuple)
+    optimizers = optimizer if is_several else [optimizer]
     model, *prepared = accelerator.prepare(model, *optimizers)
-    optimizer = prepared if several else prepared[0]
+    optimizer = prepared if is_several else prepared[0]
     if scheduler is not None:
         # With split_batches, the scheduler steps once per optimizer step, on any number of processes.
         scheduler = schedulers.AcceleratedScheduler(scheduler, prepared, split_batches=True)
@@ -146,6 +159,7 @@ prepare_thd = prepare_accelerate
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
+    """Refuse a scheduler that Accelerate steps once for every process."""
     processes = accelerator.num_processes
     steps_once = getattr(scheduler, "split_batches", True) or not getattr(scheduler, "step_with_optimizer", 1)
     if processes > 1 and type(scheduler).__module__.startswith("accelerate.") and not steps_once:
@@ -156,18 +170,24 @@ def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
 
 
 def _refuse_parallelism(accelerator: Any) -> None:
+    """Refuse engines and parallelism of Accelerate that run steps or cut sequences by themselves."""
     kind = getattr(accelerator.distributed_type, "name", "")
-    if (why := why_refused(kind)) is not None:
+    why = why_refused(kind)
+    if why is not None:
         raise ValueError(
             f"The accelerator runs {kind}, {why}. Use FSDP2 or DDP with prepare_thd, or Lightning "
             "with THDModelParallelStrategy."
         )
+
     config = accelerator.parallelism_config
-    for name in () if config is None else ("cp_size", "sp_size"):
-        if getattr(config, name) > 1:
+    if config is None:
+        return
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name)
+        if size > 1:
             raise ValueError(
-                f"The accelerator has {name}={getattr(config, name)}: its context parallelism replaces every "
-                "mask by a causal one. Set it to 1, and prepare_thd(..., context_parallel_size=...)."
+                f"The accelerator has {name}={size}: its context parallelism replaces every mask by a causal "
+                "one. Set it to 1, and prepare_thd(..., context_parallel_size=...)."
             )
 
 

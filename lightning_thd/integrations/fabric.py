@@ -144,7 +144,7 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
 
     # The step of an optimizer whose parameters were replaced would change nothing, without an error.
     trained = {id(parameter) for parameter in prepared.parameters()}
-    groups = [group for each in optimizers for group in each.param_groups]
+    groups = [group for one in optimizers for group in one.param_groups]
     lost = [p for group in groups for p in group["params"] if id(p) not in trained]
     if lost:
         raise ValueError(
@@ -153,5 +153,5 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
             "of the prepared model: prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
 
-    ready = [each if is_wrapped(each) else fabric.setup_optimizers(each) for each in optimizers]
+    ready = [one if is_wrapped(one) else fabric.setup_optimizers(one) for one in optimizers]
     return prepared, ready if is_several else ready[0]

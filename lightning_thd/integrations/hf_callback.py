@@ -65,7 +65,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._handle is not None:  # an error ended the training before
             self._handle.remove()
         self._handle = model.register_forward_pre_hook(
-            only_looking(lambda *given: self._look(*given)), with_kwargs=True
+            only_looking(lambda module, args, kwargs: self._look(module, args, kwargs)), with_kwargs=True
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,9 +79,12 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure if a log is due; stop the clock and keep the totals for an evaluation or checkpoint."""
-        step, every = state.global_step, state.logging_steps or 0
-        if control.should_log or (every and step % every == 0) or step == state.max_steps:
-            self._pending |= for_loggers(self.monitor._publish(last=step == state.max_steps))
+        step = state.global_step
+        is_last = step == state.max_steps
+        is_due = bool(state.logging_steps) and step % state.logging_steps == 0
+        if control.should_log or is_due or is_last:
+            self._pending |= for_loggers(self.monitor._publish(last=is_last))
+
         if control.should_evaluate or control.should_save:
             meter = self.monitor._meter("train")
             meter.pause()
@@ -97,11 +100,11 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Add the metrics of the last interval to a log of training."""
         if logs is None or "loss" not in logs:
             return
-        ours = {key.removeprefix("train/"): value for key, value in self._pending.items()}
+        metrics = {key.removeprefix("train/"): value for key, value in self._pending.items()}
         self._pending = {}
-        logs.update(ours)
+        logs.update(metrics)
         if state.log_history:
-            state.log_history[-1].update(ours)
+            state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the cost of padding, and remove the hook from the model."""
@@ -111,9 +114,13 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.monitor.finish()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.counts_calls:
-            named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
-            self.count(module, named)
+        """Count the inputs of a call of the model."""
+        if not self.counts_calls:
+            return
+        inputs = dict(kwargs)
+        if args:
+            inputs.setdefault("input_ids", args[0])
+        self.count(module, inputs)
 
     def count(self, module: nn.Module, batch: Any) -> None:
         """Count a batch if the model trains on it."""

@@ -56,35 +56,41 @@ def open_datasets(arguments: dict[str, Any], reading: dict[str, Any]) -> None:
             ``processing_class`` are changed in place.
         reading: ``data_kwargs``; the arguments that only files need are taken out.
     """
-    tokenizer = reading.pop("tokenizer", None)
-    if isinstance(tokenizer, str):
-        auto = require("transformers", feature=f"tokenizer={tokenizer!r}").AutoTokenizer
-        tokenizer = auto.from_pretrained(tokenizer)
-    if tokenizer is not None:
-        if arguments.get("processing_class") not in (None, tokenizer):
-            raise ValueError("data_kwargs has a tokenizer, and processing_class is another. Pass one.")
-        if hasattr(tokenizer, "save_pretrained"):  # a Trainer saves it with the model
-            arguments["processing_class"] = tokenizer
-    else:
-        tokenizer = arguments.get("processing_class")
+    tokenizer = _tokenizer_of(arguments, reading)
     of_files = {name: reading.pop(name) for name in _OF_FILES if name in reading}
-    shared = {name: reading[name] for name in ("cache_dir", "max_errors", "on_error") if name in reading}
+    of_all = {name: reading[name] for name in ("cache_dir", "max_errors", "on_error") if name in reading}
+    opener = Opener(tokenizer=tokenizer, **of_files, **of_all)
 
-    opener = Opener(tokenizer=tokenizer, **of_files, **shared)
-    found = False
+    has_paths = False
     for name in ("train_dataset", "eval_dataset"):
         dataset = arguments.get(name)
         if isinstance(dataset, Mapping) and any(map(is_paths, dataset.values())):
-            found = True
+            has_paths = True
             arguments[name] = {key: _opened(opener, source) for key, source in dataset.items()}
         elif is_paths(dataset):
-            found = True
+            has_paths = True
             arguments[name] = _opened(opener, dataset)
-    if of_files and not found:
+    if of_files and not has_paths:
         raise ValueError(
             f"data_kwargs has {', '.join(of_files)}, which only files need, but no dataset is a path. "
             "Leave it out, or pass the path as train_dataset."
         )
+
+
+def _tokenizer_of(arguments: dict[str, Any], reading: dict[str, Any]) -> Any:
+    """Take the tokenizer from ``data_kwargs``, loaded if it is a name, or the Trainer's own, or None."""
+    tokenizer = reading.pop("tokenizer", None)
+    if tokenizer is None:
+        return arguments.get("processing_class")
+    if isinstance(tokenizer, str):
+        auto = require("transformers", feature=f"tokenizer={tokenizer!r}").AutoTokenizer
+        tokenizer = auto.from_pretrained(tokenizer)
+
+    if arguments.get("processing_class") not in (None, tokenizer):
+        raise ValueError("data_kwargs has a tokenizer, and processing_class is another. Pass one.")
+    if hasattr(tokenizer, "save_pretrained"):  # a Trainer saves it with the model
+        arguments["processing_class"] = tokenizer
+    return tokenizer
 
 
 def _opened(opener: Opener, source: Any) -> Any:
@@ -97,6 +103,7 @@ def _opened(opener: Opener, source: Any) -> Any:
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the ids and labels of a row as lists, which are columns of integers for datasets."""
     return {name: np.asarray(row[name]).tolist() for name in ("input_ids", "labels") if name in row}
 
 
@@ -108,11 +115,11 @@ def arguments_of(model: Any) -> frozenset[str]:
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, if a sample has them and no labels, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
-    without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets.map` keeps what is left out
+    without_masks = {**sample, **dict.fromkeys(masks)}  # None, because `datasets.map` keeps what is left out
     if not masks or sample.get("labels") is not None:
-        return without
-    learned = np.logical_and.reduce([*masks.values()])
-    return {**without, "labels": np.where(learned, np.asarray(sample["input_ids"]), -100)}
+        return without_masks
+    is_learned = np.logical_and.reduce([*masks.values()])
+    return {**without_masks, "labels": np.where(is_learned, np.asarray(sample["input_ids"]), -100)}
 
 
 class WithLabels:
@@ -121,7 +128,9 @@ class WithLabels:
     def __init__(
         self, dataset: Any, arguments: frozenset[str] = frozenset(), *, own_labels: bool = False
     ) -> None:
-        self._dataset, self._refused = dataset, sorted(arguments - frozenset(PER_TOKEN))
+        self._dataset = dataset
+        # Columns that the model would take, but that packs do not hold.
+        self._refused = sorted(arguments - frozenset(PER_TOKEN))
         self._own_labels = own_labels
 
     def __len__(self) -> int:
@@ -129,7 +138,8 @@ class WithLabels:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         row = self._dataset[i]
-        row = row if isinstance(row, Mapping) else {"text": row}
+        if not isinstance(row, Mapping):
+            row = {"text": row}
         if "input_ids" not in row:
             raise ValueError(
                 f"Row {i} of the dataset has the keys {list(row)} and no input_ids. Tokenise it."
@@ -148,17 +158,19 @@ class WithLabels:
         length = len(sample["input_ids"])
         if sample.get("attention_mask") is not None:
             check_attention_mask(sample, length, f"Row {i} of the dataset")
+
         positions = sample.get("position_ids")
         if positions is not None and not np.array_equal(np.asarray(positions), np.arange(length)):
             raise ValueError(
                 f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}. Give one "
                 "sequence per row without them, or use Lightning's Trainer with THDDataModule."
             )
-        others = [name for name in self._refused if sample.get(name) is not None]
-        others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
-        if others:
+
+        columns = [name for name in self._refused if sample.get(name) is not None]
+        columns += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
+        if columns:
             raise ValueError(
-                f"Row {i} of the dataset has {', '.join(others)}, which a model takes, but packed_trainer "
+                f"Row {i} of the dataset has {', '.join(columns)}, which a model takes, but packed_trainer "
                 "packs only ids, labels and weights. Use Lightning with THDDataModule, or remove the columns."
             )
 
@@ -180,28 +192,32 @@ def _check_own_labels(labels: Any, i: int) -> None:
 
 def is_streamed(dataset: object) -> bool:
     """Return whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
-    parts = dataset.values() if isinstance(dataset, Mapping) else [(dataset,)]
-    sources = [part[0] for part in parts if isinstance(part, tuple | list) and part]
+    sources = [dataset]
+    if isinstance(dataset, Mapping):  # a mixture of (source, weight), or a dict of splits or columns
+        sources = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
     return any(isinstance(source, Stream) or is_stream(source) for source in sources)
 
 
 def streamed_dataset(dataset: Any, trainer: type) -> Any:
     """Return an iterable dataset; for TRL's trainers, its masks of learned tokens become labels."""
-    prepared = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
-    if not hasattr(dataset, "map"):
-        if prepared:
-            raise ValueError(
-                f"{trainer.__name__} prepares datasets itself and cannot prepare a {type(dataset).__name__}. "
-                "Give it a datasets.IterableDataset, or use packed_trainer() around transformers.Trainer."
-            )
+    is_trls = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
+    if not is_trls:
         return dataset
-    return dataset.map(_with_listed_labels) if prepared else dataset
+    if not hasattr(dataset, "map"):
+        raise ValueError(
+            f"{trainer.__name__} prepares datasets itself and cannot prepare a {type(dataset).__name__}. "
+            "Give it a datasets.IterableDataset, or use packed_trainer() around transformers.Trainer."
+        )
+    return dataset.map(_with_listed_labels)
 
 
 def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = with_labels(record)
-    labels = found.get("labels")  # labels that TRL made are a list already
-    return {**found, "labels": labels.tolist()} if isinstance(labels, np.ndarray) else found
+    """Return what ``with_labels`` does, with labels as a list, as a stream of datasets needs them."""
+    labelled = with_labels(record)
+    labels = labelled.get("labels")
+    if isinstance(labels, np.ndarray):  # labels that TRL made are a list already
+        return {**labelled, "labels": labels.tolist()}
+    return labelled
 
 
 class PositionMixin(TrainerBase):  # type: ignore[misc]
@@ -223,9 +239,11 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.args.ignore_data_skip, self._resumed = False, None
+            self.args.ignore_data_skip = False
+            self._resumed = None
 
     def _packs_of(self, loader: THDLoader) -> TrainerPacks:
+        """Return the packs of a loader, at the position of the checkpoint from which training resumes."""
         packs = TrainerPacks(loader, self._begin, lambda: self.state.global_step)
         if self._resumed is not None:
             packs.load(self._resumed)
@@ -253,8 +271,11 @@ class TrainerPacks:
     def __init__(
         self, loader: THDLoader, begin: Callable[[], None] = lambda: None, steps: Callable[[], int] = int
     ) -> None:
-        self.loader, self._begin, self._steps = loader, begin, steps
-        self._begun, self._before = False, 0
+        self.loader = loader
+        self._begin = begin
+        self._steps = steps
+        self._begun = False
+        self._steps_before = 0  # finished when this pass over the packs began
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -263,14 +284,15 @@ class TrainerPacks:
         if not self._begun:
             self._begun = True
             self._begin()
-        self._before = self._steps()
+        self._steps_before = self._steps()
         for batch in self.loader:
             yield {"batch": batch}
 
     def position(self) -> Position:
         """Return the position in the data after the finished steps."""
         # The loader may have yielded packs of a step that has not ended. So count only finished steps.
-        return self.loader.position_after((self._steps() - self._before) * self.loader.per_step)
+        finished_steps = self._steps() - self._steps_before
+        return self.loader.position_after(finished_steps * self.loader.per_step)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch when Trainer calls this, unless the epoch has begun already."""
@@ -280,12 +302,14 @@ class TrainerPacks:
         """Write the position into a checkpoint's folder, atomically."""
         path = Path(folder) / _FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.loader.source.state(self.position()), path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+        partial = path.with_suffix(".partial")
+        torch.save(self.loader.source.state(self.position()), partial)
+        os.replace(partial, path)
 
     def load(self, folder: str | Path) -> None:
         """Restore the position from a checkpoint's folder; refuse a position in other data or settings."""
-        path, advice = Path(folder) / _FILE, "TrainingArguments(ignore_data_skip=True) begins the data again."
+        path = Path(folder) / _FILE
+        advice = "TrainingArguments(ignore_data_skip=True) begins the data again."
         if not path.is_file():
             raise ValueError(
                 f"The checkpoint {folder} has no {_FILE}: packed_trainer did not write it. {advice}"

@@ -104,44 +104,55 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         transformers: Any = require("transformers", feature="packed_trainer")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        preprocess = self.preprocess_logits_for_metrics
-        rows = Rows(preprocess, inputs="inputs" in (self.args.include_for_metrics or ()))
-        counts: list[int] = []
+        wants_inputs = "inputs" in (self.args.include_for_metrics or ())
+        rows = Rows(self.preprocess_logits_for_metrics, inputs=wants_inputs)
+        num_sequences = 0
 
-        def seen(batch: THDBatch) -> None:
-            counts.append(len(batch.lengths))
+        def collect(batch: THDBatch) -> None:
+            nonlocal num_sequences
+            num_sequences += len(batch.lengths)
             if not prediction_loss_only:
                 rows.add(self.model, batch)
+
+        def loss_fn(model: nn.Module, batch: THDBatch) -> Tensor:
+            loss: Tensor = self.compute_loss(model, {"batch": batch})
+            return loss
 
         with self._paused():
             self._prepare_for_evaluation()
             self.callback_handler.eval_dataloader = dataloader
-            packs, device = self._with_callbacks(dataloader), torch.device(self.args.device)
-            loss_fn = lambda model, batch: self.compute_loss(model, {"batch": batch})  # noqa: E731
-            options: Any = {"device": device, "seen": seen}
+            packs = self._with_callbacks(dataloader)
+            options: Any = {"device": torch.device(self.args.device), "seen": collect}
             if self._needs_boundaries:
                 options["judge"] = partial(refuse_unread, what=f"{type(self).__name__}.{LOSS}", option=OPTION)
             loss, tokens = mean_loss(loss_fn, self.model, packs, **options)
-        predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
+
+        predictions, labels, ids = None, None, None
+        if not prediction_loss_only:
+            predictions, labels, ids = rows.gather()
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None:
-            found = transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
-            metrics = self.compute_metrics(found)
+            metrics = self.compute_metrics(
+                transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
+            )
         if self._logs_entropy:
             metrics |= self._token_metrics("eval")
         metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
         self._evaluated = metric_key_prefix, len(dataloader)
+
+        prefix = f"{metric_key_prefix}_"
         return transformers.trainer_utils.EvalLoopOutput(
             predictions=predictions,
             label_ids=labels,
             metrics={
-                key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
+                key if key.startswith(prefix) else prefix + key: value
                 for key, value in transformers.trainer_utils.denumpify_detensorize(metrics).items()
             },
-            num_samples=self._sum_over_ranks(sum(counts)),
+            num_samples=self._sum_over_ranks(num_sequences),
         )
 
     def _with_callbacks(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:
+        """Yield the packs, and call the callbacks after each, as Trainer does."""
         for inputs in dataloader:
             yield cast("THDBatch", inputs["batch"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -154,17 +165,23 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             else:
                 self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if not self.is_in_train:
-            dtypes = {torch.float16: self.args.fp16_full_eval, torch.bfloat16: self.args.bf16_full_eval}
-            for dtype in [dtype for dtype, wanted in dtypes.items() if wanted]:
-                self.model.to(dtype=dtype, device=self.args.device)
-        if callable(evaluate := getattr(self.optimizer, "eval", None)):
+            if self.args.fp16_full_eval:
+                self.model.to(dtype=torch.float16, device=self.args.device)
+            if self.args.bf16_full_eval:
+                self.model.to(dtype=torch.bfloat16, device=self.args.device)
+
+        evaluate = getattr(self.optimizer, "eval", None)  # schedule-free optimizers evaluate other weights
+        if callable(evaluate):
             evaluate()
 
     def _count_packs(self, metrics: dict[str, float]) -> None:
         """Correct the steps per second, which Trainer computes from a batch size that packs do not have."""
-        prefix, packs = self._evaluated or ("", 0)
-        if (rate := f"{prefix}_steps_per_second") in metrics:
-            metrics[rate] = round(packs / metrics[f"{prefix}_runtime"], 3)
+        if self._evaluated is None:
+            return
+        prefix, num_packs = self._evaluated
+        rate = f"{prefix}_steps_per_second"
+        if rate in metrics:
+            metrics[rate] = round(num_packs / metrics[f"{prefix}_runtime"], 3)
             self._evaluated = None
 
 
@@ -178,20 +195,21 @@ def in_data_kwargs() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        message = str(error)
-        named = re.sub(
-            rf"(?<![\w.{{'(])({'|'.join(_IN_DATA_KWARGS)})=('[^']*')", r"data_kwargs={'\1': \2}", message
-        )
-        if named == message:
+        # Not after a letter, or where the message has the name inside a call or a dict already.
+        argument = rf"(?<![\w.{{'(])({'|'.join(_IN_DATA_KWARGS)})=('[^']*')"
+        message = re.sub(argument, r"data_kwargs={'\1': \2}", str(error))
+        if message == str(error):
             raise
-        raise type(error)(named) from None
+        raise type(error)(message) from None
 
 
 class Rows:
     """Collects logits, labels and optionally inputs of all ranks' sequences, in the order of the dataset."""
 
     def __init__(self, preprocess: Callable[[Any, Tensor], Any] | None, *, inputs: bool) -> None:
-        self._preprocess, self._inputs = preprocess, inputs
+        self._preprocess = preprocess
+        self._inputs = inputs
+        # (index in the dataset, logits, labels, inputs) of each sequence
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
@@ -202,15 +220,15 @@ class Rows:
         if head_of(model) == "sequence":
             self._add_sequences(batch, outputs, labels_of_sequences)
             return
+
         of_pack: tuple[Tensor, ...] = (outputs[0], batch.targets, batch.input_ids)
         if self._preprocess is None:  # copy whole packs to the host, not each sequence
             of_pack = tuple(x.cpu() for x in of_pack)
-        for number, logits, targets, ids in zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True):
+        sequences = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
+        for number, logits, targets, ids in sequences:
             # Shift targets back to labels; the first is ignored, because no logits predict a first token.
             labels = torch.nn.functional.pad(targets[:-1], (1, 0), value=_PAD)
-            kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
-            inputs = _on_host(ids[None]) if self._inputs else None
-            self._rows.append((number, _on_host(kept), _on_host(labels[None]), inputs))
+            self._add(number, logits[None], labels[None], ids[None])
 
     def _add_sequences(self, batch: THDBatch, logits: Tensor, labels: Tensor | None) -> None:
         """Store a classifier's row and label of each sequence; a pad at the end may have a row too."""
@@ -218,29 +236,43 @@ class Rows:
         for i, number in enumerate(batch.sequence_ids):
             row = logits[i : i + 1]
             label = torch.full((1,), _PAD) if labels is None else labels[i : i + 1]
-            kept = row if self._preprocess is None else self._preprocess(row, label)
-            inputs = _on_host(ids[i][None]) if self._inputs else None
-            self._rows.append((number, _on_host(kept), _on_host(label), inputs))
+            self._add(number, row, label, ids[i][None])
+
+    def _add(self, number: int, logits: Tensor, labels: Tensor, ids: Tensor) -> None:
+        """Store the results of a sequence, each a batch of one row."""
+        predictions = logits
+        if self._preprocess is not None:
+            predictions = self._preprocess(logits, labels)
+        inputs = _on_host(ids) if self._inputs else None
+        self._rows.append((number, _on_host(predictions), _on_host(labels), inputs))
 
     def gather(self) -> tuple[Any, Any, Any]:
         """Return predictions, labels and inputs ``[sequences, most tokens, ...]``, padded with -100."""
-        everyone: list[Any] = [self._rows]
+        rows_of_ranks: list[Any] = [self._rows]
         if dist.is_initialized():
-            everyone *= dist.get_world_size()
-            dist.all_gather_object(everyone, self._rows)
-        rows = sorted((row for of_rank in everyone for row in of_rank), key=lambda row: row[0])
-        predictions, labels, inputs = ([row[column] for row in rows] for column in (1, 2, 3))
-        return _stack(predictions), _stack(labels), _stack(inputs) if self._inputs else None
+            rows_of_ranks *= dist.get_world_size()
+            dist.all_gather_object(rows_of_ranks, self._rows)
+        rows = [row for of_rank in rows_of_ranks for row in of_rank]
+        rows.sort(key=lambda row: row[0])
+
+        predictions = _stack([row[1] for row in rows])
+        labels = _stack([row[2] for row in rows])
+        inputs = _stack([row[3] for row in rows]) if self._inputs else None
+        return predictions, labels, inputs
 
 
 def _on_host(values: Any) -> Any:
+    """Return the row of a batch of one row as an array; a tuple of arrays for several outputs."""
     if isinstance(values, tuple | list):
         return tuple(map(_on_host, values))
     row = values[0].detach().cpu()
-    return (row.float() if row.dtype == torch.bfloat16 else row).numpy()
+    if row.dtype == torch.bfloat16:  # numpy has none
+        row = row.float()
+    return row.numpy()
 
 
 def _stack(rows: list[Any]) -> Any:
+    """Stack rows of any length, padded with -100; None without rows."""
     if not rows:
         return None
     if isinstance(rows[0], tuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_thd._find import unwrapped
@@ -22,19 +21,22 @@ def head_of(model: nn.Module) -> Head:
     name = type(unwrapped(model)).__name__
     if name.endswith(_SEQUENCE):
         return "sequence"
-    return "token" if name.endswith(_TOKEN) else "causal"
+    if name.endswith(_TOKEN):
+        return "token"
+    return "causal"
 
 
 def refuse_head(model: Any, *, label_smoothing: float, split: bool, streamed: bool) -> None:
     """Refuse a model whose loss packs do not compute, and settings under which its labels would be wrong."""
     name = type(unwrapped(model)).__name__
-    head = head_of(model)
     if name.endswith(_REFUSED):
         raise ValueError(
             f"packed_trainer got a {name}, whose labels are places or pairs of rows. It trains causal "
             "models, sequence and token classifiers and masked language models. Use transformers' Trainer "
             "on padded rows."
         )
+
+    head = head_of(model)
     if head == "token" and split:
         raise ValueError(
             f"oversize='split' with a {name}: the first label of each piece would be lost. Set "
@@ -54,21 +56,23 @@ def refuse_head(model: Any, *, label_smoothing: float, split: bool, streamed: bo
 
 def head_loss(model: nn.Module, batch: THDBatch, head: Head) -> Tensor:
     """Return the loss of a pack of labelled sequences or tokens, scaled for a mean over the whole step."""
-    inputs = batch.hf_kwargs()
     if head == "sequence":
         _check_sequences(batch)
+        mean: Tensor = model(**batch.hf_kwargs()).loss
         scale = batch.sequence_scale
         assert scale is not None  # loaders and evaluation set it
-        mean: Tensor = model(**inputs).loss
         return mean * len(batch) * scale
+
+    inputs = batch.hf_kwargs()
     inputs.pop("labels", None)
     logits = model(**inputs).logits[0]
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     labels = batch.targets.roll(1)  # targets are shifted by one token; the first of a sequence has no label
-    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    weights = torch.ones_like(total) if batch.weights is None else batch.weights.roll(1)
-    return (total * weights).sum() * batch.loss_scale
+    losses = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    if batch.weights is not None:
+        losses = losses * batch.weights.roll(1)
+    return losses.sum() * batch.loss_scale
 
 
 def _check_sequences(batch: THDBatch) -> None:

@@ -83,22 +83,25 @@ def refuse_options(args: Any) -> None:
     An option of transformers or TRL in none of the lists above is refused if it differs from its default.
     """
     for field in dataclasses.fields(args):
-        name, value = field.name, getattr(args, field.name)
-        given = f"{type(args).__name__}({name}={value!r})"
+        name = field.name
+        value = getattr(args, name)
+        option = f"{type(args).__name__}({name}={value!r})"
         if name in REFUSED:
             allowed, why = REFUSED[name]
-            wrong = "loss" in (value or ()) if name == "include_for_metrics" else value not in allowed
-            if wrong:
-                raise ValueError(f"{given} {why}.")
+            is_refused = value not in allowed
+            if name == "include_for_metrics":  # a list of which only one entry is refused
+                is_refused = "loss" in (value or ())
+            if is_refused:
+                raise ValueError(f"{option} {why}.")
         elif name in HONOURED or name in _SET_BY_TRAINERS or not _is_changed(args, field):
             continue
         elif name not in IRRELEVANT:
             raise ValueError(
-                f"{given}: packed_trainer does not know this option and cannot say what it does to packs. "
+                f"{option}: packed_trainer does not know this option and cannot say what it does to packs. "
                 "Leave it at its default."
             )
         elif value is not None:  # TRL turns pad_to_multiple_of="auto" into None
-            rank_zero_info(f"{given} has no effect on packs.")
+            rank_zero_info(f"{option} has no effect on packs.")
 
 
 # Liger's losses. Both make a mean over the row of slots.
@@ -107,17 +110,17 @@ _LIGERS_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 def leave_out_ligers_losses(args: Any) -> None:
     """Keep Liger from replacing the model's loss, because packs have a loss of their own; keep its layers."""
-    given = getattr(args, "liger_kernel_config", None) or {}
+    config = getattr(args, "liger_kernel_config", None) or {}
     if not getattr(args, "use_liger_kernel", False):
-        if given:
+        if config:
             raise ValueError(
-                f"{type(args).__name__}(liger_kernel_config={given!r}) without use_liger_kernel=True would "
+                f"{type(args).__name__}(liger_kernel_config={config!r}) without use_liger_kernel=True would "
                 "have no effect. Set use_liger_kernel=True, or leave both out."
             )
         return
-    if any(given.get(name) for name in _LIGERS_LOSSES):
-        rank_zero_info(f"liger_kernel_config={given!r}: the loss of packs takes the place of Liger's.")
-    args.liger_kernel_config = {**given, **dict.fromkeys(_LIGERS_LOSSES, False)}
+    if any(config.get(name) for name in _LIGERS_LOSSES):
+        rank_zero_info(f"liger_kernel_config={config!r}: the loss of packs takes the place of Liger's.")
+    args.liger_kernel_config = {**config, **dict.fromkeys(_LIGERS_LOSSES, False)}
 
 
 def refuse_ligers_gaps(args: Any, model: Any) -> None:
@@ -132,17 +135,20 @@ def refuse_ligers_gaps(args: Any, model: Any) -> None:
             f"{type(args).__name__}(use_liger_kernel=True): the installed liger-kernel has no layers for "
             f"model_type={kind!r}. Leave it at False."
         )
-    known = {*inspect.signature(apply).parameters, *_LIGERS_LOSSES} - {"model"}
-    if unknown := sorted(args.liger_kernel_config.keys() - known):
+
+    layers = set(inspect.signature(apply).parameters) - {"model", *_LIGERS_LOSSES}
+    unknown = sorted(args.liger_kernel_config.keys() - layers - {*_LIGERS_LOSSES})
+    if unknown:
         raise ValueError(
             f"liger_kernel_config has {unknown}, which Liger does not know for model_type={kind!r}; it takes "
-            f"{sorted(known - {*_LIGERS_LOSSES})}."
+            f"{sorted(layers)}."
         )
 
 
 def refuse_engines(trainer: Any) -> None:
     """Refuse several devices in one process, DeepSpeed, and Accelerate's context and tensor parallelism."""
-    if (devices := trainer.args.n_gpu) > 1:
+    devices = trainer.args.n_gpu
+    if devices > 1:
         raise ValueError(
             f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs "
             "and their cu_seqlens in pieces. Start one process for each GPU with torchrun "
@@ -162,14 +168,18 @@ def refuse_engines(trainer: Any) -> None:
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether an option of transformers or TRL has a plain value as default, and differs from it."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
-    theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
-    default = field.default
-    return theirs and default is not dataclasses.MISSING and getattr(args, field.name) != default
+    if not owners or owners[-1].__module__.partition(".")[0] not in ("transformers", "trl"):
+        return False  # a user's own option
+    return field.default is not dataclasses.MISSING and getattr(args, field.name) != field.default
 
 
 def precision_of(args: Any) -> str:
     """Return the precision of ``TrainingArguments`` under Lightning's name."""
-    return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
+    if args.bf16:
+        return "bf16-mixed"
+    if args.fp16:
+        return "16-mixed"
+    return "32-true"
 
 
 REPLACED = ("compute_loss", "evaluation_loop", *(f"get_{x}_dataloader" for x in ("train", "eval", "test")))
@@ -240,6 +250,7 @@ def refuse_attention(model: Any) -> None:
 
 
 def _other_attention(attention: object) -> str:
+    """Return the message for a model with another attention than "thd"."""
     return (
         f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
         "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "

@@ -96,30 +96,38 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
                 "flops_model= counts for the throughput that peak= logs, but peak is None. Pass peak='auto'."
             )
         self._refuse_other_attention(args, kwargs)
-        for given in (*args, *kwargs.values()):
-            for model in given.modules() if isinstance(given, nn.Module) else ():
-                _unpack_rows(model)  # TRL wraps the forward of each model, also of one from another trainer
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, nn.Module):
+                for model in argument.modules():
+                    _unpack_rows(model)  # TRL wraps the forward of each model, also one from another trainer
         super().__init__(*args, **kwargs)
+
         refuse_engines(self)
         self._refuse_what_rows_cannot()
         self._pack_models()
         if peak is not None:
-            from lightning_thd.integrations.hf_callback import ThroughputCallback
+            self._measure_throughput(peak, flops_model)
 
-            measure = ThroughputCallback(peak=peak, flops_model=flops_model)
-            measure.reference = getattr(self, "ref_model", None)
-            measure.add_to(self)
-            measure.counts_calls = False  # a call has padded rows; _run_pack counts the pack
-            unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
+    def _measure_throughput(
+        self, peak: Literal["auto", "measure"] | float, flops_model: FlopsModel | None
+    ) -> None:
+        """Add a callback that logs throughput and MFU of the packs that the models run."""
+        from lightning_thd.integrations.hf_callback import ThroughputCallback
+
+        callback = ThroughputCallback(peak=peak, flops_model=flops_model)
+        callback.reference = getattr(self, "ref_model", None)
+        callback.add_to(self)
+        callback.counts_calls = False  # a call has padded rows; _run_pack counts the pack
+        unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = callback
 
     def _refuse_other_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse models with another attention, as packed_trainer does; TRL builds named ones with "thd"."""
         names = list(inspect.signature(super().__init__).parameters)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         for name in ("model", "ref_model"):
-            model = given.get(name)
-            if isinstance(model, str) and given.get("args") is not None:
-                choose_thd(given["args"])
+            model = arguments.get(name)
+            if isinstance(model, str) and arguments.get("args") is not None:
+                choose_thd(arguments["args"])
             elif isinstance(model, nn.Module):
                 refuse_attention(model)
 
@@ -128,17 +136,21 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _pack_models(self) -> None:
+        """Let the model and its reference run rows as packs."""
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 inner = unwrapped(self.accelerator.unwrap_model(model))
                 pack_rows(inner, share_prefixes=self._share_prefixes)
 
     def _refuse_what_rows_cannot(self) -> None:
+        """Refuse options that are wrong for packs of rows, and say which option has no effect."""
         for name, why in REFUSED_FOR_ROWS.items():
-            if value := getattr(self.args, name, None):
-                given = f"{type(self.args).__name__}({name}={value!r})"
-                raise ValueError(f"{given} {why}. Leave it at its default.")
-        if multiple := getattr(self.args, "pad_to_multiple_of", None):
+            value = getattr(self.args, name, None)
+            if value:
+                option = f"{type(self.args).__name__}({name}={value!r})"
+                raise ValueError(f"{option} {why}. Leave it at its default.")
+        multiple = getattr(self.args, "pad_to_multiple_of", None)
+        if multiple:
             rank_zero_info(f"pad_to_multiple_of={multiple!r} has no effect on packs, which hold no padding.")
 
 
@@ -152,13 +164,15 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """
     if getattr(model, "_thd_packs_rows", False):
         return
-    padded = model.config._attn_implementation
-    if padded == NAME:
-        padded = _attention_of_rows(model)
+    padded_attention = model.config._attn_implementation
+    if padded_attention == NAME:
+        padded_attention = _attention_of_rows(model)
     model.set_attn_implementation(NAME)
-    model._thd_packs_rows, model._thd_shares_prefixes = True, share_prefixes
-    model._thd_padded_attention = padded
+    model._thd_packs_rows = True
+    model._thd_shares_prefixes = share_prefixes
+    model._thd_padded_attention = padded_attention
     model._thd_padded_forward = model.forward
+
     signature = inspect.signature(model.forward)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
@@ -182,8 +196,11 @@ def _attention_of_rows(model: Any) -> str:
 
 
 def _unpack_rows(model: Any) -> None:
+    """Undo ``pack_rows``, if it was called on the model."""
     if model.__dict__.get("_thd_packs_rows"):
-        model.forward, model._thd_packs_rows, model._thd_throughput = model._thd_padded_forward, False, None
+        model.forward = model._thd_padded_forward
+        model._thd_packs_rows = False
+        model._thd_throughput = None
         model.set_attn_implementation(model._thd_padded_attention)
 
 
@@ -199,34 +216,54 @@ def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
         return model._thd_padded_forward(*args, **kwargs)
 
 
-def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _run_pack(model: Any, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Run a call's rows as one pack; return values of tokens as rows ``[B, N - 1]``, classes ``[B, ...]``."""
-    unknown = [name for name in given if name not in _OF_ROWS | _PASSED_ON and given[name] is not None]
-    if unknown or given.get("use_cache"):
+    given = {name: value for name, value in arguments.items() if value is not None}
+    refused = [name for name in given if name not in _OF_ROWS | _PASSED_ON]
+    if given.get("use_cache"):
+        refused = refused or ["use_cache=True"]
+    if refused:
         raise ValueError(
-            f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
-            "packed_trainer packs only rows of text. Use TRL's trainer as it is."
+            f"{type(model).__name__} got {', '.join(refused)} beside padded rows, and packed_trainer packs "
+            "only rows of text. Use TRL's trainer as it is."
         )
+
     rows = given["input_ids"]
-    mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
-    passed_on = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    mask = given["attention_mask"] if "attention_mask" in given else torch.ones_like(rows)
+    passed_on = {name: given[name] for name in _PASSED_ON if name in given}
     batch = _packed(model, rows, mask, given.get("labels"), passed_on)
-    if (measure := getattr(model, "_thd_throughput", None)) is not None:
-        measure.count(model, batch)
+    throughput = getattr(model, "_thd_throughput", None)
+    if throughput is not None:
+        throughput.count(model, batch)
+
     if not given.get("fused_lm_head"):
         return run_as_pack(model, forward, batch, **passed_on)
+    return _run_log_probs(model, forward, batch, mask, passed_on)
+
+
+def _run_log_probs(
+    model: Any, forward: Callable[..., Any], batch: THDBatch, mask: Tensor, passed_on: dict[str, Any]
+) -> Any:
+    """Run a pack for log-probabilities; values of tokens come back as rows ``[B, N - 1]``."""
     shared = batch.prefixes
-    targets = batch.targets if shared is None else shared.targets
-    with contextlib.nullcontext() if shared is None else _hidden_at(model, shared.slots):
-        passed_on |= {"fused_lm_head": True, "shift_labels": targets[None]}
-        output = run_as_pack(model, forward, batch, **passed_on)
+    if shared is None:
+        targets = batch.targets
+        head_input: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    else:  # a shared slot has one row for each of its next tokens
+        targets = shared.targets
+        head_input = _hidden_at(model, shared.slots)
+    with head_input:
+        output = run_as_pack(
+            model, forward, batch, **passed_on, fused_lm_head=True, shift_labels=targets[None]
+        )
+
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
             output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no column for the last token
     if shared is not None:  # the model's mean counts a prediction once, even if several rows share it
-        scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
-        output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", scored)
+        num_scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
+        output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", num_scored)
     return output
 
 
@@ -237,6 +274,7 @@ def _as_rows(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:
+    """Pack padded rows; with shared prefixes, each distinct prefix once."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
     balances = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -245,14 +283,22 @@ def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, optio
             f"{type(model).__name__} balances its experts over the tokens of a batch (output_router_logits), "
             "but shared prefixes count once. Set router_aux_loss_coef=0.0 or share_prefixes=False."
         )
-    ids, kept, own = padded_on_host(rows, mask, rows if labels is None else labels, "labels")
-    given = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": own}
-    samples = [{name: x[i][kept[i]].numpy() for name, x in given.items()} for i in range(len(ids))]
+
+    has_labels = labels is not None
+    ids, is_real, row_labels = padded_on_host(rows, mask, rows if labels is None else labels, "labels")
+    samples = []
+    for i, real in enumerate(is_real):
+        sample = {"input_ids": ids[i][real].numpy()}
+        if has_labels:
+            sample["labels"] = row_labels[i][real].numpy()
+        samples.append(sample)
     return collate_checked(samples, share_prefixes=True).to(rows.device)
 
 
 @contextmanager
 def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
+    """Let the model's head read only the hidden states of some slots, in their order."""
+
     def select(_: nn.Module, __: Any, output: Any) -> Any:
         output["last_hidden_state"] = output["last_hidden_state"].index_select(1, slots)
         return output
@@ -266,6 +312,7 @@ def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Generator[None]:
+    """Run the parts of a model that have "thd" with another attention inside this context."""
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if torch.is_grad_enabled() and recomputes and model.training:
         raise ValueError(

@@ -84,16 +84,31 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         raise TypeError(
             f"trainer_class is {described(base)}; wanted transformers.Trainer or a subclass of it."
         )
+
+    mixin: type = _PackedTrainerMixin
     trl: Any = sys.modules.get("trl")  # a user who passes a class of TRL has imported it
-    for name in ROW_TRAINERS if trl is not None else ():
-        if issubclass(base, getattr(trl, name)):
-            refuse_old_rows(base, name)
-            return type(f"Packed{base.__name__}", (PackedRowsMixin, base), {"__doc__": base.__doc__})
-    refuse_trainer(base, (transformers.Trainer, *([trl.SFTTrainer] if trl is not None else [])))
-    return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
+    row_trainer = None if trl is None else _row_trainer(base, trl)
+    if row_trainer is not None:
+        refuse_old_rows(base, row_trainer)
+        mixin = PackedRowsMixin
+    elif trl is None:
+        refuse_trainer(base, (transformers.Trainer,))
+    else:
+        refuse_trainer(base, (transformers.Trainer, trl.SFTTrainer))
+    return type(f"Packed{base.__name__}", (mixin, base), {"__doc__": base.__doc__})
+
+
+def _row_trainer(trainer_class: type, trl: Any) -> str | None:
+    """Return the name of TRL's trainer of pairs or groups from which a class derives, or None."""
+    for name in ROW_TRAINERS:
+        if issubclass(trainer_class, getattr(trl, name)):
+            return name
+    return None
 
 
 class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
+    """Trains on packs, with the exact mean loss over a step's loss tokens; see ``packed_trainer``."""
+
     loss_is_scaled_for_ga = False  # so Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
@@ -109,15 +124,18 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         **kwargs: Any,
     ) -> None:
         flags(needs_boundaries=needs_boundaries)
-        if (collator := kwargs.get("data_collator", args[2] if len(args) > 2 else None)) is not None:
+        data_kwargs = dict(data_kwargs or {})
+        collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
+        if collator is not None:
             raise ValueError(f"data_collator={type(collator).__name__} would pad packs. Leave it out.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func is called with logits, which packed_trainer never makes. Define "
                 "compute_loss() in a subclass, or give prepare_thd(loss_fn=...) the loss."
             )
-        for name in {"val", "test", "predict"} & (data_kwargs or {}).keys():
+        for name in {"val", "test", "predict"} & data_kwargs.keys():
             raise ValueError(f"data_kwargs has {name!r}, which nothing would read. Pass eval_dataset=.")
+
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
         if settings is not None:
             refuse_options(settings)  # before the base class warns about them or acts on them
@@ -125,31 +143,31 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, str):
             if settings is None:
-                settings = kwargs["args"] = settings_for(model)
+                settings = settings_for(model)
+                kwargs["args"] = settings
             choose_thd(settings)
         else:
             refuse_attention(model)  # before the base class tokenises anything
-        data_kwargs = dict(data_kwargs or {})
         open_datasets(kwargs, data_kwargs)
+
         super().__init__(*args, **kwargs)
-        # TRL keeps the balancing loss's factor in the trainer, before 1.14 in its arguments; causal_lm_loss
-        # reads it from the model.
-        coefficient = getattr(self, "router_aux_loss_coef", None)
-        if coefficient is None and getattr(self, "aux_loss_enabled", False):
-            coefficient = getattr(self.args, "router_aux_loss_coef", None)
-        if coefficient is not None:
-            unwrapped(self.model).router_aux_loss_coef = coefficient
+        self._give_balancing_factor()
         check_peak(peak, named=True)
         checked_balance(router_balance)
-        self._router_balance, self._flops_model = router_balance, checked_flops(flops_model)
-        self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
+        self._router_balance = router_balance
+        self._flops_model = checked_flops(flops_model)
+        self._capacity = capacity
+        self._peak = peak
+        self._data_kwargs = data_kwargs
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
         self._metered = False  # whether the meter was set up for the model
         self._checked_step = -1  # the last step with a check for frozen or unfrozen weights
         self._warm_after: int | None = None  # the first step of this run, which rates leave out; -1 if done
-        self._trained_sequences, self._trained_tokens = 0, 0
+        self._trained_sequences = 0
+        self._trained_tokens = 0
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
+
         self._needs_boundaries = needs_boundaries and self._data_kwargs.get("needs_boundaries", True)
         if self._needs_boundaries:  # checks the first packs, then gives way to the class's own method
             self._first_step = FirstStep(
@@ -161,6 +179,14 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self.__dict__[LOSS] = self._first_step
         self._refuse_settings()
 
+    def _give_balancing_factor(self) -> None:
+        """Give the model TRL's factor of the balancing loss, because causal_lm_loss reads it from there."""
+        factor = getattr(self, "router_aux_loss_coef", None)
+        if factor is None and getattr(self, "aux_loss_enabled", False):  # TRL before 1.14
+            factor = getattr(self.args, "router_aux_loss_coef", None)
+        if factor is not None:
+            unwrapped(self.model).router_aux_loss_coef = factor
+
     def _forget_first_step(self) -> None:
         """Give the class's own method back, unless somebody has put another function in its place."""
         if self.__dict__.get(LOSS) is self._first_step:
@@ -168,7 +194,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; count sequences from 0, and make a new FLOPs model."""
-        self._trained_sequences, self._metered = 0, False  # model_init may have made a new model
+        self._trained_sequences = 0
+        self._metered = False  # model_init may have made a new model
         self._warm_after = None
         try:
             return super().train(*args, **kwargs)
@@ -184,7 +211,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             own_labels = head_of(self.model) == "token"
             train = packed_dataset(self.train_dataset, arguments_of(self.model), own_labels=own_labels)
         accumulate = self.args.gradient_accumulation_steps
-        data = self._attached(train=train, accumulate=accumulate, **{"seed": seed, **self._data_kwargs})
+        options = {"seed": seed, **self._data_kwargs}
+        data = self._attached(train=train, accumulate=accumulate, **options)
         with in_data_kwargs():
             data.setup("fit")
             return self._packs_of(data.train_dataloader())
@@ -207,15 +235,20 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
+        """Return the loss that the model's head asks for; for TRL's logs, add up a pack's entropy too."""
         head = head_of(model)
         if head != "causal":
             return head_loss(model, batch, head)
-        options: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
-        options["router_balance"] = self._router_balance
+
+        options: Any = {
+            "label_smoothing": float(self.args.label_smoothing_factor),
+            "router_balance": self._router_balance,
+        }
         if not self._logs_entropy:
             return causal_lm_loss(model, batch, **options)
         loss, stats = causal_lm_loss_and_stats(model, batch, **options)
-        self._token_sums.setdefault("train" if model.training else "eval", []).append(torch.stack(stats))
+        mode = "train" if model.training else "eval"
+        self._token_sums.setdefault(mode, []).append(torch.stack(stats))
         return loss
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
@@ -223,7 +256,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         rows = [torch.zeros(3, device=self.args.device), *self._token_sums.pop(mode, ())]
         sums = self.accelerator.reduce(torch.stack(rows).sum(0), reduction="sum")  # fp32: MPS has no fp64
         entropy, correct, tokens = sums.tolist()
-        return {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens} if tokens else {}
+        if not tokens:
+            return {}
+        return {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one pack or all packs of a step, and add their tokens to the throughput counters."""
@@ -235,22 +270,32 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._checked_step = self.state.global_step
         self._leave_out_first()
         meter.resume()
-        run, step = super().training_step, inputs["batch"]
+
+        step = inputs["batch"]
         if isinstance(step, THDStep):
-            before = self.current_gradient_accumulation_steps
-            self.current_gradient_accumulation_steps = len(step)
-            try:
-                no_sync = self.accelerator.no_sync
-                loss = sum_over_packs(step, no_sync, model, lambda batch: run(model, {"batch": batch}))
-            finally:
-                self.current_gradient_accumulation_steps = before
+            packs: tuple[THDBatch, ...] = step.microbatches
+            loss = self._train_step(model, step)
         else:
-            loss = run(model, inputs)
-        for batch in step.microbatches if isinstance(step, THDStep) else (step,):
+            packs = (step,)
+            loss = super().training_step(model, inputs)
+
+        for batch in packs:
             self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
         return loss
+
+    def _train_step(self, model: nn.Module, step: THDStep) -> Tensor:
+        """Train on all packs of a step, as if they were accumulated by Trainer."""
+        run = super().training_step
+        accumulation_steps = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = len(step)  # by which Trainer divides the loss
+        try:
+            return sum_over_packs(
+                step, self.accelerator.no_sync, model, lambda batch: run(model, {"batch": batch})
+            )
+        finally:
+            self.current_gradient_accumulation_steps = accumulation_steps
 
     def _leave_out_first(self) -> None:
         """Leave the first step out of the rates once it has ended, because it starts workers and kernels."""
@@ -263,10 +308,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
         """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs."""
-        if (model := self._ready.model) is None:
+        model = self._ready.model
+        if model is None:
             return 0
-        seen: Any = microbatches(inputs["batch"])
-        counts = count_table(seen, model).sum(axis=0).tolist()
+        packs: Any = microbatches(inputs["batch"])
+        counts = count_table(packs, model).sum(axis=0).tolist()
         return int(model.training_flops(from_ints(counts, model)).model)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -274,35 +320,43 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._count_packs(logs)
         self._set_epoch()
         if "loss" in logs and self._metered:
-            self._leave_out_first()
-            last = self.state.global_step >= self.state.max_steps
-            ours = for_loggers(self._meter.close(last=last))  # reporters put "train/" before every key
-            if ours.get("train/device/items_per_sec") == ours.get("train/device/real_items_per_sec"):
-                ours.pop("train/device/items_per_sec", None)  # without padding between sequences
-            if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume
-                ours["train/total_flops"] = float(self.state.total_flos)
-            logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
+            logs = {**logs, **self._throughput()}
             if self._logs_entropy:  # TRL's compute_loss, which fills these metrics, does not run
                 tokens = self._sum_over_ranks(self._trained_tokens)
                 metrics = {"num_tokens": tokens, **self._token_metrics("train")}
                 self._metrics["train"].update({key: [value] for key, value in metrics.items()})
         super().log(logs, *args, **kwargs)
 
+    def _throughput(self) -> dict[str, float]:
+        """Return the metrics of the interval that ends here, without "train/", which reporters add."""
+        self._leave_out_first()
+        is_last = self.state.global_step >= self.state.max_steps
+        metrics = for_loggers(self._meter.close(last=is_last))
+        if metrics.get("train/device/items_per_sec") == metrics.get("train/device/real_items_per_sec"):
+            metrics.pop("train/device/items_per_sec", None)  # without padding between sequences
+        if "train/total_flops" in metrics:  # the Trainer's own sum also counts the steps before a resume
+            metrics["train/total_flops"] = float(self.state.total_flos)
+        return {key.removeprefix("train/"): value for key, value in metrics.items()}
+
     def _set_epoch(self) -> None:
         """Set the epoch of logs and checkpoints; Trainer's own counts only the packs since a resume."""
-        if self._packs is not None:
-            at, source = self._packs.position(), self._packs.loader.source
-            # Without a length, a pass over a stream counts as max_steps steps, as in Trainer.
-            length = source.length(at.epoch) or self.state.max_steps * source.per_step
-            self.state.epoch = at.epoch + at.step * source.per_step / length
+        if self._packs is None:
+            return
+        position = self._packs.position()
+        source = self._packs.loader.source
+        # Without a length, a pass over a stream counts as max_steps steps, as in Trainer.
+        batches = source.length(position.epoch) or self.state.max_steps * source.per_step
+        self.state.epoch = position.epoch + position.step * source.per_step / batches
 
     def _sum_over_ranks(self, count: int) -> int:
+        """Return the sum of a number over all ranks; a collective."""
         if self.args.world_size == 1:
             return count
         total = torch.tensor(count, device=self.args.device)
         return int(self.accelerator.reduce(total, reduction="sum"))
 
     def _track_num_input_tokens(self, inputs: dict[str, THDBatch | THDStep]) -> None:
+        """Count the tokens of all ranks' packs, in place of Trainer, which counts ``input_ids``."""
         counted = self.args.include_num_input_tokens_seen
         if counted == "no":
             return
@@ -313,8 +367,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the packs of an optimizer step, or its sequences under ``Sequences(n)``."""
-        wanted = self._data_kwargs.get("global_batch")
-        return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
+        global_batch = self._data_kwargs.get("global_batch")
+        if global_batch is not None:
+            return int(global_batch.n)
+        return int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         # Trainer would count packs. Newer Trainers multiply this number by (steps run now) / max_steps.
@@ -331,13 +387,15 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        running = self._meter.pause()
+        """Stop the clock inside this context, if it runs."""
+        was_running = self._meter.pause()
         yield
-        if running:
+        if was_running:
             self._ready.resume()
 
     @property
     def _ready(self) -> Meter:
+        """Return the meter, set up for the model at its first use, when Trainer has placed the model."""
         if not self._metered:
             self._meter.hardware = Hardware.of(
                 self.model,
@@ -355,6 +413,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return self._meter
 
     def _refuse_settings(self) -> None:
+        """Refuse a model, settings and data that the Trainer cannot train on packs."""
         refuse_engines(self)
         refuse_attention(self.model)
         refuse_ligers_gaps(self.args, self.model)
@@ -370,17 +429,21 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule"
                 ", as examples/vision_language.py does."
             )
-        wanted, accumulate = self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps
-        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
-        if not isinstance(wanted, Sequences):
-            return
+        global_batch = self._data_kwargs.get("global_batch")
+        if isinstance(global_batch, Sequences):
+            self._check_sequences(global_batch)
+
+    def _check_sequences(self, global_batch: Sequences) -> None:
+        """Refuse settings under which a step of several microbatches would be trained wrongly."""
+        accumulate = self.args.gradient_accumulation_steps
         if accumulate != 1:
             raise ValueError(
-                f"global_batch={wanted} with gradient_accumulation_steps={accumulate}: a step of n sequences "
-                "has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+                f"global_batch={global_batch} with gradient_accumulation_steps={accumulate}: a step of n "
+                "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
             )
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
         if "layerwise" in optimizer or "lomo" in optimizer:
             raise ValueError(
-                f"global_batch={wanted} with optim={optimizer!r}, which steps in every backward pass: once a "
-                "microbatch here. Use another optimizer, or global_batch=Packs(n)."
+                f"global_batch={global_batch} with optim={optimizer!r}, which steps in every backward pass: "
+                "once a microbatch here. Use another optimizer, or global_batch=Packs(n)."
             )

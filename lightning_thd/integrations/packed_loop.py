@@ -52,7 +52,8 @@ from lightning_thd.warnings import THDWarning, warn
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 # The names of a loop's loss, and of the argument for models without attention, in messages.
-_LOSS_FN, _OPTION = "loss_fn", "needs_boundaries=False in prepare_fabric or prepare_thd"
+_LOSS_FN = "loss_fn"
+_OPTION = "needs_boundaries=False in prepare_fabric or prepare_thd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,12 +167,21 @@ class PackedLoop:
     ) -> None:
         whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
         check_peak(peak, named=True)
-        self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
+        self.model = model
+        self.loader = loader
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
+        self._engine = engine
+        self._needs_boundaries = needs_boundaries
+        self._every = log_every_n_steps
+        self._warmup = warmup_steps  # how many more steps are left out of the rates
+        self._graphed: GraphedStep | None = None
+        self._captured_s = 0.0  # seconds of captures so far
+
         shared = engine.shared
         group = None if shared.data_group is ALONE else shared.data_group
-        self._engine, self._needs_boundaries = engine, needs_boundaries
         self._loss_fn = in_low_precision(loss_fn, model, group=group)
         # In the first packs, this also checks what ``loss_fn`` asks of a batch.
         self._train_loss: LossFn = FirstStep(
@@ -181,9 +191,7 @@ class PackedLoop:
             passed=self._end_checks,
             look=warn_of_scale,
         )
-        self._every, self._warmup = log_every_n_steps, warmup_steps
-        self._graphed: GraphedStep | None = None
-        self._captured_s = 0.0
+
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
@@ -234,21 +242,24 @@ class PackedLoop:
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
-            kept = data._attached.accumulate  # the data module may be that of training
-            attach(data, self.model, self._engine.shared, accumulate=kept, device=self._engine.device)
+            accumulate = data._attached.accumulate  # the data module may be that of training
+            attach(data, self.model, self._engine.shared, accumulate=accumulate, device=self._engine.device)
             data.setup("validate")
             batches = data.val_dataloader()
             if isinstance(batches, list):
                 raise ValueError(
                     "evaluate() runs one set, but val= names several. Pass them one by one, with name=."
                 )
-        running, shared = self._meter.pause(), self._engine.shared
+
+        shared = self._engine.shared
         options: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
         if self._needs_boundaries:
             options["judge"] = functools.partial(refuse_unread, what=_LOSS_FN, option=_OPTION)
+        was_running = self._meter.pause()
         loss, tokens = mean_loss(self._loss_fn, self.model, batches, **options)
-        if running:
+        if was_running:
             self._meter.resume()
+
         metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
         self._engine.log(metrics, self.global_step)
         return metrics
@@ -274,43 +285,50 @@ class PackedLoop:
             ValueError: under context parallelism, for counts below 1, for layers that cannot be compiled, or
                 if required graphs are impossible.
         """
-        if (size := self._engine.shared.size) > 1:
+        size = self._engine.shared.size
+        if size > 1:
             raise ValueError(
                 f"capture() with context_parallel_size={size}: ranks that share packs exchange keys whose "
                 "number depends on the lengths. Leave capture() out."
             )
-        given, planner = sequence_counts(max_sequences), getattr(self.loader, "planner", None)
-        backend = CudaBackend() if backend is None else backend
+        counts = sequence_counts(max_sequences)
+        planner = getattr(self.loader, "planner", None)
+        if backend is None:
+            backend = CudaBackend()
         bare: Any = self.model
         precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if is_wrapped(bare):
-            bare, precision = bare._forward_module, bare._strategy.precision.forward_context
-        reason = backend.unavailable(self._engine.device)
-        if reason is None and not isinstance(planner, PackPlanner):
-            kind = "reads a stream" if planner is None else f"is planned by a {type(planner).__name__}"
-            reason = f"the loader {kind}, which cannot list future packs"
-        if reason is None and (found := sharded_by(bare)) is not None:
-            reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
+            precision = bare._strategy.precision.forward_context
+            bare = bare._forward_module
+
+        reason = backend.unavailable(self._engine.device) or _why_no_graphs(bare, planner)
         if reason is None:
             ranks = self._engine.shared.ranks
-            plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=given)
+            plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=counts)
             rank_zero_info(plan.table())
             reason = plan.problem()
-        if reason is not None and require:
-            raise ValueError(
-                f"capture(require=True), but {reason}. Leave require out to train without graphs."
-            )
         if reason is not None:
-            layers = ", and compile_layers=True compiles only inside graphs" if compile_layers else ""
-            rank_zero_info(f"No CUDA graphs: {reason}{layers}.")
+            if require:
+                raise ValueError(
+                    f"capture(require=True), but {reason}. Leave require out to train without graphs."
+                )
+            if compile_layers:
+                reason += ", and compile_layers=True compiles only inside graphs"
+            rank_zero_info(f"No CUDA graphs: {reason}.")
             return None
 
         def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
             with precision():
                 return self._train_loss(module, batch)
 
-        options: Any = {"require": require, "compile_layers": compile_layers}
-        self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, **options)
+        self._graphed = GraphedStep(
+            function,
+            bare,
+            buckets=plan.buckets(),
+            backend=backend,
+            require=require,
+            compile_layers=compile_layers,
+        )
         self._graphed.group = ALONE if self._engine.devices == 1 else None
         return self._graphed
 
@@ -327,6 +345,7 @@ class PackedLoop:
         self._meter.load(state["throughput"])
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
+        """Run a microbatch forward and backward; return its part of the step's loss."""
         batch = self._engine.shared.cut(batch)
         loss = self._train_loss(self.model, batch) if self._graphed is None else self._graphed(batch)
         refuse_unused_layout(batch)
@@ -335,16 +354,20 @@ class PackedLoop:
         return loss.detach()
 
     def _end_checks(self) -> None:
+        """Run the loss itself from now on, without notes of what it reads."""
         self._train_loss = self._loss_fn
 
     def _end_step(self) -> None:
-        spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
-        captured, self._captured_s = spent_s > self._captured_s, spent_s
-        counted = self._flops.end("train", self._meter.steps[-1], discard=captured)
+        """Count a finished step, and log if a log is due."""
+        capture_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
+        has_captured = capture_s > self._captured_s
+        self._captured_s = capture_s
+        has_counted = self._flops.end("train", self._meter.steps[-1], discard=has_captured)
         self._meter.end_step(self._flops.products)
         self.global_step += 1
+
         self._warmup -= 1  # counted from this process's start, not from the checkpoint's step 0
-        if self._warmup >= 0 or captured or counted:
+        if self._warmup >= 0 or has_captured or has_counted:  # a step that did more than train
             self._meter.leave_out()
         if self.global_step % self._every == 0:
             self._meter.use(self._flops)
@@ -355,9 +378,30 @@ class PackedLoop:
             self._engine.log(for_loggers(self.latest), self.global_step)
 
 
-def attach(data: THDDataModule, model: nn.Module, shared: Shared, **given: Any) -> None:
+def _why_no_graphs(module: nn.Module, planner: object) -> str | None:
+    """Return why the steps of a loop cannot be captured on any device, or None."""
+    if planner is None:
+        return "the loader reads a stream, which cannot list future packs"
+    if not isinstance(planner, PackPlanner):
+        return f"the loader is planned by a {type(planner).__name__}, which cannot list future packs"
+    sharding = sharded_by(module)
+    if sharding is not None:
+        return f"the model is sharded by {sharding}, whose gathered parameters have no fixed address"
+    return None
+
+
+def attach(
+    data: THDDataModule, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
+) -> None:
     """Attach a data module with this rank's place in ``shared``, the model and the alignment of packs."""
-    data.attach(rank=shared.rank, ranks=shared.ranks, model=model, alignment=shared.alignment, **given)
+    data.attach(
+        rank=shared.rank,
+        ranks=shared.ranks,
+        model=model,
+        alignment=shared.alignment,
+        accumulate=accumulate,
+        device=device,
+    )
 
 
 def as_loader(
@@ -405,10 +449,12 @@ def sum_over_packs(
     run: Callable[[THDBatch], Tensor],
 ) -> Tensor:
     """Run the microbatches of a step, all but the last under ``no_sync``, and sum their losses."""
+    *first, last = step.microbatches
     losses = []
-    for i, batch in enumerate(step.microbatches, start=1):
-        with contextlib.nullcontext() if i == len(step) else no_sync(model):
+    for batch in first:
+        with no_sync(model):
             losses.append(run(batch))
+    losses.append(run(last))
     return torch.stack(losses).sum()
 
 
@@ -454,10 +500,10 @@ def _weight_of_sequences(batch: THDBatch) -> float | None:
     """Return a batch's weight in a mean over sequences, one for each label; None if it is unknown."""
     if "labels" in batch.extras:
         return float(len(batch.lengths))
-    own = batch.sequence_scale
-    if own is None:
+    scale = batch.sequence_scale
+    if scale is None:
         return None
-    return 1 / own if own else 0.0
+    return 1 / scale if scale else 0.0
 
 
 def mean_loss(
@@ -476,34 +522,43 @@ def mean_loss(
     A loss that multiplies by ``batch.loss_scale`` is averaged over loss tokens. One that multiplies by
     ``batch.sequence_scale``, and a classifier's own mean, are averaged over sequences.
     """
-    losses, counts = list[Tensor](), list[tuple[float, int]]()
+    means = list[Tensor]()
+    weights = list[float]()
+    loss_tokens = 0
     with evaluating(model):
         for batch in batches:
             instance(batch, "A batch of evaluate()", THDBatch, advice="Pass THDDataModule(..., val=...).")
             moved = batch.to(device)
             seen(moved)
-            weights = batch.weights
-            tokens = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            sequences = _weight_of_sequences(batch)
-            # The batch's mean, because a balancing loss is a mean too; ``rows`` weighs the sum of both.
+
+            token_weight = float(batch.loss_tokens)
+            if batch.weights is not None:
+                token_weight = float(batch.weights.sum(dtype=torch.float64))
+            sequence_weight = _weight_of_sequences(batch)
+            # The batch's mean, because a balancing loss is a mean too; ``weights`` weigh the sum of both.
             scaled = moved.replace(
-                loss_scale=1 / (tokens or 1.0),
-                sequence_scale=None if sequences is None else 1 / (sequences or 1.0),
+                loss_scale=1 / (token_weight or 1.0),
+                sequence_scale=None if sequence_weight is None else 1 / (sequence_weight or 1.0),
                 token_scale=0.0,
             )
-            part = NotedBatch.of(cut(scaled))
-            losses.append(loss_fn(model, part).detach())
-            judge(part)
+            noted = NotedBatch.of(cut(scaled))
+            means.append(loss_fn(model, noted).detach())
+            judge(noted)
+
             # A classifier's own loss reads no scale: it is the mean over the batch's labels.
-            own_mean = "labels" in batch.extras and not part.read & SCALES
-            by_sequence = own_mean or "sequence_scale" in part.read
-            weight = sequences if by_sequence and sequences is not None else tokens
-            counts.append((weight, batch.loss_tokens))
-    values = torch.stack(losses).tolist() if losses else []  # read once, after all batches
-    rows = [(loss * weight, weight, tokens) for loss, (weight, tokens) in zip(values, counts, strict=True)]
-    total = torch.tensor([(0.0, 0.0, 0), *rows], dtype=torch.float64).sum(0)
+            is_classifiers = "labels" in batch.extras and not noted.read & SCALES
+            is_by_sequence = is_classifiers or "sequence_scale" in noted.read
+            if is_by_sequence and sequence_weight is not None:
+                weights.append(sequence_weight)
+            else:
+                weights.append(token_weight)
+            loss_tokens += batch.loss_tokens
+
+    on_host = torch.stack(means).tolist() if means else []  # read once, after all batches
+    rows = [(mean * weight, weight, 0.0) for mean, weight in zip(on_host, weights, strict=True)]
+    sums = torch.tensor([(0.0, 0.0, loss_tokens), *rows], dtype=torch.float64).sum(0)
     if group_size(group) > 1:
-        total = total.to(communication_device(group, device))
-        dist.all_reduce(total, group=group)
-    loss, weight, tokens = total.tolist()
+        sums = sums.to(communication_device(group, device))
+        dist.all_reduce(sums, group=group)
+    loss, weight, tokens = sums.tolist()
     return loss / weight if weight else math.nan, int(tokens)
