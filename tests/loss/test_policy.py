@@ -18,6 +18,7 @@ ROWS, COLUMNS, PROMPT = 4, 9, 2
 
 
 def make_rollouts() -> tuple[PackedRollouts, Tensor]:
+    """Four rollouts, one without a response, and the mask of their responses ``[rows, columns]``."""
     lengths = torch.tensor([9, 5, 3, 7])
     mask = (torch.arange(COLUMNS) < lengths[:, None]).long()
     response = mask * (torch.arange(COLUMNS) >= PROMPT)
@@ -29,20 +30,22 @@ def make_rollouts() -> tuple[PackedRollouts, Tensor]:
 def padded_values(seed: int, response: Tensor) -> list[Tensor]:
     """Log-probabilities under policy, old policy and reference, and advantages; NaN outside the responses."""
     generator = torch.Generator().manual_seed(seed)
-    logp, old, reference = -torch.rand(3, ROWS, COLUMNS, generator=generator, dtype=torch.float64) * 2
-    values = [torch.where(response, x, math.nan) for x in (logp, old, reference)]
-    return [*values, torch.tensor([1.0, -0.5, 2.0, 0.7], dtype=torch.float64)]
+    log_probs = -torch.rand(3, ROWS, COLUMNS, generator=generator, dtype=torch.float64) * 2
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.7], dtype=torch.float64)
+    return [*(torch.where(response, x, math.nan) for x in log_probs), advantages]
 
 
-def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
-    """TRL's trainer and inputs for the same rollouts, responses moved to the left."""
+def trls_trainer(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A stand-in for TRL's trainer, and its inputs for the same rollouts, responses moved to the left."""
     width = int(response.sum(1).max())
     mask = torch.arange(width) < response.sum(1)[:, None]
-    dense = []
+    moved = []
     for x in values[:3]:
-        out = torch.zeros(ROWS, width, dtype=torch.float64)
-        out[mask] = x[response]
-        dense.append(out)
+        row = torch.zeros(ROWS, width, dtype=torch.float64)
+        row[mask] = x[response]
+        moved.append(row)
+    logp, old, reference = moved
+
     stand_in = MagicMock()
     stand_in.configure_mock(**{
         "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
@@ -56,29 +59,24 @@ def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[An
     stand_in.accelerator.gather.side_effect = torch.clone
     stand_in.accelerator.reduce.side_effect = lambda x, reduction: x
     stand_in.accelerator.num_processes = 1
-    stand_in._get_per_token_logps_and_entropies.return_value = (dense[0], torch.zeros_like(dense[0]), None)
+    stand_in._get_per_token_logps_and_entropies.return_value = (logp, torch.zeros_like(logp), None)
+
     prompt = torch.ones(ROWS, 1, dtype=torch.long)
     inputs = {
         "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask.long(),
         "completion_mask": mask.long(),
-        "advantages": values[3], "old_per_token_logps": dense[1], "ref_per_token_logps": dense[2],
+        "advantages": values[3], "old_per_token_logps": old, "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     }  # fmt: skip
     return stand_in, inputs
 
 
 _GRPO = {"largest_ratio": 2.0, "max_tokens": 20}
-# Ours, its settings, TRL's name of the loss, and what TRL is told besides.
+# Our function, its settings, TRL's name of the loss, and the other settings of TRL's trainer.
 LOSSES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
-    **{
-        kind: (
-            policy.grpo_loss,
-            {"kind": kind, "largest_ratio": 2.0, "max_tokens": 20},
-            theirs,
-            {"delta": 2.0},
-        )
-        for kind, theirs in (("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("token_mean", "dapo"))
-    },
+    "grpo": (policy.grpo_loss, {"kind": "grpo", **_GRPO}, "grpo", {"delta": 2.0}),
+    "dr_grpo": (policy.grpo_loss, {"kind": "dr_grpo", **_GRPO}, "dr_grpo", {"delta": 2.0}),
+    "token_mean": (policy.grpo_loss, {"kind": "token_mean", **_GRPO}, "dapo", {"delta": 2.0}),
     "ppo": (policy.ppo_clip_loss, {}, "bnpo", {}),
     "gspo": (policy.gspo_loss, {}, "grpo", {"importance_sampling_level": "sequence"}),
     # GSPO whose rows count by their tokens
@@ -98,96 +96,121 @@ KINDS = ("grpo", "dr_grpo", "token_mean")
     [*((name, 0.0) for name in LOSSES), *((name, 0.1) for name in (*KINDS, "gspo", "luspo"))],
 )
 def test_equal_to_trl(name: str, beta: float) -> None:
+    """A packed loss and its gradient equal those of TRL's own code on padded rows, with and without KL."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
-    function, how, trl_kind, settings = LOSSES[name]
-    options = dict(how)
-    if "clip" in inspect.signature(function).parameters:
-        options |= {"clip": 0.2, "clip_high": 0.3}
+    function, loss_options, trls_name, trls_settings = LOSSES[name]
     rollouts, response = make_rollouts()
     values = padded_values(2, response)
     values[0].requires_grad_()
     logp, old, reference = (rollouts.pack(x, fill=math.nan) for x in values[:3])
+
+    options = dict(loss_options)
+    if "clip" in inspect.signature(function).parameters:
+        options |= {"clip": 0.2, "clip_high": 0.3}
     if name == "luspo":
         options["weights"] = rollouts.counts.double()
     if beta:
         options |= {"beta": beta, "reference_logp": reference}
-    stand_in, inputs = outputs(
-        values, response, **{"loss_type": trl_kind, "beta": beta, "delta": None, **settings}
-    )
-    stand_in.args.sapo_temperature_pos, stand_in.args.sapo_temperature_neg = 2.0, 1.25  # exact in fp32
-    stand_in.args.vespo_k_pos, stand_in.args.vespo_lambda_pos = 2.0, 3.0
-    stand_in.args.vespo_k_neg, stand_in.args.vespo_lambda_neg = 3.0, 2.0
+    ours = function(logp, old, values[3], rollouts, **options)
+
+    settings = {"loss_type": trls_name, "beta": beta, "delta": None, **trls_settings}
+    stand_in, inputs = trls_trainer(values, response, **settings)
+    stand_in.args.sapo_temperature_pos = 2.0
+    stand_in.args.sapo_temperature_neg = 1.25  # exact in fp32
+    stand_in.args.vespo_k_pos = 2.0
+    stand_in.args.vespo_lambda_pos = 3.0
+    stand_in.args.vespo_k_neg = 3.0
+    stand_in.args.vespo_lambda_neg = 2.0
     stand_in.get_gamma_weights = trainer.get_gamma_weights
     if name == "vespo":  # TRL's rows hold their advantages in a column then
         inputs["advantages"] = inputs["advantages"][:, None]
     theirs = trainer._compute_loss(stand_in, None, inputs)
-    ours = function(logp, old, values[3], rollouts, **options)
+
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
-    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
-    assert not mine[~response].nan_to_num(0.0).any()  # log-probabilities are NaN outside responses
+    our_gradient = torch.autograd.grad(ours, values[0], retain_graph=True)[0]
+    their_gradient = torch.autograd.grad(theirs, values[0])[0]
+    torch.testing.assert_close(our_gradient[response], their_gradient[response], rtol=1e-8, atol=1e-10)
+    assert not our_gradient[~response].nan_to_num(0.0).any()  # log-probabilities are NaN outside responses
 
 
 def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
+    """The mean of two microbatches' losses is the loss of all rows in one batch."""
     rollouts, response = make_rollouts()
     values = padded_values(3, response)
+    ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)
+    mask = rollouts.unpack(torch.ones(rollouts.held.shape), of="token").long()
     for kind, total in (("grpo", ROWS), ("token_mean", int(response.sum()))):
-        whole = policy.grpo_loss(
-            *(rollouts.pack(x, fill=math.nan) for x in values[:2]), values[3], rollouts, kind=kind
-        )
+        logp, old = (rollouts.pack(x, fill=math.nan) for x in values[:2])
+        whole = policy.grpo_loss(logp, old, values[3], rollouts, kind=kind)  # type: ignore[arg-type]
+
         losses = []
-        for part in (slice(0, 1), slice(1, 4)):
-            ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)[part]
-            mask = rollouts.unpack(torch.ones(rollouts.held.shape), of="token")[part].long()
-            own = PackedRollouts.from_padded(ids, mask, response_mask=response[part].long())
-            logp, old = (own.pack(x[part], fill=math.nan) for x in values[:2])
-            losses.append(policy.grpo_loss(logp, old, values[3][part], own, kind=kind, scale=2 / total))  # type: ignore[arg-type]
+        for rows in (slice(0, 1), slice(1, 4)):
+            part = PackedRollouts.from_padded(ids[rows], mask[rows], response_mask=response[rows].long())
+            logp, old = (part.pack(x[rows], fill=math.nan) for x in values[:2])
+            losses.append(policy.grpo_loss(logp, old, values[3][rows], part, kind=kind, scale=2 / total))  # type: ignore[arg-type]
         torch.testing.assert_close(torch.stack(losses).mean(), whole)
 
 
 def test_weights_and_the_dual_clip() -> None:
+    """Weights of tokens and of rows multiply their terms; the dual clip bounds the loss where a < 0."""
     rollouts, response = make_rollouts()
     values = padded_values(4, response)
-    (logp, old), advantages = (rollouts.pack(x, fill=math.nan) for x in values[:2]), values[3]
-    weights = torch.rand(len(logp), dtype=torch.float64)
-    loss = policy.ppo_clip_loss(logp, old, advantages, rollouts, weights=weights, dual_clip=1.1)
-    counts = rollouts.batch.targets != -100
-    ratio, a = (logp - old).exp(), torch.cat([advantages, advantages.new_zeros(1)])[rollouts.row]
-    wanted = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
-    wanted = torch.where(a < 0, torch.minimum(wanted, -1.1 * a), wanted)
-    torch.testing.assert_close(loss, (wanted * weights)[counts].sum() / counts.sum())
-    by_row = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
-    one = policy.gspo_loss(logp, old, advantages, rollouts, weights=by_row, scale=1.0)
-    ratios = rollouts.means(torch.where(counts, logp - old, 0.0)).exp()
-    rows = -torch.minimum(ratios * advantages, ratios.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
-    torch.testing.assert_close(one, (rows * by_row)[rollouts.counts > 0].sum())
+    logp, old = (rollouts.pack(x, fill=math.nan) for x in values[:2])
+    advantages = values[3]
+    has_target = rollouts.batch.targets != -100
+
+    of_tokens = torch.rand(len(logp), dtype=torch.float64)
+    loss = policy.ppo_clip_loss(logp, old, advantages, rollouts, weights=of_tokens, dual_clip=1.1)
+    ratio = (logp - old).exp()
+    a = torch.cat([advantages, advantages.new_zeros(1)])[rollouts.row]  # the last is that of padding
+    expected = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    expected = torch.where(a < 0, torch.minimum(expected, -1.1 * a), expected)
+    torch.testing.assert_close(loss, (expected * of_tokens)[has_target].sum() / has_target.sum())
+
+    of_rows = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
+    loss = policy.gspo_loss(logp, old, advantages, rollouts, weights=of_rows, scale=1.0)
+    ratios = rollouts.means(torch.where(has_target, logp - old, 0.0)).exp()
+    expected = -torch.minimum(ratios * advantages, ratios.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
+    torch.testing.assert_close(loss, (expected * of_rows)[rollouts.counts > 0].sum())
 
 
 def test_nan_in_a_row_of_weight_0_reaches_no_gradient_of_gspo() -> None:
+    """Whatever stands in a row of weight 0, number or NaN, loss and gradient are the same."""
     rollouts, response = make_rollouts()
     values = padded_values(4, response)
     logp, old = (rollouts.pack(x) for x in values[:2])
     weights = torch.ones(ROWS, dtype=torch.float64)
     weights[1] = 0.0
-    found = []
-    for lost in (0.5, math.nan):
-        leaf, blank = logp.clone().requires_grad_(), torch.where(rollouts.row == 1, lost, 0.0)
-        reference, advantages = old + blank, torch.where(weights == 0, lost, values[3])
+
+    results = []
+    for poison in (0.5, math.nan):
+        leaf = logp.clone().requires_grad_()
+        poisoned_old = old + torch.where(rollouts.row == 1, poison, 0.0)
+        advantages = torch.where(weights == 0, poison, values[3])
         loss = policy.gspo_loss(
-            leaf, old + blank, advantages, rollouts, reference_logp=reference, beta=0.1, weights=weights
+            leaf,
+            poisoned_old,
+            advantages,
+            rollouts,
+            reference_logp=poisoned_old,
+            beta=0.1,
+            weights=weights,
         )
-        found.append((loss, *torch.autograd.grad(loss, leaf)))
-    assert found[0][1].norm() > 0
-    torch.testing.assert_close(found[1], found[0])
+        results.append((loss, *torch.autograd.grad(loss, leaf)))
+    assert results[0][1].norm() > 0
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_group_advantages() -> None:
+    """An advantage is the reward minus its group's mean, divided by the group's deviation if asked."""
     assert policy.group_advantages(torch.tensor([1.0, 3.0]), 2, normalise=False).tolist() == [-1.0, 1.0]
     rewards = torch.rand(6, dtype=torch.float64)
-    found = policy.group_advantages(rewards, 3)
+    advantages = policy.group_advantages(rewards, 3)
     for i in range(6):
-        group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
-        assert found[i].item() == pytest.approx(((rewards[i] - group.mean()) / (group.std() + 1e-4)).item())
+        first = i // 3 * 3
+        group = rewards[first : first + 3]
+        expected = (rewards[i] - group.mean()) / (group.std() + 1e-4)
+        assert advantages[i].item() == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -196,47 +219,60 @@ def test_a_ratio_no_float_has_gives_a_finite_gradient(name: str, dtype: torch.dt
     """A token that the sampler thought impossible: e^2000 where the advantage is positive, or 0."""
     rollouts, response = make_rollouts()
     values = [x.to(dtype) for x in padded_values(0, response)]
-    values[3][0], values[3][1] = 1.0, 0.0
+    values[3][0] = 1.0
+    values[3][1] = 0.0
     values[1][0, 4] -= 2_000.0
     values[1][1, 3] -= 2_000.0
     logp = rollouts.pack(values[0]).nan_to_num(0.0).requires_grad_()
     old = rollouts.pack(values[1]).nan_to_num(0.0)
-    loss = LOSSES[name][0](logp, old, values[3], rollouts, **LOSSES[name][1])
+
+    function, options, *_ = LOSSES[name]
+    loss = function(logp, old, values[3], rollouts, **options)
     assert loss.isfinite()
     assert torch.autograd.grad(loss, logp)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "token_mean", "cispo", "sapo"])
 def test_a_token_of_weight_zero_touches_nothing(name: str) -> None:
+    """Whatever log-probability and advantage a token of weight 0 has, loss and gradient are the same."""
     rollouts, response = make_rollouts()
     values = padded_values(0, response)
     logp, old, reference = (rollouts.pack(x).nan_to_num(0.0) for x in values[:3])
-    at = int((rollouts.batch.targets != -100).nonzero()[0])
+    advantages = torch.cat([values[3], values[3].new_zeros(1)])[rollouts.row]
+    first_target = int((rollouts.batch.targets != -100).nonzero()[0])
     weights = torch.ones_like(logp)
-    weights[at] = 0.0
-    function, how, *_ = LOSSES[name]
-    penalty: dict[str, Any] = {"reference_logp": reference, "beta": 0.1} if "kind" in how else {}
-    found = []
-    of_slot = torch.cat([values[3], values[3].new_zeros(1)])[rollouts.row]
+    weights[first_target] = 0.0
+
+    function, loss_options, *_ = LOSSES[name]
+    options = dict(loss_options)
+    if function is policy.grpo_loss:
+        options |= {"reference_logp": reference, "beta": 0.1}
+    results = []
     for poison in (0.0, math.inf, -math.inf, math.nan):
-        leaf, advantages = (torch.where(weights == 0, poison, x) for x in (logp, of_slot))
-        leaf.requires_grad_()
-        loss = function(leaf, old, advantages, rollouts, weights=weights, **how, **penalty)
-        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        leaf = torch.where(weights == 0, poison, logp).requires_grad_()
+        poisoned = torch.where(weights == 0, poison, advantages)
+        loss = function(leaf, old, poisoned, rollouts, weights=weights, **options)
+        results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
 
 
 def test_advantages_of_as_many_rows_as_slots_are_refused() -> None:
+    """Four advantages could be of rows or of slots if both are four; with other numbers both are taken."""
     mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 4 rows in 4 slots
     ids = torch.arange(12).view(4, 3)
-    logp, advantages = -torch.rand(5, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    logp = -torch.rand(5, dtype=torch.float64)
+    of_rows = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
     with pytest.raises(ValueError, match=r"4 rows and 4 slots.* pad_to=5\)"):
-        policy.grpo_loss(logp[:4], logp[:4], advantages, PackedRollouts.from_padded(ids, mask))
+        policy.grpo_loss(logp[:4], logp[:4], of_rows, PackedRollouts.from_padded(ids, mask))
+
     wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
-    for given in (advantages, wider.pack(advantages[:, None].expand(4, 3))):
-        assert policy.grpo_loss(logp, logp, given, wider).item() == pytest.approx(-1.0 / 4)
-    gates = [policy.sapo_loss(logp, logp, x, wider, temperature=0.5) for x in (advantages, advantages.int())]
-    assert gates[0] == gates[1]
-    single = PackedRollouts.from_padded(ids, torch.eye(3).repeat(2, 1)[:4].long())
-    assert policy.grpo_loss(logp[:4], logp[:4], torch.ones(4).double(), single).item() == 0.0
+    of_slots = wider.pack(of_rows[:, None].expand(4, 3))
+    for advantages in (of_rows, of_slots):
+        assert policy.grpo_loss(logp, logp, advantages, wider).item() == pytest.approx(-1.0 / 4)
+    gate = policy.sapo_loss(logp, logp, of_rows, wider, temperature=0.5)
+    assert gate == policy.sapo_loss(logp, logp, of_rows.int(), wider, temperature=0.5)
+
+    without_targets = PackedRollouts.from_padded(ids, torch.eye(3).repeat(2, 1)[:4].long())
+    loss = policy.grpo_loss(logp[:4], logp[:4], torch.ones(4).double(), without_targets)
+    assert loss.item() == 0.0
