@@ -25,8 +25,10 @@ BUCKETS = make_buckets((8, 14), slots=128, max_seqlen=LONGEST)
 
 
 def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST, low: int = 3) -> THDBatch:
+    """Sequences of random lengths and ids: ``count`` of them, or 1 to 12."""
     rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 13)) if count is None else count
+    if count is None:
+        count = int(rng.integers(1, 13))
     lengths = rng.integers(1, longest + 1, count)
     samples = [{"input_ids": rng.integers(low, 60, int(n))} for n in lengths]
     return THDBatch.collate(samples)
@@ -34,22 +36,20 @@ def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST,
 
 def slow_offsets(batch: THDBatch, bucket: Bucket) -> tuple[Tensor, Tensor]:
     """Return a batch's offsets in a bucket by pad_cu_seqlens, and those without padding inside sequences."""
-    count = Layout.of_batch(batch).sequences
-    kept = list(batch.padded_lengths[:count])
-    shape = bucket.sequences, bucket.slots
-    padded = pad_cu_seqlens(cumulative(kept), *shape, max_seqlen=bucket.max_seqlen)
-    dummies = padded.diff().tolist()[count:]
-    return padded, cumulative([*batch.lengths[:count], *dummies])
+    num_sequences = Layout.of_batch(batch).sequences
+    offsets = cumulative(list(batch.padded_lengths[:num_sequences]))
+    padded = pad_cu_seqlens(offsets, bucket.sequences, bucket.slots, max_seqlen=bucket.max_seqlen)
+    dummy_lengths = padded.diff().tolist()[num_sequences:]
+    return padded, cumulative([*batch.lengths[:num_sequences], *dummy_lengths])
 
 
 def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
-    used, device = Layout.of_batch(batch).slots, batch.input_ids.device
+    device = batch.input_ids.device
+    used = Layout.of_batch(batch).slots
+    tail = bucket.slots - used
     padded, real = slow_offsets(batch, bucket)
-    same = torch.equal(padded, real)
-    lengths = padded.diff()
     positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
-    tail = positions.shape[0]
     positions = positions.expand(*batch.position_ids.shape[:-1], tail)
     return batch.replace(
         input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
@@ -57,10 +57,10 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
         position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
         boundaries=Boundaries(
             offsets=padded.to(device),
-            real_offsets=None if same else real.to(device),
+            real_offsets=None if torch.equal(padded, real) else real.to(device),
             slots=bucket.slots,
             max_seqlen=bucket.max_seqlen,
-            lengths=lengths.tolist(),
+            lengths=padded.diff().tolist(),
             sequence_lengths=batch.lengths,
         ),
         max_targets=batch.max_targets,
@@ -68,11 +68,12 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
 
 
 def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
+    """Run the backward pass; return the gradients of all parameters that have one."""
     module.zero_grad()
     loss.backward()
-    found = [p.grad for p in module.parameters() if p.grad is not None]
-    assert found
-    return found
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert grads
+    return grads
 
 
 def in_graph(model: nn.Module, batch: THDBatch) -> Tensor:
@@ -83,20 +84,23 @@ def in_graph(model: nn.Module, batch: THDBatch) -> Tensor:
 
 
 def padded_eager(module: nn.Module, batch: THDBatch, bucket: Bucket) -> Tensor:
+    """Run a batch eagerly, padded to a bucket."""
     with static_shapes():
         return causal_lm_loss(module, pad_batch(batch, bucket))
 
 
-def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+def worst(tensors: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest relative difference; small tensors relative to a thousandth of the largest."""
-    assert len(found) == len(wanted) > 0
-    floor = max(1e-3 * max(float(w.norm()) for w in wanted), 1e-30)
+    assert len(tensors) == len(expected) > 0
+    norms = [float(b.norm()) for b in expected]
+    floor = max(1e-3 * max(norms), 1e-30)
     return max(
-        float((f - w).norm()) / max(float(w.norm()), floor) for f, w in zip(found, wanted, strict=True)
+        float((a - b).norm()) / max(norm, floor) for a, b, norm in zip(tensors, expected, norms, strict=True)
     )
 
 
 def graphed(module: nn.Module, function: Any = causal_lm_loss, **kwargs: Any) -> GraphedStep:
+    """A graphed step that records on the CPU and raises what cannot be captured."""
     defaults: dict[str, Any] = {"buckets": BUCKETS, "backend": RecordingBackend(), "require": True}
     return GraphedStep(function, module, **{**defaults, **kwargs})
 
@@ -111,7 +115,8 @@ class GraphModule(L.LightningModule):
             self.model.model.layers[0].mlp = nn.Sequential(
                 self.model.model.layers[0].mlp, nn.Dropout(dropout)
             )
-        self.lr, self.best = lr, float("nan")
+        self.lr = lr
+        self.best = float("nan")
         self.outputs: list[float] = []
         self.events: list[str] = []
 

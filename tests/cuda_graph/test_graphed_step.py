@@ -48,6 +48,7 @@ FAST = {("qwen3", torch.float32), ("bamba", torch.float32)}  # the others take m
 
 
 def family(name: str, dtype: torch.dtype) -> nn.Module:
+    """A model of a family, whose weights are far from their initial values."""
     model = build(name, "thd").train()
     shake(model)
     return model.to(dtype)
@@ -64,27 +65,34 @@ def family(name: str, dtype: torch.dtype) -> nn.Module:
 def test_twenty_layouts_equal_padded_eager_bitwise_and_unpadded_to_rounding(
     name: str, dtype: torch.dtype
 ) -> None:
+    """Loss and gradients are those of the padded batch, bit for bit, and of the batch itself nearly."""
     model = family(name, dtype)
-    step, used = graphed(model), set()
-    count = 20
-    tolerance = max(TOLERANCES[dtype], MIXED if name in ("bamba", "gemma2") else 0.0)
-    for seed in range(count):
+    step = graphed(model)
+    tolerance = TOLERANCES[dtype]
+    if name in ("bamba", "gemma2"):
+        tolerance = max(tolerance, MIXED)
+
+    num_batches = 20
+    buckets_used = set()
+    for seed in range(num_batches):
         batch = random_batch(seed)
         bucket, reason = choose(BUCKETS, batch)
+        buckets_used.add(reason if bucket is None else bucket)
         loss = step(batch)
-        found = gradients(model, loss)
-        eager = causal_lm_loss(model, batch)
-        assert relative_error(loss.detach(), eager.detach()) < min(LOSS, tolerance)
-        assert worst(found, gradients(model, eager)) < tolerance
-        used.add(reason if bucket is None else bucket)
+        replayed = gradients(model, loss)
+
+        eager_loss = causal_lm_loss(model, batch)
+        assert relative_error(loss.detach(), eager_loss.detach()) < min(LOSS, tolerance)
+        assert worst(replayed, gradients(model, eager_loss)) < tolerance
         if bucket is not None:
-            padded = padded_eager(model, batch, bucket)
-            assert torch.equal(loss, padded)
-            wanted = gradients(model, padded)
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert used == {*BUCKETS, "tokens"}  # both buckets and fallbacks, interleaved
-    assert step.stats.replays + step.stats.fallbacks["tokens"] == count
-    assert step.stats.replays > count // 2
+            padded_loss = padded_eager(model, batch, bucket)
+            assert torch.equal(loss, padded_loss)
+            padded = gradients(model, padded_loss)
+            assert all(torch.equal(a, b) for a, b in zip(replayed, padded, strict=True))
+
+    assert buckets_used == {*BUCKETS, "tokens"}  # both buckets and fallbacks, interleaved
+    assert step.stats.replays + step.stats.fallbacks["tokens"] == num_batches
+    assert step.stats.replays > num_batches // 2
 
 
 class Poisoned(RecordingBackend):
@@ -104,16 +112,22 @@ class Poisoned(RecordingBackend):
 
 
 def test_every_gradient_is_finite_and_equal_when_unwritten_memory_is_nan() -> None:
+    """No gradient depends on memory that a replay reads before it writes."""
     model = tiny_llama(torch.float32)
-    step, poisoned = graphed(model), graphed(model, backend=Poisoned())
+    step = graphed(model)
+    poisoned_step = graphed(model, backend=Poisoned())
     for seed in range(10):
         batch = random_batch(seed)
-        wanted, found = gradients(model, step(batch)), gradients(model, poisoned(batch))
-        assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(found, wanted, strict=True))
-    assert poisoned.stats.replays >= 5
+        expected = gradients(model, step(batch))
+        for a, b in zip(gradients(model, poisoned_step(batch)), expected, strict=True):
+            assert torch.equal(a, b)
+            assert a.isfinite().all()
+    assert poisoned_step.stats.replays >= 5
 
 
 class WithDropout(nn.Module):
+    """A tiny model with dropout behind one MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = tiny_llama(torch.float32)
@@ -125,6 +139,7 @@ def dropout_loss(module: Any, batch: THDBatch) -> Tensor:
 
 
 def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed() -> None:
+    """Replays draw from the generator as eager steps do, and a capture leaves it as it was."""
     module = WithDropout()
     step = graphed(module, dropout_loss, buckets=BUCKETS[:1])
     batch = random_batch(4, count=5)
@@ -133,49 +148,57 @@ def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed
     gradients(module, first)
     torch.manual_seed(1)
     assert torch.equal(first, step(batch))  # a capture leaves random states as they were
-    before = torch.get_rng_state()
+
+    random_state = torch.get_rng_state()
     second = step(batch)
-    found = gradients(module, second)
+    replayed = gradients(module, second)
     assert not torch.equal(first, second)
-    torch.set_rng_state(before)
+    torch.set_rng_state(random_state)
     with static_shapes():
-        wanted = dropout_loss(module, pad_batch(batch, BUCKETS[0]))
-    assert torch.equal(second, wanted)
-    assert worst(found, gradients(module, wanted)) == 0.0
+        eager = dropout_loss(module, pad_batch(batch, BUCKETS[0]))
+    assert torch.equal(second, eager)
+    assert worst(replayed, gradients(module, eager)) == 0.0
     assert step.stats.replays == 3
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_bf16_autocast_captures_again_and_casts_new_weights(inside: bool) -> None:
     """Accelerate enters one region, with a cache, in every call: a cast from before the graph would stay."""
-    model, region = tiny_llama(torch.float32), torch.autocast("cpu", torch.bfloat16)
-    step = graphed(model, region(causal_lm_loss) if inside else causal_lm_loss)
-    plain = [step(random_batch(seed, count=5)).detach() for seed in range(4)]
-    captured = step.stats.captures
+    model = tiny_llama(torch.float32)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    step = graphed(model, autocast(causal_lm_loss) if inside else causal_lm_loss)
+    first_losses = [step(random_batch(seed, count=5)).detach() for seed in range(4)]
+    first_captures = step.stats.captures
+
     for seed in range(4):
         batch = random_batch(seed, count=5)
-        with contextlib.nullcontext() if inside else region:
+        with contextlib.nullcontext() if inside else autocast:
             loss = step(batch)
-        padded = region(in_graph)(model, batch)
-        assert torch.equal(loss, padded)
-        assert torch.equal(loss, plain[seed]) == (inside and seed == 0)
-        assert worst(gradients(model, loss), gradients(model, padded)) == 0.0
+        eager_loss = autocast(in_graph)(model, batch)
+        assert torch.equal(loss, eager_loss)
+        assert torch.equal(loss, first_losses[seed]) == (inside and seed == 0)
+        assert worst(gradients(model, loss), gradients(model, eager_loss)) == 0.0
         torch._foreach_mul_([p.detach() for p in model.parameters()], 1.1)
-    assert (step.stats.captures, step.stats.fallbacks.total()) == (captured * (2 - inside), 0)
+
+    captures = first_captures if inside else 2 * first_captures  # autocast outside of the step is a change
+    assert step.stats.captures == captures
+    assert step.stats.fallbacks.total() == 0
 
 
 def test_activation_checkpointing_is_captured_without_its_saved_random_states() -> None:
+    """A checkpointed model has the gradients of eager on the padded batch, in every replay."""
     model = build("qwen3", "thd").train()
     checkpoint_activations(model)
     step = graphed(model)
     for seed in range(5):
         batch = random_batch(seed, count=6)
-        found = gradients(model, step(batch))
-        assert worst(found, gradients(model, in_graph(model, batch))) == 0.0
+        replayed = gradients(model, step(batch))
+        assert worst(replayed, gradients(model, in_graph(model, batch))) == 0.0
     assert step.stats.replays == 5
 
 
 def test_checkpointing_with_dropout_is_refused() -> None:
+    """No graph can set the random state with which checkpointing would draw dropout again."""
     module = WithDropout()
     checkpoint_activations(module.model)
     with pytest.raises(CaptureError, match="preserve_rng_state"):
@@ -183,28 +206,32 @@ def test_checkpointing_with_dropout_is_refused() -> None:
 
 
 def test_a_capture_that_failed_keeps_nothing_of_its_batch() -> None:
-    def loss(module: nn.Module, batch: THDBatch) -> Tensor:
-        hidden = causal_lm_loss(module, batch)
-        kept.append(weakref.ref(hidden))
-        return hidden * hidden.item()  # what no graph can hold
+    """Neither the batch nor a tensor of the failed step is alive, without a run of the collector."""
 
-    kept: list[weakref.ref[Tensor]] = []
-    step, batch = graphed(tiny_llama(torch.float64), loss), random_batch(0, count=3)
-    slots = weakref.ref(batch.input_ids)
+    def loss(module: nn.Module, batch: THDBatch) -> Tensor:
+        value = causal_lm_loss(module, batch)
+        losses.append(weakref.ref(value))
+        return value * value.item()  # what no graph can hold
+
+    losses: list[weakref.ref[Tensor]] = []
+    step = graphed(tiny_llama(torch.float64), loss)
+    batch = random_batch(0, count=3)
+    input_ids = weakref.ref(batch.input_ids)
     gc.collect()
     gc.disable()
     try:
         with contextlib.suppress(CaptureError):
             step(batch)
         del batch
-        assert kept
-        assert slots() is None
-        assert [each() for each in kept] == [None] * len(kept)
+        assert losses
+        assert input_ids() is None
+        assert all(value() is None for value in losses)
     finally:
         gc.enable()
 
 
 def test_an_oversize_batch_is_never_truncated() -> None:
+    """A batch with too many sequences, tokens or too long a sequence runs eagerly; a full one replays."""
     model = tiny_llama(torch.float64)
     step = graphed(model, buckets=make_buckets((4, 6), slots=64, max_seqlen=20))
     cases = {"num_sequences": [5] * 7, "tokens": [20, 20, 20, 20], "max_seqlen": [21]}
@@ -219,17 +246,21 @@ def test_an_oversize_batch_is_never_truncated() -> None:
 
 
 def test_two_forwards_before_a_backward_share_no_memory() -> None:
-    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    """A second forward runs eagerly while the first one's backward is to come; a second backward raises."""
+    model = tiny_llama(torch.float64)
+    eager = tiny_llama(torch.float64)
     step = graphed(model)
-    a, b = random_batch(1, count=4), random_batch(2, count=4)
-    first, second = step(a), step(b)
+    a = random_batch(1, count=4)
+    b = random_batch(2, count=4)
+    loss = step(a) + step(b)
     assert step.stats.fallbacks["pending_backward"] == 1
-    found = gradients(model, first + second)
-    wanted = gradients(eager, causal_lm_loss(eager, a) + causal_lm_loss(eager, b))
-    assert worst(found, wanted) < 1e-13
+    replayed = gradients(model, loss)
+    expected = gradients(eager, causal_lm_loss(eager, a) + causal_lm_loss(eager, b))
+    assert worst(replayed, expected) < 1e-13
+
     # A forward whose backward has become impossible no longer blocks.
-    third = step(a)
-    del third
+    loss_without_backward = step(a)
+    del loss_without_backward
     loss = step(b)
     assert step.stats.fallbacks["pending_backward"] == 1
     loss.backward(retain_graph=True)
@@ -238,8 +269,10 @@ def test_two_forwards_before_a_backward_share_no_memory() -> None:
 
 
 def test_moved_parameters_are_noticed_and_captured_anew() -> None:
+    """After a swap of weights, and after a layer is frozen, one step runs eagerly and the next replays."""
     model = tiny_llama(torch.float64)
-    step, batch = graphed(model), random_batch(1, count=4)
+    step = graphed(model)
+    batch = random_batch(1, count=4)
     gradients(model, step(batch))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -247,11 +280,12 @@ def test_moved_parameters_are_noticed_and_captured_anew() -> None:
     loss = step(batch)
     assert step.stats.fallbacks["parameters_moved"] == 1
     assert torch.equal(loss, causal_lm_loss(model, batch))
-    again = step(batch)
+    replayed_loss = step(batch)
     assert step.stats.replays == 2
-    assert float((again - loss).abs().detach()) < 1e-12
+    assert float((replayed_loss - loss).abs().detach()) < 1e-12
+
     model.model.layers[0].mlp.requires_grad_(False)
-    del again
+    del replayed_loss
     gradients(model, step(batch))
     assert step.stats.fallbacks["parameters_moved"] == 2
     gradients(model, step(batch))
@@ -262,10 +296,11 @@ def test_rotary_frequencies_that_a_cast_rounded_outlive_the_capture() -> None:
     """They are restored in fp32 at the first forward, which may be the capture's."""
     model = tiny_llama(torch.bfloat16)
     step = graphed(model)
-    loss = step(random_batch(0))
+    batch = random_batch(0)
+    loss = step(batch)
     frequencies = model.model.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float32
-    assert torch.equal(loss, padded_eager(model, random_batch(0), choose(BUCKETS, random_batch(0))[0]))
+    assert torch.equal(loss, in_graph(model, batch))
     assert model.model.rotary_emb.inv_freq is frequencies
 
 
@@ -285,7 +320,8 @@ class Timed(RecordingBackend):
 
 def test_times_are_taken_on_as_many_slots_as_the_batch_has() -> None:
     """FP8 kernels refuse the slots of its sequences alone."""
-    model, slots = tiny_llama(torch.float64), []
+    model = tiny_llama(torch.float64)
+    slots = []
 
     def loss_of(module: Any, batch: THDBatch) -> Tensor:
         slots.append(batch.input_ids.numel())
@@ -299,6 +335,7 @@ def test_times_are_taken_on_as_many_slots_as_the_batch_has() -> None:
 
 @pytest.mark.parametrize(("replay_s", "replays"), [(0.5, 1), (0.99, 0)])
 def test_a_replay_that_is_no_faster_is_switched_off(replay_s: float, replays: int) -> None:
+    """A bucket whose replay gains less than 2 % runs eagerly, with the same loss."""
     model = tiny_llama(torch.float64)
     step = graphed(model, backend=Timed(replay_s))
     batch = random_batch(1, count=4)
@@ -308,6 +345,7 @@ def test_a_replay_that_is_no_faster_is_switched_off(replay_s: float, replays: in
 
 
 def test_batches_padded_between_sequences_keep_both_offsets() -> None:
+    """A replayed batch with padding inside has the loss of the batch without."""
     from lightning_thd.alignment import Alignment
 
     model = tiny_llama(torch.float64)
@@ -321,46 +359,63 @@ def test_batches_padded_between_sequences_keep_both_offsets() -> None:
 
 
 def test_hooks_on_parameters_run_once_a_step() -> None:
-    model, calls = tiny_llama(torch.float64), list[int]()
+    """A hook that doubles a gradient runs once in a replay, and in no capture."""
+    model = tiny_llama(torch.float64)
+    calls = 0
+
+    def double(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 2 * gradient
+
     step = graphed(model)
-    eager = gradients(model, causal_lm_loss(model, random_batch(1, count=4)))
-    wanted = [grad.clone() for grad in eager]
-    model.lm_head.weight.register_hook(lambda grad: calls.append(1) or 2 * grad)
-    found = gradients(model, step(random_batch(1, count=4)))
+    batch = random_batch(1, count=4)
+    *others, of_head = [gradient.clone() for gradient in gradients(model, causal_lm_loss(model, batch))]
+    model.lm_head.weight.register_hook(double)
+    replayed = gradients(model, step(batch))
     assert step.stats.replays == 1
-    assert len(calls) == 1
-    assert worst(found[:-1], wanted[:-1]) < 1e-13
-    assert worst(found[-1:], [2 * wanted[-1]]) < 1e-13
+    assert calls == 1
+    assert worst(replayed, [*others, 2 * of_head]) < 1e-13
 
 
 def test_captures_count_no_flops_and_leave_the_state_of_a_first_batch() -> None:
-    def relative(module: Any, batch: THDBatch) -> Tensor:
+    """With graphs, a step that remembers its first loss has eager's losses and FLOPs."""
+
+    def relative_to_first(module: Any, batch: THDBatch) -> Tensor:
         loss = causal_lm_loss(module.model, batch)
         if module.lr is None:
             module.lr = loss.detach()
         return loss / module.lr
 
-    found = []
-    for graphs in (True, False):
-        module, monitor = GraphModule(lr=None), THDThroughputMonitor(peak=1e9)  # type: ignore[arg-type]
-        step: Any = graphed(module, relative) if graphs else functools.partial(relative, module)
+    def run(*, graphs: bool) -> tuple[float, float]:
+        """Return the FLOPs of three steps and the last loss."""
+        module = GraphModule(lr=None)  # type: ignore[arg-type]
+        monitor = THDThroughputMonitor(peak=1e9)
+        step: Any = functools.partial(relative_to_first, module)
+        if graphs:
+            step = graphed(module, relative_to_first)
         monitor.watch(module)
         for seed in range(3):
-            with monitor.step(batch := random_batch(seed)):
-                (loss := step(batch)).backward()
-        found.append((monitor.finish()["train/total_flops"], float(loss.detach())))
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+            batch = random_batch(seed)
+            with monitor.step(batch):
+                loss = step(batch)
+                loss.backward()
+        return monitor.finish()["train/total_flops"], float(loss.detach())
+
+    assert run(graphs=True) == pytest.approx(run(graphs=False), rel=1e-12)
 
 
 def test_experts_replay_where_their_tokens_are_grouped_without_reading_the_host() -> None:
+    """A mixture of experts replays with eager's gradients, and captures leave no choices to count."""
     model = build("mixtral", "thd").train()
-    step, choices = graphed(model), ExpertChoices(model)
+    step = graphed(model)
+    choices = ExpertChoices(model)
     step(random_batch(0, count=4))
     assert not choices.take().any()  # the choices of captures on dummy batches
     for seed in range(5):
         batch = random_batch(seed, count=4)
-        found = gradients(model, step(batch))
-        assert worst(found, gradients(model, causal_lm_loss(model, batch))) < 1e-5  # fp32
+        replayed = gradients(model, step(batch))
+        assert worst(replayed, gradients(model, causal_lm_loss(model, batch))) < 1e-5  # fp32
     assert step.stats.replays == 6
 
 
@@ -371,8 +426,8 @@ def token_losses(model: nn.Module, batch: THDBatch, reduction: str = "sum") -> T
 
 def mean_losses(model: nn.Module, batch: THDBatch) -> Tensor:
     """Sum the means of sequences: NaN if a dummy sequence is empty, and without effect if it is not."""
-    losses, at = token_losses(model, batch, "none"), batch.cu_seqlens.long()
-    return torch.segment_reduce(losses, "mean", offsets=at, unsafe=True).sum()
+    losses = token_losses(model, batch, "none")
+    return torch.segment_reduce(losses, "mean", offsets=batch.cu_seqlens.long(), unsafe=True).sum()
 
 
 @pytest.mark.parametrize(
@@ -390,59 +445,67 @@ def mean_losses(model: nn.Module, batch: THDBatch) -> Tensor:
     ],
 )
 def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str) -> None:
-    model = tiny_llama(torch.float64)
-    found = graphed(model, step)
+    """A step that would return other values in a graph is refused, and the message says which and why."""
+    graphed_step = graphed(tiny_llama(torch.float64), step)
     with pytest.raises(CaptureError, match=message):
-        found(random_batch(1))
+        graphed_step(random_batch(1))
 
 
 class Logs(GraphModule):
-    told = False
+    """Logs a value, or a number beside it, that no graph can repeat."""
 
-    def __init__(self, *, sized: bool | None) -> None:
+    has_logged = False
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.sized = sized
+        self.kind = kind
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
-        learned = (batch.targets != -100).double()
-        if self.sized is None:
-            if not self.told:
-                self.log("first", 1.0)
-            self.told = True
-        elif self.sized:
-            self.log("tokens", learned.sum(), batch_size=batch.input_ids.numel())
-        else:
-            self.log("share", learned.mean())
+        is_learned = (batch.targets != -100).double()
+        if self.kind == "batch size":
+            self.log("tokens", is_learned.sum(), batch_size=batch.input_ids.numel())
+        elif self.kind == "share of slots":
+            self.log("share", is_learned.mean())
+        elif not self.has_logged:
+            self.log("first", 1.0)
+            self.has_logged = True
         return causal_lm_loss(self.model, batch)
 
 
 @pytest.mark.parametrize(
-    ("sized", "message"),
+    ("kind", "message"),
     [
-        (True, "logs 'tokens' with batch_size=24, which depends on the batch"),
-        (False, "the step logs 'share': the value from a graph"),
-        (None, "logs more in one run than in another"),
+        ("batch size", "logs 'tokens' with batch_size=24, which depends on the batch"),
+        ("share of slots", "the step logs 'share': the value from a graph"),
+        ("first step only", "logs more in one run than in another"),
     ],
 )
-def test_a_log_that_depends_on_the_padding_is_refused(sized: bool | None, message: str) -> None:
-    step = graphed(Logs(sized=sized), lambda module, batch: module.training_step(batch, 0))
+def test_a_log_that_depends_on_the_padding_is_refused(kind: str, message: str) -> None:
+    """A step that would log other values in a graph is refused, and the message says which."""
+    step = graphed(Logs(kind), lambda module, batch: module.training_step(batch, 0))
     with pytest.raises(CaptureError, match=message):
         step(random_batch(1))
 
 
 @pytest.mark.parametrize("reason", ["weights", "shared_prefixes", "extras", "batch_type"])
 def test_what_no_graph_holds_runs_eagerly(reason: str) -> None:
+    """Such a batch is counted by its reason, has eager's loss, and leaves the graphs usable."""
+
     def loss(module: Any, batch: Any) -> Tensor:
         if isinstance(batch, Tensor):
-            found: Tensor = module(batch, use_cache=False).logits.sum()
-            return found
-        return causal_lm_loss(module, batch.replace(extras={}) if batch.extras else batch)
+            total: Tensor = module(batch, use_cache=False).logits.sum()
+            return total
+        if batch.extras:
+            batch = batch.replace(extras={})
+        return causal_lm_loss(module, batch)
 
     model = tiny_llama(torch.float64)
     step = graphed(model, loss)
     step(random_batch(1)).backward()
-    weights = {"weights": 0.5} if reason == "weights" else {}
-    rows = [{"input_ids": range(3, 9), **weights}, {"input_ids": range(3, 21)}]
+
+    rows: list[dict[str, Any]] = [{"input_ids": range(3, 9)}, {"input_ids": range(3, 21)}]
+    if reason == "weights":
+        rows[0]["weights"] = 0.5
     batch: Any = THDBatch.collate(rows, share_prefixes=reason == "shared_prefixes")
     if reason == "extras":
         batch = batch.replace(extras={"output_attentions": torch.tensor(0)})
@@ -461,7 +524,9 @@ class Island(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.a, self.b = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.table = nn.Embedding(64, 64)
+        self.a = nn.Linear(64, 64)
+        self.b = nn.Linear(64, 64)
         self.router = nn.Linear(64, 8)
 
     def forward(self, batch: THDBatch) -> Tensor:
@@ -477,8 +542,8 @@ def test_an_island_of_fp32_under_autocast_has_the_gradients_of_eager() -> None:
     """Lightning runs backward outside of autocast; captured inside of it, gradients were off by 1e-3."""
     module = Island()
     batch = random_batch(3, count=6)
-    used = sum(batch.lengths)
-    buckets = make_buckets((6,), slots=used, max_seqlen=used)
+    slots = sum(batch.lengths)
+    buckets = make_buckets((6,), slots=slots, max_seqlen=slots)
     step = GraphedStep(lambda m, b: m(b), module, buckets=buckets, backend=RecordingBackend(), require=True)
 
     def run(call: Callable[[], Tensor]) -> list[Tensor]:
@@ -486,7 +551,7 @@ def test_an_island_of_fp32_under_autocast_has_the_gradients_of_eager() -> None:
             loss = call()
         return [x.clone() for x in gradients(module, loss)]
 
-    wanted = run(lambda: module(batch))
-    found = run(lambda: step(batch))
+    eager = run(lambda: module(batch))
+    replayed = run(lambda: step(batch))
     assert step.stats.replays == 1
-    assert worst(found, wanted) == 0.0
+    assert worst(replayed, eager) == 0.0
