@@ -43,36 +43,54 @@ UNLIKE = re.compile(r"runtime|per_second|time|flos|memory")
 
 
 def text(seed: int, words: int) -> str:
+    """A text of some words, which differ from seed to seed."""
     return " ".join(WORDS[(seed * 7 + k * k) % len(WORDS)] for k in range(words))
 
 
 def rows(kind: str) -> list[dict[str, Any]]:
-    found = []
+    """Twelve rows for a trainer: pairs with a prompt (dpo) or a margin (reward), or prompts (grpo)."""
+    table: list[dict[str, Any]] = []
     for i in range(12):
-        pair: dict[str, Any] = {"chosen": text(i, 1 + i % 5), "rejected": text(i + 3, 9 - i % 7)}
-        found.append(pair | ({"margin": i / 8} if kind == "reward" else {"prompt": text(i + 1, 1 + i % 4)}))
-    return [{"prompt": row["prompt"]} for row in found] if kind == "grpo" else found
+        prompt = text(i + 1, 1 + i % 4)
+        pair = {"chosen": text(i, 1 + i % 5), "rejected": text(i + 3, 9 - i % 7)}
+        if kind == "grpo":
+            table.append({"prompt": prompt})
+        elif kind == "reward":
+            table.append({**pair, "margin": i / 8})
+        else:
+            table.append({**pair, "prompt": prompt})
+    return table
 
 
-def model_of(kind: str, tokenizer: Any, attention: str, **changes: Any) -> Any:
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-    config = (Qwen3MoeConfig if kind == "moe" else LlamaConfig)(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,
-        num_labels=1,
-        **(moe if kind == "moe" else {}),
-        **changes,
-    )
+def auto_class(kind: str) -> Any:
+    """The class of transformers that builds the model of a trainer."""
+    return AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+
+
+def model_of(kind: str, tokenizer: Any, attention: str) -> Any:
+    """A small Llama in fp64 for a kind of trainer, or for "moe" a small mixture of experts."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.2,
+        "num_labels": 1,
+    }
+    if kind == "moe":
+        config: Any = Qwen3MoeConfig(
+            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8
+        )
+    else:
+        config = LlamaConfig(**sizes)
     torch.manual_seed(0)
-    auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    made = auto.from_config(config, attn_implementation=attention, experts_implementation="eager")
-    return made.double()
+    model = auto_class(kind).from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    )
+    return model.double()
 
 
 def reward_long(completions: list[str], **_: Any) -> list[float]:
@@ -84,21 +102,25 @@ class ExactHead:
 
     @staticmethod
     def apply(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *others: Any) -> Any:
-        logp = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        logits, found = torch.nn.functional.linear(hidden, weight, bias), logp.gather(-1, labels[:, None])
-        return found[:, 0], entropy, None, logits.mean(-1).detach(), logits.argmax(-1) == labels
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        log_p = (logits / temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        of_labels = log_p.gather(-1, labels[:, None])[:, 0]
+        return of_labels, entropy, None, logits.mean(-1).detach(), logits.argmax(-1) == labels
 
 
 def exact_balance(gates: Any, experts: int, top_k: int, mask: Any = None) -> torch.Tensor:
     """Compute transformers' balancing loss of experts, whose own sums are fp32."""
-    rows = torch.cat([gate if mask is None else gate[mask.reshape(-1).bool()] for gate in gates])
-    probabilities = rows.softmax(-1)
+    if mask is not None:
+        gates = [gate[mask.reshape(-1).bool()] for gate in gates]
+    logits = torch.cat(list(gates))
+    probabilities = logits.softmax(-1)
     chosen = torch.nn.functional.one_hot(probabilities.topk(top_k, -1).indices, experts).sum(1)
-    return experts * (chosen.to(rows).mean(0) * probabilities.mean(0)).sum()
+    return experts * (chosen.to(logits).mean(0) * probabilities.mean(0)).sum()
 
 
 def use_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what TRL and transformers sum in fp32 by the same in fp64."""
     from transformers.models.mixtral import modeling_mixtral
     from trl.trainer import utils
 
@@ -111,76 +133,109 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
     warnings.simplefilter("ignore")
     tokenizer = make_tokenizer(PLAIN)
     options = dict(options)
-    lora, experts = options.pop("lora", False), options.pop("experts", False)
-    wide = "share_prefixes" in options  # norms in fp32 round gradients before they are summed
-    ours = {"share_prefixes": True} if options.pop("share_prefixes", False) and packed else {}
+    lora = options.pop("lora", False)
+    experts = options.pop("experts", False)
+    is_wide = "share_prefixes" in options  # norms in fp32 round gradients before they are summed
+    shares = options.pop("share_prefixes", False)
     patch = pytest.MonkeyPatch()
     if options.pop("exact", False):
         use_exact_sums(patch)
-    name = {"dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[kind]
-    trainer_class = getattr(trl, f"{name}Trainer")
-    given: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
-    given |= {"logging_steps": 1, "save_strategy": "no", "adam_epsilon": 1e-3, "report_to": []}
-    if kind == "grpo":
-        given |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
-    args = getattr(trl, f"{name}Config")(
-        output_dir=out, use_cpu=True, bf16=False, disable_tqdm=True, **{**given, **options}
-    )
-    others: dict[str, Any] = {"processing_class": tokenizer, "train_dataset": Dataset.from_list(rows(kind))}
-    if kind == "grpo":
-        others |= {"reward_funcs": reward_long}
-    else:
-        others |= {"eval_dataset": Dataset.from_list(rows(kind)[:5])}
-    if lora:
-        from peft import LoraConfig
 
-        torch.manual_seed(1)
-        others["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    name = {"dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[kind]
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    if kind == "grpo":
+        settings |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    args = getattr(trl, f"{name}Config")(
+        output_dir=out, use_cpu=True, bf16=False, disable_tqdm=True, **{**settings, **options}
+    )
+
     folder = f"{out}/model"  # DPO and GRPO build their reference model from it
     if dist.get_rank() == 0:
         model_of("moe" if experts else kind, tokenizer, "sdpa").save_pretrained(folder)
     dist.barrier()
-    auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    chosen = {"attn_implementation": "thd" if packed else "sdpa", "experts_implementation": "eager"}
-    model = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
+
+    def load() -> Any:
+        attention = "thd" if packed else "sdpa"
+        return auto_class(kind).from_pretrained(
+            folder, dtype=torch.float64, attn_implementation=attention, experts_implementation="eager"
+        )
+
+    arguments: dict[str, Any] = {
+        "model": load(),
+        "args": args,
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_list(rows(kind)),
+    }
+    if kind == "grpo":
+        arguments["reward_funcs"] = reward_long
+    else:
+        arguments["eval_dataset"] = Dataset.from_list(rows(kind)[:5])
     if experts:  # TRL would build its reference with grouped products, which know no fp64
-        others["ref_model"] = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
-    made = packed_trainer(trainer_class) if packed else trainer_class
-    running = made(model=model, args=args, **others, **ours)
-    with nothing_narrower() if wide else contextlib.nullcontext():
-        running.train()
+        arguments["ref_model"] = load()
+    if lora:
+        from peft import LoraConfig
+
+        torch.manual_seed(1)
+        arguments["peft_config"] = LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
+
+    trainer_class = getattr(trl, f"{name}Trainer")
+    if packed:
+        trainer_class = packed_trainer(trainer_class)
+        if shares:
+            arguments["share_prefixes"] = True
+    trainer = trainer_class(**arguments)
+    with nothing_narrower() if is_wide else contextlib.nullcontext():
+        trainer.train()
         if kind != "grpo":
-            running.evaluate()
+            trainer.evaluate()
+    patch.undo()
+
     logs = [
         {key: float(value) for key, value in entry.items() if not UNLIKE.search(key)}
-        for entry in running.state.log_history
+        for entry in trainer.state.log_history
     ]
-    patch.undo()
-    return {"logs": logs, "params": {n: p.detach().clone() for n, p in running.model.named_parameters()}}
+    params = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return {"logs": logs, "params": params}
 
 
 def both(kind: str, out: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    other = "share_prefixes" in options  # compare packs with and without, else packs and padded rows
-    options_of_other = {**options, "share_prefixes": False} if other else options
-    return train(kind, True, f"{out}/packed", options), train(kind, other, f"{out}/rows", options_of_other)
+    """Train on packs and on padded rows; with ``share_prefixes``, on packs with it and without it."""
+    on_packs = train(kind, True, f"{out}/packed", options)
+    if "share_prefixes" in options:
+        return on_packs, train(kind, True, f"{out}/rows", {**options, "share_prefixes": False})
+    return on_packs, train(kind, False, f"{out}/rows", options)
 
 
 def check(kind: str, folder: Path, world: int = 1, to: tuple[float, float] = OF_TRL, **options: Any) -> None:
+    """Compare logs and weights of two trainings, in ``world`` processes, to bounds of losses and others."""
     losses_to, others_to = to
     if kind != "reward" and not RUNS:
         pytest.skip(WHY)
-    for found, wanted in run_ranks(both, world, kind, str(folder), options):
-        assert len(found["logs"]) >= STEPS
-        for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
-            assert own.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=others_to)
-            for name in [name for name in own if name.endswith("loss")]:
-                assert own.pop(name) == pytest.approx(theirs.pop(name), rel=losses_to, abs=losses_to)
-            assert own == pytest.approx(theirs, rel=others_to, abs=others_to)  # differences of large sums
-        assert largest_error(found["params"], wanted["params"]) < others_to
+    for ours, theirs in run_ranks(both, world, kind, str(folder), options):
+        assert len(ours["logs"]) >= STEPS
+        for log, their_log in zip(ours["logs"], theirs["logs"], strict=True):
+            norm = their_log.pop("grad_norm", 0.0)
+            assert log.pop("grad_norm", 0.0) == pytest.approx(norm, rel=others_to)
+            for name in [name for name in log if name.endswith("loss")]:
+                loss = their_log.pop(name)
+                assert log.pop(name) == pytest.approx(loss, rel=losses_to, abs=losses_to), name
+            assert log == pytest.approx(their_log, rel=others_to, abs=others_to)  # differences of large sums
+        assert largest_error(ours["params"], theirs["params"]) < others_to
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_losses_metrics_and_weights_are_those_of_padded_rows(kind: str, tmp_path: Path) -> None:
+    """A trainer on packs logs and learns what TRL's own trainer does on padded rows."""
     check(kind, tmp_path)
 
 
@@ -195,6 +250,7 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kind: str, tmp_path
     ],
 )
 def test_shared_prefixes_change_nothing(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Packs in which prompts are computed once log and learn what other packs do."""
     check(kind, tmp_path, to=EXACT, share_prefixes=True, exact=True, **options)
 
 
@@ -215,11 +271,13 @@ def test_shared_prefixes_change_nothing(kind: str, options: dict[str, Any], tmp_
     ids=lambda options: "-".join(options),
 )
 def test_options_of_dpo_mean_what_they_mean(options: dict[str, Any], tmp_path: Path) -> None:
+    """Options of DPO change packs and padded rows alike."""
     check("dpo", tmp_path, **options)
 
 
 @needs_fused
 def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Options that are wrong for packs, arguments of other trainers and inputs with images are refused."""
     trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
     for option, why in REFUSED_FOR_ROWS.items():
         trainer.args = SimpleNamespace(**{option: True})
@@ -229,12 +287,12 @@ def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixtu
         trainer.args = SimpleNamespace(pad_to_multiple_of=8)
         trainer._refuse_what_rows_cannot()
     assert "pad_to_multiple_of=8 has no effect on packs, which hold no padding" in caplog.text
-    for kind, given, message in (
-        (trl.DPOTrainer, {"capacity": 64}, "PackedDPOTrainer got capacity, but a batch of"),
-        (trl.GRPOTrainer, {"router_balance": "step"}, "got router_balance, but TRL averages over"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            packed_trainer(kind)(model=None, args=None, **given)
+
+    with pytest.raises(TypeError, match="PackedDPOTrainer got capacity, but a batch of"):
+        packed_trainer(trl.DPOTrainer)(model=None, args=None, capacity=64)
+    with pytest.raises(TypeError, match="got router_balance, but TRL averages over"):
+        packed_trainer(trl.GRPOTrainer)(model=None, args=None, router_balance="step")
+
     model = model_of("reward", make_tokenizer(PLAIN), "sdpa")
     pack_rows(model)
     ids = torch.arange(1, 9).view(2, 4)
@@ -244,6 +302,7 @@ def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer"])
 def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL before 1.15 makes logits of padded rows; its reward trainer needs none."""
     if FUSED:
         monkeypatch.setattr(hf_rows, "_has_fused_head", lambda: False)
     with pytest.raises(ValueError, match=rf"packed_trainer\({name}\) needs TRL 1.15 or newer, and "):
@@ -254,29 +313,39 @@ def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore")
 @needs_fused
 def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
-    tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
+    """A second trainer's settings replace the first one's, and other losses of the model stay right."""
+    tokenizer = make_tokenizer(PLAIN)
+    data = Dataset.from_list(rows("dpo"))
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, save_strategy="no")
     models = [model_of("dpo", tokenizer, "thd") for _ in range(2)]
     for share in (False, True):
-        given = {"processing_class": tokenizer, "train_dataset": data, "share_prefixes": share}
-        packed_trainer(trl.DPOTrainer)(*models, args, **given).train()
+        trainer = packed_trainer(trl.DPOTrainer)(
+            *models, args, processing_class=tokenizer, train_dataset=data, share_prefixes=share
+        )
+        trainer.train()
     assert [model._thd_shares_prefixes for model in models] == [True, True]
-    fresh, batch = model_of("dpo", tokenizer, "thd"), THDBatch.collate([{"input_ids": [5, 6, 7]}] * 2)
-    fresh.load_state_dict(models[0].state_dict())
-    found = [(causal_lm_loss(x.eval(), batch), x(**batch.hf_kwargs()).logits) for x in (models[0], fresh)]
-    assert all(map(torch.equal, *found))
+
+    trained = models[0].eval()
+    fresh = model_of("dpo", tokenizer, "thd").eval()
+    fresh.load_state_dict(trained.state_dict())
+    batch = THDBatch.collate([{"input_ids": [5, 6, 7]}] * 2)
+    assert torch.equal(causal_lm_loss(trained, batch), causal_lm_loss(fresh, batch))
+    inputs = batch.hf_kwargs()
+    assert torch.equal(trained(**inputs).logits, fresh(**inputs).logits)
 
 
 @needs_fused
 def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
-    """Models, references and names; before anything is tokenised."""
-    tokenizer, data = make_tokenizer(PLAIN), Dataset.from_list(rows("dpo"))
+    """Models, references and names with another attention are refused before anything is tokenised."""
+    tokenizer = make_tokenizer(PLAIN)
+    data = Dataset.from_list(rows("dpo"))
     model_of("dpo", tokenizer, "thd").save_pretrained(tmp_path)
-    thd, other = (model_of("dpo", tokenizer, attention) for attention in ("thd", "sdpa"))
-    for models, init in (((other,), None), ((thd, other), None), ((str(tmp_path),), "sdpa")):
+    thd = model_of("dpo", tokenizer, "thd")
+    other = model_of("dpo", tokenizer, "sdpa")
+    for models, attention in (((other,), None), ((thd, other), None), ((str(tmp_path),), "sdpa")):
         warnings.simplefilter("ignore", FutureWarning)
         args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False)
-        args.model_init_kwargs = None if init is None else {"attn_implementation": init}
+        args.model_init_kwargs = None if attention is None else {"attn_implementation": attention}
         with pytest.raises(ValueError, match="runs attn_implementation='sdpa', under which"):
             packed_trainer(trl.DPOTrainer)(*models, args=args, train_dataset=data, processing_class=tokenizer)
     pack_rows(thd)
@@ -286,44 +355,58 @@ def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
 
 @needs_fused
 def test_a_call_with_shared_prefixes_keeps_its_divisor_and_balances_no_experts() -> None:
+    """Loss and log-probabilities are those without shared prefixes; a balancing loss is refused."""
     from trl.trainer.utils import add_fused_lm_head
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 7, 0]])
-    labels = ids.where((ids != 0) & (ids != 5), -100)
-    given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
-    models = [model_of("moe", make_tokenizer(PLAIN), "sdpa") for _ in range(2)]
-    for model, share in zip(models, (False, True), strict=True):
-        add_fused_lm_head(model)
-        pack_rows(model, share_prefixes=share)
-    for further in ({}, {"num_items_in_batch": torch.tensor(5)}):
-        plain, shared = (model(**given, **further) for model in models)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": ids.where((ids != 0) & (ids != 5), -100),
+        "fused_lm_head": True,
+    }
+    plain_model, sharing_model = (model_of("moe", make_tokenizer(PLAIN), "sdpa") for _ in range(2))
+    add_fused_lm_head(plain_model)
+    pack_rows(plain_model)
+    add_fused_lm_head(sharing_model)
+    pack_rows(sharing_model, share_prefixes=True)
+
+    for divisor in ({}, {"num_items_in_batch": torch.tensor(5)}):
+        plain = plain_model(**inputs, **divisor)
+        shared = sharing_model(**inputs, **divisor)
         torch.testing.assert_close(shared.log_probs, plain.log_probs, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(shared.loss, plain.loss, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="balances its experts over the tokens of a batch"):
-        models[1](**given, output_router_logits=True)
+        sharing_model(**inputs, output_router_logits=True)
 
 
 def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
+    """Logits, generation and copies of a model that packs rows are those of the model as it was."""
     tokenizer = make_tokenizer(PLAIN)
     plain, packing = (model_of("dpo", tokenizer, "sdpa").train() for _ in range(2))
     pack_rows(packing)
     ids = torch.arange(1, 13).view(2, 6) % len(tokenizer)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     with torch.no_grad():
-        for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[1:]}):
-            kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
-            found = packing(**given).logits[kept]
-            assert torch.equal(found, plain(**given).logits[kept])
-            assert found.isfinite().all()
-        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-        assert torch.equal(packing.generate(ids, **how), plain.generate(ids, **how))
+        logits = packing(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        assert torch.equal(logits, plain(input_ids=ids, attention_mask=mask).logits[mask.bool()])
+        assert logits.isfinite().all()
+        logits = packing(input_ids=ids[1:]).logits
+        assert torch.equal(logits, plain(input_ids=ids[1:]).logits)
+        assert logits.isfinite().all()
+
+        generation: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(packing.generate(ids, **generation), plain.generate(ids, **generation))
+
     # A copy, as callbacks that average weights make, is a model of its own.
-    copied, batch = copy.deepcopy(packing), {"input_ids": ids, "attention_mask": mask}
+    copied = copy.deepcopy(packing)
+    inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
-        before = plain(**batch).logits[mask.bool()]
+        expected = plain(**inputs).logits[mask.bool()]
         packing.get_output_embeddings().weight.zero_()
-        assert torch.equal(copied(**batch).logits[mask.bool()], before)
-        assert not packing(**batch).logits[mask.bool()].any()
+        assert torch.equal(copied(**inputs).logits[mask.bool()], expected)
+        assert not packing(**inputs).logits[mask.bool()].any()
+
     checkpoint_activations(packing)
     with pytest.raises(ValueError, match="but not for log-probabilities, with gradients"):
         packing(input_ids=ids)
