@@ -12,6 +12,7 @@ ARGUMENTS = {
     "quickstart.py": None,  # tests/test_quickstart.py
     "parallel.py": None,  # tests/strategies
     "ray_train.py": None,  # tests/integrations/test_ray.py
+    "slurm_streams.py": ["--steps", "2", "--out", "{out}", "--scratch", "{out}"],  # and tests/strategies
     "accelerate_loop.py": ["--steps", "1", "--out", "{out}"],
     "chat_sft.py": ["--steps", "1"],
     "classification.py": ["--steps", "1", "--out", "{out}"],
