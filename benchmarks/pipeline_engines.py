@@ -4,7 +4,8 @@
 
 1. how far loss and gradients are from one process, in fp64, with 1F1B and interleaved stages, on two and four
    gloo ranks, for Qwen3 and for a model with experts;
-2. seconds of a step on two ranks, wall and CPU, for three corpora, both engines in turn.
+2. how many hidden states, or gradients of them, a rank of four holds when a step has ended;
+3. seconds of a step on two ranks, wall and CPU, for three corpora, both engines in turn.
 
 torch's engine wants microbatches of one shape, so its packs are padded to the capacity; a stage gets the
 number of its microbatch, and looks the pack up. Ours runs packs as they are. Both cut at the same layers, so
@@ -15,6 +16,7 @@ only two are timed. Goal: torch's engine takes at most 1.03 times ours.
 from __future__ import annotations
 
 import argparse
+import gc
 import sysconfig
 import time
 import warnings
@@ -111,10 +113,17 @@ def samples_of(lengths: Sequence[int]) -> list[dict[str, list[int]]]:
     return [{"input_ids": rng.integers(0, VOCABULARY, int(length)).tolist()} for length in lengths]
 
 
-def steps_of(lengths: npt.NDArray[np.int64], steps: int, *, capacity: int, pad: bool) -> list[list[THDBatch]]:
+def steps_of(
+    lengths: npt.NDArray[np.int64],
+    steps: int,
+    *,
+    capacity: int,
+    pad: bool,
+    microbatches: int = MICROBATCHES,
+) -> list[list[THDBatch]]:
     """Make the packs of the first steps; all with the step's loss scale."""
     samples = samples_of(lengths.tolist())
-    planner = PackPlanner(lengths, capacity, global_batch=Packs(MICROBATCHES))
+    planner = PackPlanner(lengths, capacity, global_batch=Packs(microbatches))
     packed = []
     for k in range(steps):
         packs = planner.step(0, k, 1).indices_by_rank()[0]
@@ -169,7 +178,9 @@ class CutModel(nn.Module):
 class TorchEngine:
     """Runs steps through torch's schedule; one schedule, since every step has as many microbatches."""
 
-    def __init__(self, models: list[Any], cut: Cut, rank: int, *, slots: int) -> None:
+    def __init__(
+        self, models: list[Any], cut: Cut, rank: int, *, slots: int, microbatches: int = MICROBATCHES
+    ) -> None:
         from torch.distributed import pipelining
 
         dtype = next(models[0].parameters()).dtype
@@ -194,13 +205,13 @@ class TorchEngine:
             )
         if cut.stages_per_rank == 1:
             self.schedule: Any = pipelining.Schedule1F1B(
-                stages[0], MICROBATCHES, loss_fn=_returned, scale_grads=False
+                stages[0], microbatches, loss_fn=_returned, scale_grads=False
             )
         else:
             self.schedule = pipelining.ScheduleInterleaved1F1B(
-                stages, MICROBATCHES, loss_fn=_returned, scale_grads=False
+                stages, microbatches, loss_fn=_returned, scale_grads=False
             )
-        self.numbers = torch.arange(MICROBATCHES)
+        self.numbers = torch.arange(microbatches)
 
     def step(self, batches: list[THDBatch]) -> float:
         """Run forward and backward of a step; return its loss on the last rank, 0 elsewhere."""
@@ -212,7 +223,7 @@ class TorchEngine:
         target = self.numbers if is_last else None
         self.schedule.step(*first, number=self.numbers, target=target, losses=losses, return_outputs=False)
         # Each microbatch's loss has the step's scale, which counts on a mean over microbatches.
-        scale = 1 / MICROBATCHES
+        scale = 1 / len(self.numbers)
         for part in self.parts:
             for parameter in part.parameters():
                 if parameter.grad is not None:
@@ -260,6 +271,25 @@ def run_torch(
     return loss, gradients
 
 
+def count_of_torch(ranks: int, stages_per_rank: int, microbatches: int) -> int:
+    """Run a step in fp64 on this rank; return how many hidden states it holds at the end."""
+    warnings.simplefilter("ignore")
+    models = [model_of("qwen3", torch.float64) for _ in range(stages_per_rank)]
+    engine = TorchEngine(
+        models, Cut(ranks, stages_per_rank), dist.get_rank(), slots=64, microbatches=microbatches
+    )
+    (batches,) = steps_of(exact_lengths(), 1, capacity=64, pad=True, microbatches=microbatches)
+    engine.step(batches)
+    return hidden_states()
+
+
+def hidden_states() -> int:
+    """Count the tensors of this process that have the shape of a microbatch's hidden states."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    return sum(each.ndim == 3 and each.shape[0] == 1 and each.shape[2] == HIDDEN for each in tensors)
+
+
 def exact_lengths() -> npt.NDArray[np.int64]:
     """Return lengths of few and short sequences, for runs in fp64."""
     return np.random.default_rng(0).integers(2, 40, 200)
@@ -284,9 +314,9 @@ def _whole_name(name: str, layers: range) -> str:
 class Timed(L.LightningModule):
     """Trains a model and keeps the seconds of forward and backward passes of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.model = model_of("qwen3", torch.float32)
+        self.model = model_of("qwen3", dtype)
         self.seconds: list[tuple[float, float]] = []
         self._began = (0.0, 0.0)
 
@@ -313,6 +343,36 @@ def run_ours(rank: int, ranks: int, stages_per_rank: int, corpus: str) -> list[t
     """Train on one rank; return its seconds (wall and CPU) of every step but the first."""
     warnings.simplefilter("ignore")
     module = Timed()
+    samples = samples_of(lengths_of(corpus, 4_000).tolist())
+    trainer = trainer_of(ranks, stages_per_rank)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Packs(MICROBATCHES)))
+    return module.seconds[1:]
+
+
+class Counted(Timed):
+    """Counts the hidden states that a rank holds when a step has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+        self.held = -1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count."""
+        self.held = hidden_states()
+
+
+def count_of_ours(ranks: int, stages_per_rank: int, microbatches: int) -> int:
+    """Train on this rank; return how many hidden states it holds at the end of a step."""
+    warnings.simplefilter("ignore")
+    module = Counted()
+    samples = samples_of(exact_lengths().tolist())
+    trainer = trainer_of(ranks, stages_per_rank, steps=1)
+    trainer.fit(module, THDDataModule(samples, capacity=64, global_batch=Packs(microbatches)))
+    return module.held
+
+
+def trainer_of(ranks: int, stages_per_rank: int, steps: int = STEPS + 1) -> L.Trainer:
+    """Make a Trainer of a pipeline whose stages have equally many layers."""
     each = LAYERS // (ranks * stages_per_rank)
     strategy = THDModelParallelStrategy(
         pipeline_parallel_size=ranks,
@@ -320,19 +380,16 @@ def run_ours(rank: int, ranks: int, stages_per_rank: int, corpus: str) -> list[t
         stages_per_rank=stages_per_rank,
         pipeline_split=[each] * (ranks * stages_per_rank),
     )
-    trainer = L.Trainer(
+    return L.Trainer(
         strategy=strategy,
         devices=ranks,
         accelerator="cpu",
-        max_steps=STEPS + 1,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples = samples_of(lengths_of(corpus, 4_000).tolist())
-    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Packs(MICROBATCHES)))
-    return module.seconds[1:]
 
 
 # ---- what is printed
@@ -365,6 +422,19 @@ def compare_numbers() -> None:
             print(f"{family:>10}{name:>13}{ranks:>7}{off:>10.1e}{error:>15.1e}")
             worst = max(worst, off, error)
     results.less("torch's pipeline engine, loss and gradients off one process (fp64)", worst, "", 1e-9)
+
+
+def compare_memory() -> None:
+    """Print how many hidden states, and gradients of them, the fullest of four ranks holds after a step."""
+    print(f"\n{'schedule':>13}{'microbatches':>14}{'ours':>6}{'torch':>7}  hidden states held after a step")
+    for stages_per_rank, name in ((1, "1f1b"), (2, "interleaved")):
+        for microbatches in (8, 32):
+            case = (4, stages_per_rank, microbatches)
+            ours = max(run_ranks(count_of_ours, 4, *case, timeout_s=400.0))
+            theirs = max(run_ranks(count_of_torch, 4, *case, timeout_s=400.0))
+            print(f"{name:>13}{microbatches:>14}{ours:>6}{theirs:>7}")
+            what = f"hidden states held after a step of {microbatches} microbatches, {name}"
+            results.less(what, ours, "", 0, peer=theirs)
 
 
 def run_exact(ranks: int, stages_per_rank: int, family: str) -> Any:
@@ -414,9 +484,10 @@ def _slowest(found: list[list[tuple[float, float]]]) -> list[tuple[float, float]
 def main(argv: list[str] | None = None) -> None:
     """Compare both engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--numbers", action="store_true", help="only what is exact, not the time")
+    parser.add_argument("--numbers", action="store_true", help="errors and memory, but not the time")
     args = parser.parse_args(argv)
     compare_numbers()
+    compare_memory()
     if not args.numbers:
         compare_times()
 

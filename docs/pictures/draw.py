@@ -8,6 +8,8 @@ import numpy as np
 
 from benchmarks.figures import one_b
 from lightning_thd.packing import PackPlanner, Sequences, pack_lengths
+from lightning_thd.parallel.pipeline import make_schedule
+from lightning_thd.parallel.pipeline.schedule import timeline
 from lightning_thd.report.look import (
     CYCLE,
     Theme,
@@ -50,6 +52,10 @@ def main() -> None:
         )
         draw_speed(theme).savefig(HERE / f"speed-{theme}.png", dpi=140)
         draw_training(theme).savefig(HERE / f"training-{theme}.png", dpi=140)
+        for name, chunks in (("1f1b", 1), ("interleaved", 2)):
+            draw_passes(chunks, theme).savefig(
+                HERE / f"passes-{name}-{theme}.png", dpi=140
+            )
         for name in GALLERY:
             draw_example(name, theme).savefig(
                 HERE / f"example-{name}-{theme}.png", dpi=105
@@ -125,6 +131,45 @@ def draw_training(theme: Theme) -> object:
         axes.set_yticks([])
         axes.set_ylim(len(ways) - 0.6, -0.8)
         axes.xaxis.set_major_formatter(short)
+    return figure
+
+
+def draw_passes(chunks: int, theme: Theme) -> object:
+    """Draw the passes of a step on four ranks: eight microbatches of equal work."""
+    schedule, look = make_schedule(4, 8, chunks=chunks), look_of(theme)
+    lines = timeline(schedule, lambda stage, microbatch: 1 / chunks)
+    assert lines is not None
+    figure = new_figure(6.4, 1.9, theme)
+    axes = figure.add_subplot()
+    for rank, line in enumerate(lines):
+        for op, start, end in line:
+            axes.barh(
+                rank,
+                end - start,
+                left=start,
+                height=0.86,
+                color=CYCLE[0] if op.forward else CYCLE[1],
+                # Passes through a rank's later stage are lighter.
+                alpha=1 - 0.45 * op.chunk,
+                edgecolor=look.paper,
+            )
+            axes.text(
+                (start + end) / 2,
+                rank,
+                op.microbatch + 1,
+                color=look.ink,
+                fontsize=6,
+                ha="center",
+                va="center",
+            )
+    for colour, label in ((CYCLE[0], "forward"), (CYCLE[1], "backward")):
+        axes.barh(0, 0, color=colour, label=label)
+    waits = f"ranks wait {schedule.bubble:.0%} of the step"
+    dress(axes, theme, title=waits, x="time, in forward passes", grid=False)
+    axes.set_yticks(range(4), [f"rank {rank}" for rank in range(4)])
+    axes.set_xlim(0, 35)
+    axes.invert_yaxis()
+    legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.95))
     return figure
 
 

@@ -145,7 +145,24 @@ class HeadCall:
         If the model changes its logits in another way than ``logit_map`` says, it is called again. Returns
         ``{"values": [size]}``, those of further head calls as "value_1", ..., a routers' loss as "aux_loss".
         """
-        inner, stage = self.inner, self.inner.__dict__.get(STAGE)
+        stage = self.inner.__dict__.get(STAGE)
+        found = self._run(model, batch, values, size, routers, stage)
+        if stage is None or not torch.is_grad_enabled():
+            return found
+        of_pass: dict[str, Tensor] = stage.seam.cut(found)
+        return of_pass
+
+    def _run(
+        self,
+        model: nn.Module,
+        batch: THDBatch,
+        values: Values,
+        size: int,
+        routers: Routers | None,
+        stage: Stage | None,
+    ) -> dict[str, Tensor]:
+        """Call the model until it changes its logits as ``logit_map`` says."""
+        inner = self.inner
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()

@@ -101,11 +101,7 @@ class Routers:
         if self.stage is not None:
             assert self.stage.balance is not None
             sums = self.stage.balance.add(sums)
-        loss = sums if sums.ndim == 0 else self._of_sums(sums, (groups < padding).sum())
-
-        if self.stage is not None and loss.grad_fn is not None:
-            self.stage.made.append(loss.grad_fn)
-        return loss
+        return sums if sums.ndim == 0 else self._of_sums(sums, (groups < padding).sum())
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
         """Return each slot's sequence, S for padding; of shared prefixes, each token's sequence and slot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.pipeline import Op, make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, require_same_ends, sum_tied
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
+from lightning_thd.parallel.pipeline.seam import weights_in
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.axes import Axes, timeout_of
 from lightning_thd.strategies.logs import RecordedLogs, logs_this_step, number_of_step
@@ -43,7 +44,7 @@ class Pipeline:
         # Shares of the last step's time.
         self.waited = 0.0  # this rank's measured wait; 0 on a GPU
         self.expected_wait = 0.0  # the schedule's ``bubble``
-        self.compared = False  # whether the stages have compared how they make the loss
+        self.compared = False  # whether the stages have compared which copies of a tied weight they train
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup:
@@ -226,7 +227,7 @@ class PipelineLoop(StepLoop):
             if op.forward:
                 step.forward(op)
                 continue
-            loss = step.losses.pop((op.microbatch, op.chunk), first_loss)
+            loss = step.losses.pop((op.microbatch, op.chunk))
             self._synchronise(step, op)
             result = backward(loss / len(step.step))
 
@@ -274,10 +275,11 @@ class PipelineStep:
         # With sequence parallelism, a message has only the slots of one tensor-parallel rank.
         self._slot_ranks = strategy.sizes.tensor if strategy.sequence_parallel else 1
         self._logs = RecordedLogs(strategy._trainer)
-        self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss, except the first
+        self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss
         self._values: dict[int, Tensor] = {}  # microbatch -> loss, on the stage with the head
-        # (microbatch, chunk) -> names of the autograd nodes by which training_step made the loss
-        self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._weights = _trained(strategy)
+        # For each chunk, also those after its first pass, because FSDP2 replaces weights by gathered ones.
+        self._weights_after: dict[int, list[tuple[str, Tensor]]] = {}
         self._started_s = time.perf_counter()
         self.channel.waited_s = 0.0
 
@@ -302,16 +304,27 @@ class PipelineStep:
         with self._logs.record(op.microbatch, op.chunk):
             output = self._run(self._batches[op.microbatch], *self._args)
 
-        loss = loss_of(output)
-        module = self._strategy.lightning_module
-        # Without a loss of the model the message shows training_step, else the lines that made the losses.
-        stage.require_one_call("" if stage.made else _definition(module))
-        self._graphs[op.microbatch, op.chunk] = require_only_loss(module, loss, stage.made)
+        made = loss_of(output)
+        stage.require_one_call(_definition(self._strategy.lightning_module))
+        self._require_loss_of_model(made, op.chunk)
+        loss = stage.seam.join(made, has_head=stage.holds_head)
         if stage.holds_head:
             self._values[op.microbatch] = loss.detach()
-        if op is not self.program[0]:
-            self.losses[op.microbatch, op.chunk] = loss
+        self.losses[op.microbatch, op.chunk] = loss
         return output
+
+    def _require_loss_of_model(self, made: Tensor, chunk: int) -> None:
+        """Refuse what training_step returned if it depends on weights, or has no gradient."""
+        module = self._strategy.lightning_module
+        if chunk not in self._weights_after:
+            found = [*self._weights, *module.named_parameters()]
+            self._weights_after[chunk] = list({id(weight): (name, weight) for name, weight in found}.values())
+        require_no_weights(module, made, self._weights_after[chunk])
+        if self.stage.holds_head and not made.requires_grad:
+            raise MisconfigurationException(
+                f"training_step of {type(module).__name__} returns a loss without a gradient "
+                f"({_definition(module)}). Do not detach it. {see('pipelines')}"
+            )
 
     def finish(self) -> list[Tensor]:
         """Send the last stage's losses and logs to all stages, log the values, and return the losses."""
@@ -336,32 +349,23 @@ class PipelineStep:
         return losses
 
     def _share(self) -> list[Tensor]:
-        """Send the last stage's losses, logs and the losses' autograd nodes to all stages, in one message."""
+        """Send the last stage's losses and logs to all stages, in one message."""
         message: Any = None
         if self.stage.holds_head:
             microbatches = range(len(self._batches))
-            last_chunk = self.stage.chunks - 1
             losses, logged = self._logs.values([self._values[microbatch] for microbatch in microbatches])
-            graphs = [self._graphs[microbatch, last_chunk] for microbatch in microbatches]
-            message = (losses, logged, graphs, self._trains_tied)
+            message = (losses, logged, self._trains_tied)
 
         group = self._pipeline.host_group  # a GPU group would copy the objects to the GPU and back
         last_rank = dist.get_global_rank(group, self.channel.ranks - 1)
-        losses, logged, graphs, last_trains_tied = broadcast_object(message, group, last_rank)
+        losses, logged, last_trains_tied = broadcast_object(message, group, last_rank)
         self._logs.log(self._batches, logged)
-        self._refuse_difference(graphs, last_trains_tied=last_trains_tied)
+        self._refuse_one_trained_copy(last_trains_tied)
         return list(uploaded(np.array(losses, np.float64), self._strategy.root_device))
 
-    def _refuse_difference(self, graphs: list[tuple[str, ...]], *, last_trains_tied: bool) -> None:
-        """Refuse a stage that makes its loss otherwise than the last, or trains one copy of a tied weight.
-
-        ``graphs`` has, for each microbatch, the names of the last stage's autograd nodes.
-        """
+    def _refuse_one_trained_copy(self, last_trains_tied: bool) -> None:
+        """Refuse to train only one of the two copies of a tied weight."""
         problem = None
-        for (microbatch, _), names in self._graphs.items():
-            if names != graphs[microbatch]:
-                problem = _differing(self._strategy.lightning_module, names, graphs[microbatch])
-                break
         if self.channel.rank == 0 and self._trains_tied != last_trains_tied:
             problem = (
                 "The weight that embedding and head share is now trained on the "
@@ -382,41 +386,25 @@ class PipelineStep:
         return self.stage.tied is not None and self.stage.tied.requires_grad
 
 
-def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
-    """Name a loss's autograd nodes up to ``made``, the model's own; refuse other paths to weights."""
-    seen = {id(node) for node in made}
-    nodes: list[Any] = []  # also keeps the nodes alive, because ids of freed nodes are used again
-    weights = set()  # ids of the parameters that the loss depends on beside the model
-    pending: list[Any] = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        nodes.append(node)
-        weight = getattr(node, "variable", None)  # the parameter whose gradient the node adds up
-        if weight is not None:
-            weights.add(id(weight))
-        pending += [following for following, _ in node.next_functions]
+def _trained(strategy: Any) -> list[tuple[str, Tensor]]:
+    """Return the module's weights by name, and what else its optimizers train."""
+    named = list(strategy.lightning_module.named_parameters())
+    known = {id(weight) for _, weight in named}
+    for optimizer in strategy.optimizers:
+        for group in optimizer.param_groups:
+            named += [("a tensor of the optimizer", w) for w in group["params"] if id(w) not in known]
+    return named
 
-    if weights:
-        names = [name for name, parameter in module.named_parameters() if id(parameter) in weights]
+
+def require_no_weights(module: Any, loss: Tensor, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse a loss that training_step makes of weights too, not only of the model's values."""
+    names = weights_in(loss, weights)
+    if names:
         raise MisconfigurationException(
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
-            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Return "
-            f"causal_lm_loss(self.model, batch), perhaps times a number. {see('pipelines')}"
+            f"{names[:4]} in another way too ({_definition(module)}). Return "
+            f"causal_lm_loss(self.model, batch), or something made of it. {see('pipelines')}"
         )
-    # Stages may compute in different dtypes, so conversions do not count.
-    return tuple(node.name() for node in nodes if "ToCopy" not in node.name())
-
-
-def _differing(module: Any, here: tuple[str, ...], last: tuple[str, ...]) -> str:
-    """Return the message for a loss that this stage makes otherwise than the last one."""
-    return (
-        f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
-        f"and by {list(here)} on another ({_definition(module)}): it branches on the loss, and only the last "
-        f"stage has its value. Branch in on_train_batch_end. {see('pipelines')}"
-    )
 
 
 def _definition(module: Any) -> str:

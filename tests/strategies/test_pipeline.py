@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import safetensors.torch
 import torch
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -23,7 +20,6 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_l
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.data.streams import Stream
 from lightning_thd.strategies.norms import grad_norm
-from lightning_thd.strategies.pipeline import require_only_loss
 from tests.data.streams.jobs import write_samples
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
@@ -91,40 +87,6 @@ def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
         assert torch.equal(value, params[name]), name
 
 
-class Deciding(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        loss = causal_lm_loss(self.model, batch)
-        scale = float(loss) / 2
-        return loss / scale if scale > 1 else loss
-
-
-def decide() -> str:
-    layout = Layout(pp=2, options={"timeout": timedelta(seconds=20)})
-    try:
-        make_trainer(layout, gradient_clip_val=None).fit(Deciding("qwen3@4"), data(Sequences(12)))
-    except Exception as err:  # what it is belongs to the test
-        return f"{type(err).__name__}: {err}"
-    return "nothing was raised"
-
-
-@pytest.mark.slow
-def test_a_step_that_decides_by_its_loss() -> None:
-    found = run_ranks(decide, 2, timeout_s=120.0)
-    message = r"by \['DivBackward0'.* on the last .*: it branches on the loss, and only the last stage"
-    assert any(re.search(message, text, re.DOTALL) for text in found), found
-    assert not any("nothing was raised" in text for text in found)
-
-
-def test_a_loss_that_depends_on_weights_in_another_way() -> None:
-    module = Job("qwen3")
-    weight = module.model.get_output_embeddings().weight
-    model_loss = weight.square().sum()
-    assert require_only_loss(module, model_loss * 2, [model_loss.grad_fn]) == ("MulBackward0",)
-    message = r"depends on \['model.lm_head.weight'\] in another way too \(jobs.py:\d+: def training"
-    with pytest.raises(MisconfigurationException, match=message):
-        require_only_loss(module, model_loss + weight.sum(), [model_loss.grad_fn])
-
-
 class Decayed(Job):
     """Gives the optimizer frozen weights too, which decay as soon as they get a gradient, even of zero."""
 
@@ -154,6 +116,17 @@ class FrozenStage(Decayed):
         super().__init__("qwen3@4")
         self.model.get_input_embeddings().requires_grad_(False)
         self.model.model.layers[:2].requires_grad_(False)
+
+
+class Deciding(Decayed):
+    """Returns something else for each value of the loss, and no gradient without a value."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        scale = float(loss.detach()) / 2
+        if scale > 1:
+            return loss / scale
+        return loss.square() if scale > 0 else loss.detach()
 
 
 class Adapted(Decayed):
@@ -186,6 +159,7 @@ def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
     ("kind", "times"),
     [
         (Decayed, 2),  # a second Trainer goes on with the stages of the first
+        (Deciding, 1),
         *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in (FrozenTie, FrozenStage, Adapted)),
     ],
 )
@@ -232,6 +206,35 @@ def test_a_step_of_packs_from_a_stream_is_one_step(tmp_path: Path) -> None:
         assert rank["steps"] == wanted["steps"] > 1
         for name, value in rank["params"].items():
             torch.testing.assert_close(value, wanted["params"][name], rtol=1e-10, atol=1e-10)
+
+
+class Penalised(Decayed):
+    """Adds a penalty on a weight that only the last stage holds."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.model.norm.weight.square().sum()
+
+
+class Detached(Decayed):
+    """Returns its loss without a gradient."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Penalised,
+            r"depends on \['model.model.norm.weight'\] in another way too \(test_pipeline.py:\d+: def",
+        ),
+        (Detached, r"of Detached returns a loss without a gradient \(test_pipeline.py:\d+: def"),
+    ],
+)
+def test_a_loss_that_the_model_did_not_make(kind: type[Decayed], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(fit, 2, kind, Layout(pp=2))
 
 
 class Peeking(Job):

@@ -22,7 +22,8 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# The dtypes of hidden states. Before the first message, ranks pass on the index of its dtype in this tuple.
+# The dtypes of hidden states. Before the first message, ranks pass on the index of its dtype in this tuple,
+# and the length of the tuples that layers return.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,6 +37,9 @@ class Channel:
     # one NCCL communicator, messages in opposite directions would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # the messages' dtype; None until this rank knows it
+    # Length of the tuples that layers return; 0 for no tuple. None until this rank knows it: the first rank
+    # learns it from its first layer, the others with the dtype.
+    tuple_length: int | None = None
     waited_s: float = 0.0  # the CPU's wait for messages; about 0 under CUDA, where only the GPU waits
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # sends under way, and their data
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
@@ -78,7 +82,7 @@ class Channel:
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
         if direction == "down":
-            self._send_dtype(tensor)
+            self._send_form(tensor)
         data = tensor.detach().contiguous()
         group = self._group(direction, wraps=self.rank == self._end(direction))
         work = dist.isend(data, self._peer(direction, 1), group=group)
@@ -121,21 +125,22 @@ class Channel:
         return bool(self._sent) or any(self._posted.values())
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of messages; if unknown, receive it from the rank before and pass it on."""
+        """Return the dtype of messages; if unknown, receive what layers return, and pass it on."""
         if self.fixed_dtype is None:
-            code = torch.empty(1, dtype=torch.int64, device=device)
-            dist.recv(code, self._peer("down", -1), group=self.down)
-            self.fixed_dtype = _DTYPES[int(code)]
+            form = torch.empty(2, dtype=torch.int64, device=device)
+            dist.recv(form, self._peer("down", -1), group=self.down)
+            index, self.tuple_length = form.tolist()
+            self.fixed_dtype = _DTYPES[index]
             if self.rank + 1 < self.ranks:
-                dist.send(code, self._peer("down", 1), group=self.down)
+                dist.send(form, self._peer("down", 1), group=self.down)
         return self.fixed_dtype
 
-    def _send_dtype(self, tensor: Tensor) -> None:
-        """Before the first message, send its dtype to the next rank; refuse later messages in another."""
+    def _send_form(self, tensor: Tensor) -> None:
+        """Before the first message, send what layers return; refuse later messages in another dtype."""
         if self.fixed_dtype is None:
             self.fixed_dtype = tensor.dtype
-            code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
-            dist.send(code, self._peer("down", 1), group=self.down)
+            form = [_DTYPES.index(tensor.dtype), self.tuple_length or 0]
+            dist.send(torch.tensor(form, device=tensor.device), self._peer("down", 1), group=self.down)
         elif tensor.dtype != self.fixed_dtype:
             raise ValueError(
                 f"A pipeline stage ends in {tensor.dtype}, but the first stage ended in {self.fixed_dtype}. "

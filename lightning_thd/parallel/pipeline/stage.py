@@ -8,9 +8,6 @@ input computed from the embedding, ``require_own_inputs`` finds the NaN in it.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +21,7 @@ from lightning_thd._user_code import user_line
 from lightning_thd.parallel.draws import draw_from_own_stream, draw_number
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 from lightning_thd.parallel.pipeline.schedule import Op
+from lightning_thd.parallel.pipeline.seam import Seam
 from lightning_thd.parallel.pipeline.split import Split
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ class Stage:
         self.stack: StageLayers | None = None  # holds this rank's layers, once the model is cut
         self.balance: RouterRelay | None = None  # for experts: adds up the router sums of all layers
         self.device: torch.device | None = None  # device of the last hidden states
-        self.made: list[Any] = []  # autograd nodes of the model's own loss values in the running pass
+        self.seam = Seam()  # between the model and training_step, in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
         self.in_loss = False  # whether the running pass computes a loss in place of the logits
         self._calls: list[str] = []  # the user's lines that computed a loss in the running pass
@@ -105,7 +103,7 @@ class Stage:
         """Begin a forward pass through one chunk, or through all (None) without gradients."""
         self.active = chunk
         self.in_layers = False
-        self.made = []
+        self.seam = Seam()
         self.tail = None
         self._calls = []
         self._received = None
@@ -173,7 +171,6 @@ class Stage:
             assert self.tail is not None
             values = self.tail.expand(size)
             self.tail = None
-            self.made.append(values.grad_fn)
             return values
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
@@ -181,10 +178,7 @@ class Stage:
     def share(self, values: Tensor) -> Tensor:
         """Return values ``[n]`` that the head computed; broadcast them first if there are no gradients."""
         self._calls.append(user_line())
-        if torch.is_grad_enabled():
-            self.made.append(values.grad_fn)
-            return values
-        return self.broadcast(values.contiguous())
+        return values if torch.is_grad_enabled() else self.broadcast(values.contiguous())
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
         """Broadcast the head's logits in prediction and evaluation; a forward hook."""
@@ -236,7 +230,7 @@ class StageLayers(nn.ModuleList):
         self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
         for i in stage.layers:
             self.add_module(str(i), layers[i])
-            layers[i].register_forward_hook(self._boundaries[i].require_same_form)
+            layers[i].register_forward_hook(self._require_same_form)
             if stage.draws:
                 draw_from_own_stream(layers[i], i)
         stage.stack = self
@@ -253,6 +247,36 @@ class StageLayers(nn.ModuleList):
         place = range(len(self))[index]  # an index below 0 counts from the end
         return getattr(self, str(place)) if self._stage.runs(place) else self._boundaries[place]
 
+    def _require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Refuse a layer's output that boundaries cannot return in its place; a forward hook."""
+        self._stage.in_layers = True
+        is_tuple = isinstance(output, tuple)
+        first, *rest = output if is_tuple else (output,)
+        if not isinstance(first, Tensor) or any(value is not None for value in rest):
+            form = ", ".join(type(value).__name__ for value in (first, *rest))
+            if is_tuple:
+                form = f"{type(output).__name__} of {form}"
+            raise ValueError(
+                f"{type(layer).__name__} returns a {form}; wanted only the hidden states, because other "
+                "values would not reach the next pipeline stage. Set pipeline_parallel_size=1."
+            )
+
+        channel = self._stage.channel
+        length = len(output) if is_tuple else 0
+        if channel.tuple_length is None:  # the first layer of the first rank
+            channel.tuple_length = length
+        elif length != channel.tuple_length:
+            raise ValueError(
+                f"{type(layer).__name__} returns {_form(length)}, but the first layer returns "
+                f"{_form(channel.tuple_length)}. Pipeline stages need one form for all layers. Set "
+                "pipeline_parallel_size=1."
+            )
+
+
+def _form(length: int) -> str:
+    """Describe what a layer returns."""
+    return f"a tuple of {length}" if length else "a tensor"
+
 
 class Boundary(nn.Module):
     """Replaces a layer in passes in which this rank does not run it."""
@@ -264,7 +288,6 @@ class Boundary(nn.Module):
                 setattr(self, name, value)
         self._index = index
         self._stage = stage
-        self._returns = returned_by(layer)
         self._checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
@@ -279,39 +302,9 @@ class Boundary(nn.Module):
             require_own_inputs(self._index, other_inputs)
             self._checked = True
         crossed = self._stage.cross(self._index, hidden)
-        if self._returns is None:
-            return crossed
-        return (crossed, *[None] * (self._returns - 1))
-
-    def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Refuse an output of a layer that differs in form from its boundary's; a forward hook."""
-        self._stage.in_layers = True
-        is_tuple = isinstance(output, tuple)
-        first, *rest = output if is_tuple else (output,)
-        length = len(output) if is_tuple else None
-        has_others = any(value is not None for value in rest)
-        if not isinstance(first, Tensor) or length != self._returns or has_others:
-            form = ", ".join(type(value).__name__ for value in (first, *rest))
-            if is_tuple:
-                form = f"{type(output).__name__} of {form}"
-            raise ValueError(
-                f"{type(layer).__name__} returns a {form}; wanted only the hidden states, because other "
-                "values would not reach the next pipeline stage. Set pipeline_parallel_size=1."
-            )
-
-
-def returned_by(layer: nn.Module) -> int | None:
-    """Read from a layer's source the length of the tuple it returns; None for no tuple or if unclear."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
-    except (OSError, TypeError):  # no source
-        return None
-    lengths = {
-        len(node.value.elts) if isinstance(node.value, ast.Tuple) else None
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Return)
-    }
-    return lengths.pop() if len(lengths) == 1 else None
+        length = self._stage.channel.tuple_length
+        assert length is not None, "hidden states moved before any layer or message said what layers return"
+        return (crossed, *[None] * (length - 1)) if length else crossed
 
 
 def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:

@@ -53,7 +53,8 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     for op in make_schedule(channel.ranks, n, chunks=chunks).programs[channel.rank]:
         stage.begin(op.chunk)
         if op.forward:
-            losses[op.microbatch, op.chunk] = loss_of(model, data[op.microbatch])
+            loss = loss_of(model, data[op.microbatch])
+            losses[op.microbatch, op.chunk] = stage.seam.join(loss, has_head=stage.holds_head)
         else:
             losses.pop((op.microbatch, op.chunk)).backward()
         most = max(most, len(losses))  # each keeps the activations of its pass alive
