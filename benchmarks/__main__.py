@@ -63,6 +63,7 @@ NAMES = (
     "context_balance",
     "dynamic_cp",
     "pipeline",
+    "pipeline_engines",
     "cuda_graph_plan",
 )
 

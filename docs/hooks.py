@@ -45,6 +45,7 @@ TOPICS = {
     "context_balance": "Balance of context-parallel ranks",
     "dynamic_cp": "Dynamic context parallelism",
     "pipeline": "Pipelines",
+    "pipeline_engines": "Pipelines beside torch's engine",
     "cuda_graph_plan": "Choice of CUDA graphs",
 }
 

@@ -118,6 +118,39 @@ def test_layers_that_are_given_what_the_embedding_made(value: torch.Tensor) -> N
         require_own_inputs(3, {"residual": value})
 
 
+@pytest.mark.parametrize("length", [0, 2])
+def test_boundaries_return_what_layers_return(length: int) -> None:
+    model: Any = make_model("llama")
+    channel: Any = SimpleNamespace(rank=1, ranks=2, tuple_length=length)
+    cut_model(model, channel).begin(0)
+    hidden = torch.ones(1, 3, SIZES["hidden_size"])
+    returned = model.model.layers[0](hidden)
+    if length:
+        assert returned == (hidden, None)
+    else:
+        assert returned is hidden
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((None,), (), "returns a tensor, but the first layer returns a tuple of 2"),
+        ((), (None, None), "returns a tuple of 3, but the first layer returns a tensor"),
+        ((), (torch.ones(1),), "returns a tuple of Tensor, Tensor; wanted only the hidden states"),
+    ],
+)
+def test_layers_that_return_more_or_in_two_forms(first: Any, second: Any, message: str) -> None:
+    model: Any = make_model("llama")
+    channel: Any = SimpleNamespace(rank=0, ranks=2, tuple_length=None)
+    cut_model(model, channel).begin(0)
+    layers = list(model.model.layers)
+    for layer, others in zip(layers, (first, second), strict=False):
+        layer.forward = lambda x, others=others: (x, *others) if others else x
+    layers[0](torch.ones(1, 3, SIZES["hidden_size"]))
+    with pytest.raises(ValueError, match=message):
+        layers[1](torch.ones(1, 3, SIZES["hidden_size"]))
+
+
 def test_a_norm_that_runs_before_the_layers_and_was_registered_behind() -> None:
     sizes = {
         "d_model": 16,
