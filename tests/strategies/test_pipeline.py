@@ -215,6 +215,20 @@ class Penalised(Decayed):
         return super().training_step(batch, batch_idx) + self.model.model.norm.weight.square().sum()
 
 
+class Scaled(Decayed):
+    """Trains a factor of the loss that is no parameter of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.model.parameters(), self.factor])
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+
 class Detached(Decayed):
     """Returns its loss without a gradient."""
 
@@ -229,6 +243,7 @@ class Detached(Decayed):
             Penalised,
             r"depends on \['model.model.norm.weight'\] in another way too \(test_pipeline.py:\d+: def",
         ),
+        (Scaled, r"depends on \['a tensor of the optimizer'\] in another way too"),
         (Detached, r"of Detached returns a loss without a gradient \(test_pipeline.py:\d+: def"),
     ],
 )
