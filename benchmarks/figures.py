@@ -477,6 +477,10 @@ CITED: dict[str, dict[str, Callable[[], float] | str]] = {
         "1.14 times": COMPUTED + " (in the name of the row before)",
         "1.06 times": _ours("dynamic_cp", "slowest ranks / even share (at least 1.03), long, 64"),
     },
+    "docs/guides/pipelines.md": {
+        "1.11 times": _ratio("pipeline_engines", "step of 8 packs, library, 1f1b"),
+        "4 GiB": COMPUTED,
+    },
     "docs/guides/speed.md": {
         "1.06x": _ratio("attention", "16 random documents, forward and backward", "bf16"),
         "3.1x": _ratio("attention", "512 random documents, forward and backward", "bf16"),
