@@ -15,7 +15,7 @@ Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -36,25 +36,27 @@ Way = Literal["all_gather", "ulysses", "needed", "ring"]
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     """Choose how a layer's keys reach other context-parallel ranks; all ranks make the same choice."""
     looks_ahead = not spec.causal and spec.windowed
-    asked = layout.communication
-    if asked == "ulysses" or (looks_ahead and asked == "auto"):
+    setting = layout.communication
+
+    if setting == "ulysses" or (looks_ahead and setting == "auto"):
         if sizes.heads % layout.cp != 0:
             raise ValueError(
                 f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
                 f"ulysses, and a window that looks ahead, need a multiple of {layout.cp}."
             )
         return "ulysses"
+
     if looks_ahead:
         raise ValueError(
-            f"window=({spec.left}, {spec.right}) is not causal, and {asked!r} supports only causal windows. "
-            "Use context_parallel_communication='ulysses'."
+            f"window=({spec.left}, {spec.right}) is not causal, and {setting!r} supports only causal "
+            "windows. Use context_parallel_communication='ulysses'."
         )
-    if asked == "all_gather":
-        return asked
-    if asked == "auto":
+    if setting == "auto":
         return _cheaper_way(layout, sizes, spec)
     # With a window, a ring supports only striped shards; ``needed`` replaces it for others.
-    return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
+    if setting == "ring" and layout.layout != "striped" and spec.left >= 0:
+        return "needed"
+    return setting
 
 
 def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
@@ -62,10 +64,15 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
-        most, pairs = _pairs(layout, spec)
-        needed = int(max(counts.sum(0).max(), counts.sum(1).max()))
-        work: Any = {"needed_rows": needed, "pairs": pairs, "most_pairs": most}
-        layout.cache[key] = cheapest_way(sizes, cp=layout.cp, slots=layout.local_slots, **work)
+        most_pairs, pairs = _pairs(layout, spec)
+        layout.cache[key] = cheapest_way(
+            sizes,
+            cp=layout.cp,
+            slots=layout.local_slots,
+            needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),  # of the busiest rank
+            pairs=pairs,
+            most_pairs=most_pairs,
+        )
     way: Way = layout.cache[key]
     return way
 
@@ -73,15 +80,20 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
     """Count the query-key pairs of the busiest rank, and those of all ranks; with a window, estimate them."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
-    if not spec.causal:
-        held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
-        work = np.array([float((queries * lengths).sum()) for queries in held])
-    elif spec.left < 0:
-        work = partition.causal_work(layout.padded_lengths, **layout.cut)
-    else:  # all queries see about the same number of keys, so all ranks have about equal work
-        seen = float(np.minimum(lengths, spec.left + 1) @ lengths)
-        return seen / layout.cp, seen
-    return float(work.max()), float(work.sum())
+    if spec.causal and spec.left >= 0:
+        # All queries see about the same number of keys, so all ranks have about equal work.
+        all_pairs = float(np.minimum(lengths, spec.left + 1) @ lengths)
+        return all_pairs / layout.cp, all_pairs
+
+    if spec.causal:
+        pairs = partition.causal_work(layout.padded_lengths, **layout.cut)
+    else:
+        of_ranks = []
+        for rank in range(layout.cp):
+            queries = partition.held_lengths(layout.padded_lengths, **layout.cut, rank=rank)
+            of_ranks.append(float((queries * lengths).sum()))
+        pairs = np.array(of_ranks)
+    return float(pairs.max()), float(pairs.sum())
 
 
 def context_parallel_attention(
@@ -96,34 +108,60 @@ def context_parallel_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output of this rank's shard of a pack; all ranks must call this together."""
-    heads: Any = {"heads": q_NHD.shape[1], "kv_heads": k_NGD.shape[1], "element_bytes": q_NHD.element_size()}
-    way = choose_way(layout, LayerSizes(**heads, head_size=q_NHD.shape[2], value_size=v_NGE.shape[2]), spec)
     assert layout.group is not None
+    sizes = LayerSizes(
+        heads=q_NHD.shape[1],
+        kv_heads=k_NGD.shape[1],
+        head_size=q_NHD.shape[2],
+        value_size=v_NGE.shape[2],
+        element_bytes=q_NHD.element_size(),
+    )
+    way = choose_way(layout, sizes, spec)
     traffic.count(way)
+
     if way == "ulysses":
-        wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
-        q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
-        k, v = (gathered(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
-        longest, offsets = max(layout.padded_lengths), layout.pack_offsets
-        rank_sinks = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
-        lengths = layout.padded_lengths
-        whole = KernelCall(offsets, offsets, longest, longest, q_lengths=lengths, kv_lengths=lengths)
-        out = attend(q, k, v, whole, sinks=rank_sinks)
-        return heads_to_rows(gathered(out, layout.gathered), layout.group)
+        return _attend_to_pack(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
-        ring = KeySource([[s.call] if s.call else [] for s in steps], steps, layout.group)
-        return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
+        calls = [[step.call] if step.call else [] for step in steps]
+        source = KeySource(calls, steps, layout.group)
+        return merged_attention(raw_kernel(), source, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
         blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
         k, v = _fetch(k_NGD, v_NGE, way, layout, spec)
         return merged_attention(raw_kernel(), KeySource([blocks]), q_NHD, k, v, spec=spec, sinks=sinks)
+
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
         call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
     k, v = _fetch(k_NGD, v_NGE, way, layout, spec, call.keys)
-    return attend(q_NHD, k, v, call._replace(keys=None), sinks=sinks)
+    return attend(q_NHD, k, v, call._replace(keys=None), sinks=sinks)  # these keys are gathered already
+
+
+def _attend_to_pack(
+    attend: Callable[..., Tensor],
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGE: Tensor,
+    layout: ShardLayout,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend by Ulysses: exchange rows for heads, attend on the whole pack, exchange back."""
+    assert layout.group is not None
+    kv_heads = _kv_heads_to_send(q_NHD.shape[1], k_NGD.shape[1], layout)
+    q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
+    k = gathered(rows_to_heads(k_NGD, layout.group, kv_heads), layout.restore)
+    v = gathered(rows_to_heads(v_NGE, layout.group, kv_heads), layout.restore)
+    if sinks is not None:
+        sinks = sinks.chunk(layout.cp)[layout.rank]
+
+    lengths = layout.padded_lengths
+    offsets = layout.pack_offsets
+    longest = max(lengths)
+    pack = KernelCall(offsets, offsets, longest, longest, q_lengths=lengths, kv_lengths=lengths)
+    out = attend(q, k, v, pack, sinks=sinks)
+    return heads_to_rows(gathered(out, layout.gathered), layout.group)
 
 
 def _fetch(
@@ -137,6 +175,7 @@ def _fetch(
     """Collect the keys and values of this and other ranks, and select the rows ``index`` (None means all)."""
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
+
     if way == "all_gather":
         rows = all_gather_rows(rows, layout.group)
     else:
@@ -145,16 +184,22 @@ def _fetch(
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])
+
     return split(gathered(rows, index), k_NGD, v_NGE)
 
 
-def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
+def _kv_heads_to_send(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
     """Return the key-value heads to send, rank 0's first, equally many a rank; None if cp divides G."""
-    cp, share = layout.cp, heads // kv_heads
-    if kv_heads % cp == 0:
+    if kv_heads % layout.cp == 0:
         return None
+
+    heads_of_rank = heads // layout.cp
+    heads_of_kv_head = heads // kv_heads
     # Send one key-value head per rank if all its query heads share that head, else one per query head.
-    step = heads // cp if share % (heads // cp) == 0 else 1
-    key = ("kv_heads", heads, kv_heads)
-    wanted: Tensor = layout.once(key, lambda: layout.put(np.arange(0, heads, step) // share))
-    return wanted
+    step = heads_of_rank if heads_of_kv_head % heads_of_rank == 0 else 1
+
+    def make() -> Tensor:
+        kv_heads_to_send: Tensor = layout.put(np.arange(0, heads, step) // heads_of_kv_head)
+        return kv_heads_to_send
+
+    return layout.once(("kv_heads", heads, kv_heads), make)

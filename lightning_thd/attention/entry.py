@@ -82,19 +82,31 @@ def varlen_attention(
                 "varlen_attention got boundaries and, beside them, offsets or a longest length. Pass "
                 "varlen_attention(q, k, v, batch.boundaries), or offsets of queries and keys."
             )
-        _check_slots(q_THD, k_THD, cu_seqlens_q)
-        at = cu_seqlens_q.call(causal=causal)
+        boundaries = cu_seqlens_q
+        _check_slots(q_THD, k_THD, boundaries)
+        call = boundaries.call(causal=causal)
     else:
-        at = _call_of_offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-    return attend_call(q_THD, k_THD, v_THD, at, sinks=sinks, backend=backend, **options)
+        call = _call_of_offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+
+    return attend_call(
+        q_THD,
+        k_THD,
+        v_THD,
+        call,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        backend=backend,
+    )
 
 
 def attend_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: KernelCall,
+    call: KernelCall,
     *,
     causal: bool,
     window: Window,
@@ -105,37 +117,42 @@ def attend_call(
 ) -> Tensor:
     """Check and run one kernel call, after the exchange of keys between ranks, if it has one."""
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        q, k, v = _autocast(q, k, v)
-    _check_call(q, k, v, at)
+        q, k, v = _autocast(q, k, v)  # what is no tensor is refused next
+    _check_call(q, k, v, call)
     _check_sinks(sinks, q)
     spec = make_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+
     if LISTENERS and not torch.compiler.is_compiling():
-        with attending(AttentionCall.of(q, k, v, at, spec)):
-            return _attend(q, k, v, at, spec, sinks, backend)
-    return _attend(q, k, v, at, spec, sinks, backend)
+        with attending(AttentionCall.of(q, k, v, call, spec)):
+            return _attend(q, k, v, call, spec, sinks, backend)
+    return _attend(q, k, v, call, spec, sinks, backend)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: KernelCall,
+    call: KernelCall,
     spec: AttentionSpec,
     sinks: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    if at.exchange is not None:
-        out: Tensor = _attend_shard(q, k, v, at, spec, sinks, backend)
+    """Run a checked call by the way that its keys need: an exchange between ranks, a gather, or neither."""
+    if call.exchange is not None:
+        out: Tensor = _attend_shard(q, k, v, call, spec, sinks, backend)
         return out
+
     name = choose(backend, describe(q, v, spec, sinks))
-    if at.keys is None:
-        return run(name, q, k, v, at, spec, sinks)
+    if call.keys is None:
+        return run(name, q, k, v, call, spec, sinks)
+
     if name == "te":
         raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
-    return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
+    return raw.attend(_RAW[name], q, k, v, call, spec, sinks)
 
 
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
+    """Raise if q or k has other slots than the boundaries; values are compared with keys later."""
     for name, x in (("q", q), ("k", k)):
         if isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != boundaries.slots:
             raise ValueError(
@@ -147,13 +164,16 @@ def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
 def _call_of_offsets(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, max_seqlen_q: int | None, max_seqlen_kv: int | None
 ) -> KernelCall:
+    """Return the kernel call for a user's offsets; keys have those of queries unless they have their own."""
     if max_seqlen_q is None:
         raise TypeError(
             "varlen_attention got cu_seqlens_q without max_seqlen_q, the longest sequence, an int known on "
             "the host. Pass it, or pass batch.boundaries, which holds both."
         )
     longest_q = _host_int(max_seqlen_q, "max_seqlen_q")
-    longest_kv = longest_q if max_seqlen_kv is None else _host_int(max_seqlen_kv, "max_seqlen_kv")
+    longest_kv = longest_q
+    if max_seqlen_kv is not None:
+        longest_kv = _host_int(max_seqlen_kv, "max_seqlen_kv")
     if cu_seqlens_kv is None:
         cu_seqlens_kv = cu_seqlens_q
     return KernelCall(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
@@ -167,7 +187,7 @@ def bind(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: KernelCall,
+    call: KernelCall,
     *,
     causal: bool,
     window: int | tuple[int, int] | None,
@@ -175,55 +195,65 @@ def bind(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Bound:
-    """Check a call; return a function for tensors of its shapes."""
-    cast = _autocast(q, k, v)
-    dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
-    q, k, v = cast
-    _check_call(q, k, v, at)
-    _check_sinks(sinks, q)
-    spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    bound = _bind(q, k, v, at, spec, sinks)
+    """Check a call once for all layers of a kind; return a function for tensors of its shapes."""
+    q_cast, k_cast, v_cast = _autocast(q, k, v)
+    casts = q_cast is not q or k_cast is not k or v_cast is not v
+    _check_call(q_cast, k_cast, v_cast, call)
+    _check_sinks(sinks, q_cast)
+
+    spec = known_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks)
     if LISTENERS and not torch.compiler.is_compiling():
-        bound = _reporting(bound, at, spec)
-    if dtype is None:
+        bound = _reporting(bound, call, spec)
+    if not casts:
         return bound
+
+    dtype = q_cast.dtype
     return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
 
 
-def _reporting(attend: Bound, at: KernelCall, spec: AttentionSpec) -> Bound:
+def _reporting(attend: Bound, call: KernelCall, spec: AttentionSpec) -> Bound:
     """Wrap a bound function so that the counters of FLOPs see its calls."""
 
     def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        with attending(AttentionCall.of(q_THD, k_THD, v_THD, at, spec)):
+        q_THD = q.squeeze(0).transpose(0, 1)
+        k_THD = k.squeeze(0).transpose(0, 1)
+        v_THD = v.squeeze(0).transpose(0, 1)
+        with attending(AttentionCall.of(q_THD, k_THD, v_THD, call, spec)):
             return attend(q, k, v, sinks)
 
     return attend_and_report
 
 
 def _bind(
-    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Bound:
-    if at.exchange is not None:
-        return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto"))
-    if at.keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
+    """Return the function of a checked call, with the fewest layers of Python around its kernel."""
+    if call.exchange is not None:
+        return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, call, spec, sinks, "auto"))
+
+    if call.keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
         kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
-        return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks))
+        return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, call, spec, sinks))
+
     name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
-        return cpu.CpuAttention(q, k, v, at, spec).heads_first
-    size, value_size = q.shape[2], v.shape[2]
-    if name == "torch" and sinks is None and raw.one_size(size, value_size) == (size, value_size):
-        return torch_cuda.bind(at, spec)
-    return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks))
+        return cpu.CpuAttention(q, k, v, call, spec).heads_first
+
+    sizes = (q.shape[2], v.shape[2])
+    if name == "torch" and sinks is None and raw.one_size(*sizes) == sizes:  # heads need no padding
+        return torch_cuda.bind(call, spec)
+    return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, call, spec, sinks))
 
 
 def _heads_first(attend: Bound) -> Bound:
     """Wrap a function of THD tensors for transformers: take ``[1, H, T, D]``, return ``[1, T, H, E]``."""
 
     def attend_heads_first(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        return attend(q, k, v, sinks).unsqueeze(0)
+        q_THD = q.squeeze(0).transpose(0, 1)
+        k_THD = k.squeeze(0).transpose(0, 1)
+        v_THD = v.squeeze(0).transpose(0, 1)
+        return attend(q_THD, k_THD, v_THD, sinks).unsqueeze(0)
 
     return attend_heads_first
 
@@ -233,25 +263,29 @@ def _attend_shard(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: KernelCall,
+    call: KernelCall,
     spec: AttentionSpec,
     sinks: Tensor | None,
     backend: Backend,
 ) -> Tensor:
+    """Attend from this rank's queries to the keys of all ranks that share the pack."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, at: KernelCall, *, sinks: Tensor | None) -> Tensor:
-        return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, *, sinks: Tensor | None) -> Tensor:
+        return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, call, spec, sinks)
 
     def raw_kernel() -> raw.RawKernel:  # partial results are merged by their log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
-    return context_parallel_attention(attend, raw_kernel, q, k, v, layout=at.exchange, spec=spec, sinks=sinks)
+    return context_parallel_attention(
+        attend, raw_kernel, q, k, v, layout=call.exchange, spec=spec, sinks=sinks
+    )
 
 
 def describe(
     q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, *, needs_lse: bool = False
 ) -> Request:
     """Collect the features of a call that decide which kernels can run it."""
+    capability = _capability(q.device.index or 0) if q.is_cuda else None
     return Request(
         device=_device_type(q),
         dtype=q.dtype,
@@ -261,22 +295,23 @@ def describe(
         sinks=sinks is not None,
         needs_lse=needs_lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        capability=_capability(q.device.index or 0) if q.is_cuda else None,
+        capability=capability,
     )
 
 
 def run(
-    name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+    name: Kernel, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Run a given kernel on checked tensors, without context parallelism; return ``[Tq, H, E]``."""
     if name == "cpu":
-        return cpu.attend(q, k, v, at, spec, sinks)
+        return cpu.attend(q, k, v, call, spec, sinks)
     if name == "torch":
-        return torch_cuda.attend(q, k, v, at, spec, sinks)
+        return torch_cuda.attend(q, k, v, call, spec, sinks)
     if name == "te":
-        attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_seqlens_q is at.cu_seqlens_kv)
+        self_attention = call.cu_seqlens_q is call.cu_seqlens_kv
+        attended: Tensor = te.attend(q, k, v, call, spec, self_attention=self_attention)
         return attended
-    return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
+    return raw.attend(_RAW[name], q, k, v, call, spec, sinks)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,6 +324,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _device_type(x: Tensor) -> str:
+    """Return the type of a tensor's device; meta tensors take the kernels of CPUs."""
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -302,8 +338,8 @@ def _capability_of(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-def _check_call(q: Any, k: Any, v: Any, at: KernelCall) -> None:
-    cu_seqlens_q, cu_seqlens_kv = at.cu_seqlens_q, at.cu_seqlens_kv
+def _check_call(q: Any, k: Any, v: Any, call: KernelCall) -> None:
+    """Raise if q, k, v and offsets do not fit each other, without reading a value from the device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
@@ -313,6 +349,7 @@ def _check_call(q: Any, k: Any, v: Any, at: KernelCall) -> None:
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}; want a floating dtype.")
+
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; want one dtype: cast them.")
     if k.shape[:2] != v.shape[:2]:
@@ -323,6 +360,9 @@ def _check_call(q: Any, k: Any, v: Any, at: KernelCall) -> None:
         raise ValueError(
             f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads; want a multiple."
         )
+
+    cu_seqlens_q = call.cu_seqlens_q
+    cu_seqlens_kv = call.cu_seqlens_kv
     _check_offsets(cu_seqlens_q, q.device, "q")
     if cu_seqlens_kv is not cu_seqlens_q:
         _check_offsets(cu_seqlens_kv, q.device, "kv")
@@ -331,6 +371,7 @@ def _check_call(q: Any, k: Any, v: Any, at: KernelCall) -> None:
             f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_kv {cu_seqlens_kv.shape[0]}; "
             "want one sequence of keys for every sequence of queries (it may be empty)."
         )
+
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}; want one device.")
 

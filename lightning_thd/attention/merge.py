@@ -35,7 +35,9 @@ class KeySource:
         steps: Sequence[RingStep] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.calls, self.steps, self.group = calls, steps, group
+        self.calls = calls
+        self.steps = steps
+        self.group = group
         self.release()
 
     def begin(self, rows: Tensor) -> None:
@@ -48,49 +50,57 @@ class KeySource:
 
     def rows(self, step: int) -> Tensor:
         """Return a step's rows; in steps after 0, wait for them and start the transfer of the next step's."""
-        rows: Tensor = self._local_rows
-        if step:
-            rows, works, _ = self._arriving.pop(step)
-            _wait(works)
-            self._send(step + 1)
-        return rows
+        if step == 0:
+            local: Tensor = self._local_rows
+            return local
+
+        received, transfers, _ = self._arriving.pop(step)
+        _wait(transfers)
+        self._send(step + 1)
+        return received
 
     def return_gradient(self, step: int, grad: Tensor) -> None:
         """Start to send a step's gradient to its rows' rank, and to receive one for this rank's own rows."""
         if step == 0:
             self._local_grad = grad  # step 0 has this rank's own rows
             return
-        at = self.steps[step]
+
+        exchange = self.steps[step]
         sent = grad.to(self._local_rows.dtype)  # so that gradients take no more bytes than the rows did
-        coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
-        works = self._transfer(sent, at.source, coming, at.to)
-        self._returning.append((coming, works, sent, at.send_rows))
+        received = sent.new_empty((len(exchange.send_rows), sent.shape[1]))
+        transfers = self._transfer(sent, exchange.source, received, exchange.to)
+        self._returning.append((received, transfers, sent, exchange.send_rows))
 
     def total(self) -> Tensor:
         """Wait for the other ranks' gradients, and add them to the local one in the order of the steps."""
         total: Tensor = self._local_grad
-        for coming, works, _, at in self._returning:
-            _wait(works)
-            total.index_add_(0, at, coming.to(total.dtype))
+        for received, transfers, _, rows in self._returning:
+            _wait(transfers)
+            total.index_add_(0, rows, received.to(total.dtype))
         return total
 
     def release(self) -> None:
         """Drop the rows and their gradients."""
-        self._local_rows = self._local_grad = None
-        self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}  # received, transfers, sent
+        self._local_rows = None
+        self._local_grad = None
+        # What is sent is held until its transfer has ended: received, transfers, sent (and the local rows).
+        self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
         self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
 
     def _send(self, step: int) -> None:
-        if step < len(self.steps):
-            at = self.steps[step]
-            sent = self._local_rows.index_select(0, at.send_rows)
-            received = sent.new_empty((at.receive_count, sent.shape[1]))
-            self._arriving[step] = received, self._transfer(sent, at.to, received, at.source), sent
+        """Start the transfer of a step's rows, from this rank's to one rank and from another to this one."""
+        if step >= len(self.steps):
+            return
+        exchange = self.steps[step]
+        sent = self._local_rows.index_select(0, exchange.send_rows)
+        received = sent.new_empty((exchange.receive_count, sent.shape[1]))
+        transfers = self._transfer(sent, exchange.to, received, exchange.source)
+        self._arriving[step] = (received, transfers, sent)
 
     def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
         """Post a send and a receive; both ranks know the sizes, so empty messages are left out."""
-        posts = []
         traffic.count("bytes", received.nbytes)
+        posts = []
         if len(sent):
             posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
         if len(received):
@@ -98,9 +108,9 @@ class KeySource:
         return dist.batch_isend_irecv(posts) if posts else []
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _wait(transfers: list[dist.Work]) -> None:
+    for transfer in transfers:
+        transfer.wait()
 
 
 _connected: set[str] = set()  # names of the groups that have run a collective
@@ -131,6 +141,8 @@ def merged_attention(
 
 
 class _Merged(torch.autograd.Function):
+    """Attention in steps, each to the keys that have arrived; the backward fetches all keys again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,28 +157,37 @@ class _Merged(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+
         source.begin(joined(k, v))
         for step, calls in enumerate(source.calls):
             rows = source.rows(step)
             for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.keys), k, v)
-                part = kernel.forward(_rows_of(q, call), k_part, v_part, _offsets(call), _spec_of(spec, call))
-                _merge(out, lse, *part, call)
+                part_out, part_lse = kernel.forward(
+                    _rows_of(q, call), k_part, v_part, _kernel_call(call), _spec_of(spec, call)
+                )
+                _merge(out, lse, part_out, part_lse, call)
         source.release()
+
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
         out = out.to(q.dtype)
+
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.kernel, ctx.source, ctx.spec = kernel, source, spec
+        ctx.kernel = kernel
+        ctx.source = source
+        ctx.spec = spec
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec
+        source: KeySource = ctx.source
+        grad = grads[0].contiguous()
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # queries without keys get weights of 0
         dq = torch.zeros_like(q, dtype=lse.dtype)
+
         source.begin(joined(k, v))
         for step, calls in enumerate(source.calls):
             rows = source.rows(step)
@@ -174,25 +195,34 @@ class _Merged(torch.autograd.Function):
             for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.keys), k, v)
                 saved = Saved(_rows_of(q, call), k_part, v_part, _rows_of(out, call), _rows_of(finite, call))
-                parts = ctx.kernel.backward(_rows_of(grad, call), saved, _offsets(call), _spec_of(spec, call))
-                _add(dq, parts[0], call)
-                drows.index_add_(0, call.keys, joined(parts[1], parts[2]).to(drows.dtype))
+                part_dq, part_dk, part_dv = ctx.kernel.backward(
+                    _rows_of(grad, call), saved, _kernel_call(call), _spec_of(ctx.spec, call)
+                )
+                _add(dq, part_dq, call)
+                drows.index_add_(0, call.keys, joined(part_dk, part_dv).to(drows.dtype))
             source.return_gradient(step, drows)
         dk, dv = split(source.total(), k, v)
         source.release()
-        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+
+        dsinks = None
+        if sinks is not None:
+            dsinks = sinks_gradient(grad, out, lse, sinks)
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsinks
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
     """Merge the result for another part of the keys into the call's rows of out and lse, in place."""
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
-    old_out, old_lse = _rows_of(out, call), _rows_of(lse, call)
+    old_out = _rows_of(out, call)
+    old_lse = _rows_of(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
+
     # A query that sees no key so far has new_lse -inf. Subtract 0 instead then, because -inf - -inf is NaN.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
-    old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
-    merged = old_out * old + part.to(out.dtype) * new
+    old_share = torch.exp(old_lse - floor).unsqueeze(-1)
+    part_share = torch.exp(part_lse - floor).unsqueeze(-1)
+    merged = old_out * old_share + part.to(out.dtype) * part_share
+
     if call.q_rows is None:
         out.copy_(merged)
         lse.copy_(new_lse)
@@ -202,6 +232,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: Block
 
 
 def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
+    """Add a part's gradient to the call's rows of the total, in place."""
     if call.q_rows is None:
         total += part
     else:
@@ -209,10 +240,11 @@ def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
 
 
 def _rows_of(x: Tensor, call: BlockCall) -> Tensor:
+    """Return the rows of the queries that take part in a call; None means all."""
     return x if call.q_rows is None else x.index_select(0, call.q_rows)
 
 
-def _offsets(call: BlockCall) -> KernelCall:
+def _kernel_call(call: BlockCall) -> KernelCall:
     return KernelCall(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
 
 
@@ -228,4 +260,6 @@ def joined(k: Tensor, v: Tensor) -> Tensor:
 def split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Undo ``joined``: split rows into keys and values with the heads and head sizes of ``k`` and ``v``."""
     width = k.shape[1] * k.shape[2]
-    return rows[:, :width].reshape(-1, *k.shape[1:]), rows[:, width:].reshape(-1, *v.shape[1:])
+    keys = rows[:, :width].reshape(-1, *k.shape[1:])
+    values = rows[:, width:].reshape(-1, *v.shape[1:])
+    return keys, values

@@ -47,6 +47,7 @@ def _sees_gpu() -> bool:
 
 
 def _interface(version: int) -> Any:
+    """Return the interface of a prebuilt flash-attn that was loaded, else that of the installed package."""
     if version in _INTERFACES:
         return _INTERFACES[version]
     if version == 2:
@@ -61,22 +62,26 @@ class Flash2:
 
     sizes = staticmethod(one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
-        at, spec = raw.for_flash2(q, at, spec)
-        sides = spec.left, spec.right
-        out, lse, *_ = run(q, k, v, *at.arguments, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
+        call, spec = raw.for_flash2(q, call, spec)
+        dropout = 0.0
+        options = (dropout, spec.scale, spec.causal, spec.left, spec.right, spec.softcap)
+        out, lse, *_ = run(q, k, v, *call.arguments, *options)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
-        at, spec = raw.for_flash2(saved.q, at, spec)
+        call, spec = raw.for_flash2(saved.q, call, spec)
         dq, dk, dv = empty_gradients(saved)
-        given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
-        options = 0.0, spec.scale, spec.causal, spec.left, spec.right, spec.softcap
-        run(*given, *at.arguments, *options, None, torch.are_deterministic_algorithms_enabled())
+        tensors = (grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv)
+        dropout = 0.0
+        options = (dropout, spec.scale, spec.causal, spec.left, spec.right, spec.softcap)
+        alibi_slopes = None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        run(*tensors, *call.arguments, *options, alibi_slopes, deterministic)
         return dq, dk, dv
 
 
@@ -85,36 +90,50 @@ class Flash3:
 
     sizes = staticmethod(one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_forward``."""
         run = _interface(3)._flash_attn_forward
-        out, lse, *_ = run(q, k, v, num_splits=1, **_flash3_options(run, at, spec))
+        out, lse, *_ = run(q, k, v, num_splits=1, **_flash3_options(run, call, spec))
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_backward``, which writes into the given gradients."""
         run = _interface(3)._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
-        options = _flash3_options(run, at, spec)
-        options |= {"dq": dq, "dk": dk, "dv": dv}
-        options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        options = _flash3_options(run, call, spec)
+        options["dq"] = dq
+        options["dk"] = dk
+        options["dv"] = dv
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         run(grad, *saved[:4], saved.lse.t().contiguous(), **options)
         return dq, dk, dv
 
 
-def _offsets(at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-    return dict(zip(names, (*at.arguments, spec.scale), strict=True))
+def _offsets(call: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
+    """Return offsets, longest lengths and scale under the names of flash-attn 3 and 4."""
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_kv,
+        "max_seqlen_q": call.max_seqlen_q,
+        "max_seqlen_k": call.max_seqlen_kv,
+        "softmax_scale": spec.scale,
+    }
 
 
-def _flash3_options(function: Any, at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
+def _flash3_options(function: Any, call: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
     """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build."""
     names, required = _flash3_signature(function)
-    options: dict[str, Any] = {**dict.fromkeys(required), **_offsets(at, spec), "softcap": spec.softcap}
+    options: dict[str, Any] = dict.fromkeys(required)
+    options |= _offsets(call, spec)
+    options["softcap"] = spec.softcap
+
     options["is_causal" if "is_causal" in names else "causal"] = spec.causal
     if "window_size" in names:
-        return options | {"window_size": (spec.left, spec.right)}
-    return options | {"window_size_left": spec.left, "window_size_right": spec.right}
+        options["window_size"] = (spec.left, spec.right)
+    else:
+        options["window_size_left"] = spec.left
+        options["window_size_right"] = spec.right
+    return options
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -126,10 +145,15 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """List a function's parameters, and the required ones without the tensors that every call gives."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
-    given = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
+    tensors = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to
-        given.remove("out")
-    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in given]
+        tensors.remove("out")
+
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and name not in tensors
+    ]
     return tuple(parameters), tuple(required)
 
 
@@ -142,35 +166,43 @@ class Flash4:
             return -(-head_size // 8) * 8, -(-value_size // 8) * 8
         if head_size <= 192 and value_size <= 128:
             return 192, 128
-        return (256, 256) if max(head_size, value_size) <= 256 else None
+        if max(head_size, value_size) <= 256:
+            return 256, 256
+        return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_fwd``."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        options = {**self._options(at, spec), "softcap": spec.softcap or None, "return_lse": True}
+        options = self._options(call, spec)
+        options["softcap"] = spec.softcap or None
+        options["return_lse"] = True
         with torch.no_grad():
             out, lse, *_ = _flash_attn_fwd(q, k, v, **options)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_bwd``."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        options = {**self._options(at, spec), "softcap": spec.softcap}
+        options = self._options(call, spec)
+        options["softcap"] = spec.softcap
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         dq, dk, dv = _flash_attn_bwd(*saved[:4], grad, saved.lse.t().contiguous(), **options)
         return dq, dk, dv
 
     @staticmethod
-    def _options(at: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
-        windowed = spec.windowed
-        return {
-            **_offsets(at, spec),
-            "causal": spec.causal and not windowed,
-            "window_size_left": spec.left if windowed and spec.left >= 0 else None,
-            "window_size_right": spec.right if windowed and spec.right >= 0 else None,
-        }
+    def _options(call: KernelCall, spec: AttentionSpec) -> dict[str, Any]:
+        """Return offsets and mask as keywords; the sides of a window stand for its causal mask."""
+        options = _offsets(call, spec)
+        options["causal"] = spec.causal and not spec.windowed
+        options["window_size_left"] = None
+        options["window_size_right"] = None
+        if spec.windowed and spec.left >= 0:
+            options["window_size_left"] = spec.left
+        if spec.windowed and spec.right >= 0:
+            options["window_size_right"] = spec.right
+        return options
 
 
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}

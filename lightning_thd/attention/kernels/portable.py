@@ -23,7 +23,8 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.boundaries import KernelCall
 
 # Padding may lengthen a group's shortest sequence to _PADDING times its length plus _FREE rows.
-_PADDING, _FREE = 1.25, 8
+_PADDING = 1.25
+_FREE = 8
 _SCORES = 1 << 20  # A group of several sequences has at most this many scores per head: 4 MiB in fp32.
 
 
@@ -53,53 +54,84 @@ class Group(NamedTuple):
     key_lengths: Tensor
 
 
+class _Sequence(NamedTuple):
+    """A sequence's numbers of queries and keys, and its first rows among the pack's queries and keys."""
+
+    length: int
+    key_length: int
+    start: int
+    key_start: int
+
+
 class PortableKernel:
     """Attention by matrix products as a raw kernel, for all head sizes, with softcap and log-sum-exp."""
 
     sizes = staticmethod(any_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Return out in the dtype of q and lse in fp32 (fp64 for fp64 inputs)."""
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for group, mask in _masked_groups(at, spec, lse):
-            given = group.q.batch(q), group.k.batch(k), group.k.batch(v)
-            parts = product_forward(*given, mask=mask, scale=spec.scale, softcap=spec.softcap)
-            group.q.write(out, parts[0])
-            group.q.write(lse, parts[1])
+        for group, mask in _masked_groups(call, spec, lse):
+            group_out, group_lse = product_forward(
+                group.q.batch(q),
+                group.k.batch(k),
+                group.k.batch(v),
+                mask=mask,
+                scale=spec.scale,
+                softcap=spec.softcap,
+            )
+            group.q.write(out, group_out)
+            group.q.write(lse, group_lse)
         return out, lse
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv from weights that are recomputed with lse."""
         q, k, v, out, lse = saved
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for group, mask in _masked_groups(at, spec, lse):
-            padded_lse = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding: weights of 0
+        dq = torch.zeros_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
+
+        for group, mask in _masked_groups(call, spec, lse):
+            # Rows of padding keep an lse of +inf, which gives them weights of 0.
+            padded_lse = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)
             padded_lse.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
-            rows = [group.q.batch(x) for x in (grad, q, out)]
-            given = rows[0], rows[1], group.k.batch(k), group.k.batch(v), rows[2]
-            options: Any = {"mask": mask, "scale": spec.scale, "softcap": spec.softcap}
-            parts = product_backward(*given, padded_lse.view(rows[0].shape[:3]), **options)
-            group.q.write(dq, parts[0])
-            group.k.write(dk, parts[1])
-            group.k.write(dv, parts[2])
+
+            group_grad = group.q.batch(grad)
+            group_dq, group_dk, group_dv = product_backward(
+                group_grad,
+                group.q.batch(q),
+                group.k.batch(k),
+                group.k.batch(v),
+                group.q.batch(out),
+                padded_lse.view(group_grad.shape[:3]),
+                mask=mask,
+                scale=spec.scale,
+                softcap=spec.softcap,
+            )
+            group.q.write(dq, group_dq)
+            group.k.write(dk, group_dk)
+            group.k.write(dv, group_dv)
         return dq, dk, dv
 
 
-def _masked_groups(at: KernelCall, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
+def _masked_groups(call: KernelCall, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
     """Yield the groups of a call and their additive masks ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
-    for group in _make_groups(*at.lengths_on_host(), spec.right, at.cu_seqlens_q.device):
+    for group in _make_groups(*call.lengths_on_host(), spec.right, call.cu_seqlens_q.device):
         row = torch.arange(group.q.length, device=like.device)[:, None]
         key = torch.arange(group.k.length, device=like.device)
-        lengths, key_lengths = (x[:, None, None] for x in (group.lengths, group.key_lengths))
-        distance = key - row - (key_lengths - lengths)
+        lengths = group.lengths[:, None, None]
+        key_lengths = group.key_lengths[:, None, None]
+
+        distance = key - row - (key_lengths - lengths)  # from a query's own position to a key
         hidden = key >= key_lengths
         if spec.left >= 0:
             hidden = hidden | (distance < -spec.left)
         if spec.right >= 0:
             hidden = hidden | (distance > spec.right)
+
         mask = torch.zeros_like(distance, dtype=like.dtype).masked_fill(hidden, -torch.inf)
         yield group, mask[:, None, None]
 
@@ -109,32 +141,52 @@ def _make_groups(
     q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], right: int, device: torch.device
 ) -> tuple[Group, ...]:
     """Group sequences of similar length, shortest first; leave out sequences without queries or keys."""
-    starts_q, starts_kv = accumulate(q_lengths, initial=0), accumulate(kv_lengths, initial=0)
-    found = list(zip(q_lengths, kv_lengths, starts_q, starts_kv, strict=False))
-    groups: list[list[tuple[int, int, int, int]]] = []
-    for member in sorted(x for x in found if x[0] and x[1]):
-        last, rows = groups[-1] if groups else [], member[0]
-        keys = [x[1] for x in (*last, member)]
-        alike = last and rows <= _PADDING * last[0][0] + _FREE and max(keys) <= _PADDING * min(keys) + _FREE
-        if alike and len(keys) * rows * max(keys) <= _SCORES:
-            last.append(member)
+    starts_q = accumulate(q_lengths, initial=0)
+    starts_kv = accumulate(kv_lengths, initial=0)
+    # The starts have one entry more, the total of the lengths, which zip leaves out.
+    numbers = zip(q_lengths, kv_lengths, starts_q, starts_kv, strict=False)
+    sequences = [_Sequence(*of_one) for of_one in numbers]
+
+    members: list[list[_Sequence]] = []
+    for sequence in sorted(sequences):
+        if sequence.length == 0 or sequence.key_length == 0:
+            continue
+        if members and _fits(sequence, members[-1]):
+            members[-1].append(sequence)
         else:
-            groups.append([member])
-    made: tuple[Group, ...] = uploaded(tuple(_make_group(each, right) for each in groups), device)
-    return made
+            members.append([sequence])
+
+    groups: tuple[Group, ...] = uploaded(tuple(_make_group(group, right) for group in members), device)
+    return groups
 
 
-def _make_group(members: list[tuple[int, int, int, int]], right: int) -> Group:
+def _fits(sequence: _Sequence, group: list[_Sequence]) -> bool:
+    """Return whether a group takes one more sequence, which has at least as many queries as its members."""
+    shortest = group[0].length
+    key_lengths = [member.key_length for member in (*group, sequence)]
+    most_keys = max(key_lengths)
+    alike = (
+        sequence.length <= _PADDING * shortest + _FREE and most_keys <= _PADDING * min(key_lengths) + _FREE
+    )
+    return alike and len(key_lengths) * sequence.length * most_keys <= _SCORES
+
+
+def _make_group(members: list[_Sequence], right: int) -> Group:
     """Return a group of numpy arrays, so that all groups are uploaded to the device together."""
     lengths, key_lengths, starts, key_starts = np.array(members, dtype=np.int64).T
-    row, key = np.arange(int(lengths.max())), np.arange(int(key_lengths.max()))
-    real, real_k = row < lengths[:, None], key < key_lengths[:, None]
-    q = starts[:, None] + np.where(real, row, 0)
+    row = np.arange(int(lengths.max()))
+    key = np.arange(int(key_lengths.max()))
+
+    real_q = row < lengths[:, None]
+    real_k = key < key_lengths[:, None]
+    q = starts[:, None] + np.where(real_q, row, 0)
     k = key_starts[:, None] + np.where(real_k, key, 0)
+
     if right >= 0:  # the first queries may see no key; their out stays 0 and their lse -inf
-        real &= row + (key_lengths - lengths)[:, None] + right >= 0
-    return Group(_rows(q, real), _rows(k, real_k), lengths, key_lengths)
+        real_q &= row + (key_lengths - lengths)[:, None] + right >= 0
+    return Group(_rows(q, real_q), _rows(k, real_k), lengths, key_lengths)
 
 
 def _rows(taken: Any, real: Any) -> Rows:
+    """Return the rows of a padded batch from the row of the pack, and the flag, of each of its places."""
     return Rows(taken.ravel(), np.flatnonzero(real), taken[real], taken.shape[1])  # type: ignore[arg-type]

@@ -40,10 +40,10 @@ class RawKernel(Protocol):
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
         """Return supported head sizes that are at least the given ones, or None if there are none."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``. Without keys, out is 0 and lse is +inf or -inf."""
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
 
 
@@ -58,27 +58,36 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (size, size) if size <= 256 else None
 
 
-def for_flash2(q: Tensor, at: KernelCall, spec: AttentionSpec) -> tuple[KernelCall, AttentionSpec]:
+def for_flash2(q: Tensor, call: KernelCall, spec: AttentionSpec) -> tuple[KernelCall, AttentionSpec]:
     """Return an equal call that flash-attn 2.8 and torch 2.13 compute as ``AttentionSpec`` defines it.
 
     They treat ``right >= max_kv`` as unlimited and, if left is limited, an unlimited right as max_kv.
     Their backward fails if max_kv is 0. If max_q is 1, their forward needs a query in every sequence.
     """
-    if at.max_seqlen_q != 1 and at.max_seqlen_q <= at.max_seqlen_kv:
-        return at, spec
-    max_q, max_kv, right = at.max_seqlen_q, max(at.max_seqlen_kv, 1), spec.right
+    if call.max_seqlen_q != 1 and call.max_seqlen_q <= call.max_seqlen_kv:
+        return call, spec
+    max_q = call.max_seqlen_q
+    max_kv = max(call.max_seqlen_kv, 1)
+    right = spec.right
+
     if right > 0 or right < 0 <= spec.left:
-        reach = max_q - 1 if right < 0 else min(right, max_q - 1)  # max_q - 1 reaches the last key
+        reach = max_q - 1  # so far to the right, every query sees the last key
+        if right > 0:
+            reach = min(right, reach)
         if reach >= max_kv:
-            right, max_kv = reach, reach + 1
-    if max_q == 1 and q.shape[0] < at.cu_seqlens_q.shape[0] - 1:
+            right = reach
+            max_kv = reach + 1
+
+    if max_q == 1 and q.shape[0] < call.cu_seqlens_q.shape[0] - 1:
         max_q = 2
-    return at._replace(max_seqlen_q=max_q, max_seqlen_kv=max_kv), replace(spec, right=right)
+    return call._replace(max_seqlen_q=max_q, max_seqlen_kv=max_kv), replace(spec, right=right)
 
 
 def empty_gradients(saved: Saved) -> Gradients:
     """Allocate contiguous dq, dk and dv for a backward that writes into given tensors."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+    dq = torch.empty_like(saved.q, memory_format=torch.contiguous_format)
+    dk = torch.empty_like(saved.k, memory_format=torch.contiguous_format)
+    dv = torch.empty_like(saved.v, memory_format=torch.contiguous_format)
     return dq, dk, dv
 
 
@@ -87,14 +96,14 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    at: KernelCall,
+    call: KernelCall,
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Run a raw kernel with gradients and sinks on rows ``at.keys``, gathered again in backward."""
+    """Run a raw kernel with gradients and sinks, on the rows ``call.keys`` of k and v if there are such."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
-    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(kernel, q, k, v, call, spec, sinks)  # type: ignore[no-untyped-call]
     return out[..., :value_size]
 
 
@@ -103,11 +112,13 @@ def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
+def _scattered(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
+    """Add the gradients of gathered rows to their rows of the whole tensor, in fp32 or wider."""
     if keys is None:
         return grad
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return wide.new_zeros((rows, *grad.shape[1:])).index_add_(0, keys, wide).to(grad.dtype)
+    total = wide.new_zeros((rows, *grad.shape[1:]))
+    return total.index_add_(0, keys, wide).to(grad.dtype)
 
 
 def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,11 +129,15 @@ def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    x = x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+    """Append zeros to heads; the result's last stride is 1, which all kernels need."""
+    if x.shape[2] != size:
+        x = pad(x, (0, size - x.shape[2]))
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 class _Attention(torch.autograd.Function):
+    """Attention by a raw kernel; only the rows of k and v are saved, and gathered again in backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -130,30 +145,30 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        at: KernelCall,
+        call: KernelCall,
         spec: AttentionSpec,
         sinks: Tensor | None,
     ) -> Tensor:
-        keys = at.keys
-        out, lse = kernel.forward(q, gathered(k, keys), gathered(v, keys), at, spec)
+        keys = call.keys
+        out, lse = kernel.forward(q, gathered(k, keys), gathered(v, keys), call, spec)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn has +inf for queries without keys
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, at.cu_seqlens_q, at.cu_seqlens_kv, sinks, keys)
+
+        ctx.save_for_backward(q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_kv, sinks, keys)
         ctx.kernel = kernel
         ctx.spec = spec
-        ctx.longest = (at.max_seqlen_q, at.max_seqlen_kv)
-        ctx.lengths = (at.q_lengths, at.kv_lengths)
+        ctx.longest = (call.max_seqlen_q, call.max_seqlen_kv)
+        ctx.lengths = (call.q_lengths, call.kv_lengths)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks, keys = ctx.saved_tensors
-        grad = grads[0].contiguous()
         max_seqlen_q, max_seqlen_kv = ctx.longest
         q_lengths, kv_lengths = ctx.lengths
-        at = KernelCall(
+        call = KernelCall(
             cu_seqlens_q,
             cu_seqlens_kv,
             max_seqlen_q,
@@ -161,11 +176,16 @@ class _Attention(torch.autograd.Function):
             q_lengths=q_lengths,
             kv_lengths=kv_lengths,
         )
+        grad = grads[0].contiguous()
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # queries without keys get weights of 0
         saved = Saved(q, gathered(k, keys), gathered(v, keys), out, finite)
-        dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
-        dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))
-        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+
+        dq, dk, dv = ctx.kernel.backward(grad, saved, call, ctx.spec)
+        dk = _scattered(dk, keys, k.shape[0])
+        dv = _scattered(dv, keys, v.shape[0])
+        dsinks = None
+        if sinks is not None:
+            dsinks = sinks_gradient(grad, out, lse, sinks)
         return None, dq, dk, dv, None, None, dsinks
 
 

@@ -27,16 +27,17 @@ class AtenFlash:
 
     sizes = staticmethod(raw.one_size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Run the forward operator; return lse as ``[Tq, H]``."""
-        out, lse, *_ = _flash_forward(q, k, v, at, spec)
+        out, lse, *_ = _flash_forward(q, k, v, call, spec)
         return out, lse.t()
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Run the backward operator; dropout is 0, so the random state is not used."""
-        state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
+        seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        offset = torch.empty(0, device=grad.device)
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
-        return _flash_backward(tensors, at, spec, state)
+        return _flash_backward(tensors, call, spec, random_state=(seed, offset))
 
 
 class _Flash(torch.autograd.Function):
@@ -48,49 +49,78 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, heads_first: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, heads_first: bool
     ) -> Tensor:
         if heads_first:
-            q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+            q = q[0].transpose(0, 1)
+            k = k[0].transpose(0, 1)
+            v = v[0].transpose(0, 1)
             if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
-                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse, *state = _flash_forward(q, k, v, at, spec)[:4]
-        ctx.save_for_backward(q, k, v, out, lse, at.cu_seqlens_q, at.cu_seqlens_kv, *state)
-        ctx.longest, ctx.spec, ctx.heads_first = (at.max_seqlen_q, at.max_seqlen_kv), spec, heads_first
+                q = q.contiguous()
+                k = k.contiguous()
+                v = v.contiguous()
+
+        out, lse, *random_state = _flash_forward(q, k, v, call, spec)[:4]
+
+        ctx.save_for_backward(q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_kv, *random_state)
+        ctx.longest = (call.max_seqlen_q, call.max_seqlen_kv)
+        ctx.spec = spec
+        ctx.heads_first = heads_first
         return out.unsqueeze(0) if heads_first else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *state = ctx.saved_tensors
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *random_state = ctx.saved_tensors
         grad = grads[0][0] if ctx.heads_first else grads[0]
         tensors = (grad.contiguous(), q, k, v, out, lse)
-        at = KernelCall(cu_seqlens_q, cu_seqlens_kv, *ctx.longest)
-        dq, dk, dv = _flash_backward(tensors, at, ctx.spec, state)
+        call = KernelCall(cu_seqlens_q, cu_seqlens_kv, *ctx.longest)
+
+        dq, dk, dv = _flash_backward(tensors, call, ctx.spec, random_state=random_state)
+
         if ctx.heads_first:
-            dq, dk, dv = (x.transpose(0, 1).unsqueeze(0) for x in (dq, dk, dv))
+            dq = dq.transpose(0, 1).unsqueeze(0)
+            dk = dk.transpose(0, 1).unsqueeze(0)
+            dv = dv.transpose(0, 1).unsqueeze(0)
         return dq, dk, dv, None, None, None
 
 
 def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec
 ) -> tuple[Tensor, ...]:
     """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, the random state and two tensors for debugging."""
-    at, spec = raw.for_flash2(q, at, spec)
-    sides = {"window_size_left": spec.left, "window_size_right": spec.right}
-    given = (q, k, v, *at.arguments, 0.0, is_plain_causal(spec), False)
-    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
+    call, spec = raw.for_flash2(q, call, spec)
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        *call.arguments,
+        0.0,  # dropout
+        is_plain_causal(spec),
+        False,  # no mask for debugging
+        scale=spec.scale,
+        window_size_left=spec.left,
+        window_size_right=spec.right,
+    )
     return results
 
 
 def _flash_backward(
-    tensors: Sequence[Tensor], at: KernelCall, spec: AttentionSpec, state: Sequence[Tensor]
+    tensors: Sequence[Tensor], call: KernelCall, spec: AttentionSpec, *, random_state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
-    at, spec = raw.for_flash2(tensors[1], at, spec)
-    sides = {"window_size_left": spec.left, "window_size_right": spec.right}
-    given = (*tensors, *at.arguments, 0.0, is_plain_causal(spec), *state)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, scale=spec.scale, **sides)
+    q = tensors[1]
+    call, spec = raw.for_flash2(q, call, spec)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *tensors,
+        *call.arguments,
+        0.0,  # dropout
+        is_plain_causal(spec),
+        *random_state,
+        scale=spec.scale,
+        window_size_left=spec.left,
+        window_size_right=spec.right,
+    )
     return dq, dk, dv
 
 
@@ -99,19 +129,21 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
     return spec.left < 0 and spec.right == 0
 
 
-def bind(at: KernelCall, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def bind(call: KernelCall, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size."""
-    return lambda q, k, v, sinks: _Flash.apply(q, k, v, at, spec, True)  # type: ignore[no-untyped-call]
+    return lambda q, k, v, sinks: _Flash.apply(q, k, v, call, spec, True)  # type: ignore[no-untyped-call]
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Attend by the flash kernel, with padding to a head size that it supports; return ``[Tq, H, E]``."""
     if sinks is not None:
-        return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
+        return raw.attend(AtenFlash(), q, k, v, call, spec, sinks)
+
     value_size = v.shape[2]
-    out: Tensor = _Flash.apply(*raw.widen(AtenFlash(), q, k, v), at, spec, False)  # type: ignore[no-untyped-call]
+    q, k, v = raw.widen(AtenFlash(), q, k, v)
+    out: Tensor = _Flash.apply(q, k, v, call, spec, False)  # type: ignore[no-untyped-call]
     return out if out.shape[2] == value_size else out[..., :value_size]
 
 
@@ -122,38 +154,72 @@ class AtenEfficient:
         """Return the next multiples of 8, which the aligned kernels of every dtype support."""
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: KernelCall, spec: AttentionSpec) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call the forward operator on one row; its lse is ``[S, H, max_q]``, max_q rounded up to 32s."""
-        k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
-        rows = (x.unsqueeze(0) for x in (q, k, v))
+        heads = q.shape[1]
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(*rows, None, *at.arguments, 0.0, _mask(spec)), compute_log_sumexp=True, **_scores(spec)
+            q.unsqueeze(0),
+            _share_heads(k, heads).unsqueeze(0),
+            _share_heads(v, heads).unsqueeze(0),
+            None,  # no additive mask
+            *call.arguments,
+            0.0,  # dropout
+            _mask_number(spec),
+            compute_log_sumexp=True,
+            scale=spec.scale,
+            window_size=_window_size(spec),
         )
-        sequence, place = _places(at.cu_seqlens_q, q.shape[0])
-        out, lse = out.squeeze(0), lse[sequence, :, place]
-        if at.cu_seqlens_q is not at.cu_seqlens_kv:
-            blind = _blind_rows(at, sequence, place, spec)
-            out, lse = out.masked_fill(blind[:, None, None], 0.0), lse.masked_fill(blind[:, None], -torch.inf)
+        sequence, position = _locate_rows(call.cu_seqlens_q, q.shape[0])
+        out = out.squeeze(0)
+        lse = lse[sequence, :, position]
+
+        if call.cu_seqlens_q is not call.cu_seqlens_kv:
+            blind = _blind_queries(call, sequence, position, spec)
+            out = out.masked_fill(blind[:, None, None], 0.0)
+            lse = lse.masked_fill(blind[:, None], -torch.inf)
         return out, lse
 
-    def backward(self, grad: Tensor, saved: Saved, at: KernelCall, spec: AttentionSpec) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call the backward operator; in deterministic mode, one split of keys fixes the order of sums."""
         q, k, v, out, lse = saved
-        heads, kv_heads = q.shape[1], k.shape[1]
-        sequence, place = _places(at.cu_seqlens_q, q.shape[0])
-        padded = -(-at.max_seqlen_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
-        wide = lse.new_full((at.cu_seqlens_q.shape[0] - 1, padded, heads), torch.inf, dtype=torch.float32)
-        wide = wide.index_put((sequence, place), lse.float()).transpose(1, 2).contiguous()
-        rows = (x.unsqueeze(0) for x in (grad, q, _share_heads(k, heads), _share_heads(v, heads), out))
-        splits = 1 if torch.are_deterministic_algorithms_enabled() else None
-        options = (_mask(spec), splits, *_scores(spec).values())
-        found = _efficient_backward(*rows, *at.arguments, wide, *options)
-        dq, dk, dv = (x.squeeze(0) for x in found)
-        if at.cu_seqlens_q is not at.cu_seqlens_kv:
-            dq = dq.masked_fill(_blind_rows(at, sequence, place, spec)[:, None, None], 0.0)
-            unseen = _unseen_keys(at, k.shape[0], spec)[:, None, None]
-            dk, dv = dk.masked_fill(unseen, 0.0), dv.masked_fill(unseen, 0.0)
+        heads = q.shape[1]
+        kv_heads = k.shape[1]
+        sequence, position = _locate_rows(call.cu_seqlens_q, q.shape[0])
+        dq, dk, dv = _efficient_backward(
+            grad.unsqueeze(0),
+            q.unsqueeze(0),
+            _share_heads(k, heads).unsqueeze(0),
+            _share_heads(v, heads).unsqueeze(0),
+            out.unsqueeze(0),
+            *call.arguments,
+            _lse_by_sequence(lse, sequence, position, call),
+            _mask_number(spec),
+            1 if torch.are_deterministic_algorithms_enabled() else None,
+            spec.scale,
+            _window_size(spec),
+        )
+        dq = dq.squeeze(0)
+        dk = dk.squeeze(0)
+        dv = dv.squeeze(0)
+
+        if call.cu_seqlens_q is not call.cu_seqlens_kv:
+            blind = _blind_queries(call, sequence, position, spec)[:, None, None]
+            unseen = _unseen_keys(call, k.shape[0], spec)[:, None, None]
+            dq = dq.masked_fill(blind, 0.0)
+            dk = dk.masked_fill(unseen, 0.0)
+            dv = dv.masked_fill(unseen, 0.0)
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
+
+
+def _lse_by_sequence(lse_TH: Tensor, sequence: Tensor, position: Tensor, call: KernelCall) -> Tensor:
+    """Return lse as the backward operator takes it: ``[S, H, max_q]``, max_q rounded up to 32s."""
+    num_sequences = call.cu_seqlens_q.shape[0] - 1
+    longest = -(-call.max_seqlen_q // 32) * 32
+    shape = (num_sequences, longest, lse_TH.shape[1])
+
+    padded = lse_TH.new_full(shape, torch.inf, dtype=torch.float32)
+    padded = padded.index_put((sequence, position), lse_TH.float())
+    return padded.transpose(1, 2).contiguous()
 
 
 # torch 2.11 to 2.13 give torch.compile a wrong signature of the operator that this one calls.
@@ -165,55 +231,101 @@ class AtenEfficient:
     "Tensor lse, int mask, int? splits, float scale, int? window)"
     " -> (Tensor, Tensor, Tensor)",
 )
-def _efficient_backward(*given: Any) -> tuple[Tensor, ...]:
-    *rows, mask, splits, scale, window = given
-    seed = torch.zeros((), dtype=torch.int64, device=rows[0].device)  # not used: dropout is 0
-    options = {"scale": scale, "num_splits_key": splits, "window_size": window}
-    found = torch.ops.aten._efficient_attention_backward(
-        *rows[:4], None, *rows[4:], 0.0, seed, seed, mask, False, **options
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    lse: Tensor,
+    mask: int,
+    splits: int | None,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of one row of heads, as an operator with the right signature."""
+    random_state = torch.zeros((), dtype=torch.int64, device=grad.device)  # not used: dropout is 0
+    dq, dk, dv, *_ = torch.ops.aten._efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        None,  # no additive mask
+        out,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        lse,
+        0.0,  # dropout
+        random_state,
+        random_state,
+        mask,
+        False,  # no gradient of an additive mask
+        scale=scale,
+        num_splits_key=splits,
+        window_size=window,
     )
-    return tuple(found[:3])
+    return dq, dk, dv
 
 
 @_efficient_backward.register_fake
-def _(*given: Any, **options: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[1:4])
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _mask(spec: AttentionSpec) -> int:
+def _mask_number(spec: AttentionSpec) -> int:
     """Return the kernel's number for a mask: 0 for none, 2 for causal from the bottom right."""
     return 2 if spec.causal else 0
 
 
-def _scores(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the scale, and the number of keys that a query's window has, its own included."""
-    return {"scale": spec.scale, "window_size": spec.left + 1 if spec.left >= 0 else None}
+def _window_size(spec: AttentionSpec) -> int | None:
+    """Return the number of keys that a query's window has, its own included; None without a window."""
+    return spec.left + 1 if spec.left >= 0 else None
 
 
 def _share_heads(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    """Repeat key-value heads, so that every query head has its own."""
+    if x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
-    return x if x.shape[1] == kv_heads else x.view(x.shape[0], kv_heads, -1, x.shape[2]).sum(2)
+    """Sum the gradients of the copies that ``_share_heads`` made."""
+    if x.shape[1] == kv_heads:
+        return x
+    return x.view(x.shape[0], kv_heads, -1, x.shape[2]).sum(2)
 
 
-def _places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _locate_rows(cu_seqlens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return each row's sequence and its position in the sequence, without reading the device."""
-    row = torch.arange(rows, device=cu_seqlens.device, dtype=torch.int32)
+    row = torch.arange(num_rows, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    return sequence, (row - cu_seqlens[sequence]).long()
+    position = (row - cu_seqlens[sequence]).long()
+    return sequence, position
 
 
-def _blind_rows(at: KernelCall, sequence: Tensor, place: Tensor, spec: AttentionSpec) -> Tensor:
+def _blind_queries(call: KernelCall, sequence: Tensor, position: Tensor, spec: AttentionSpec) -> Tensor:
     """Mark queries that see no key: those of sequences without keys or, if causal, before the first key."""
-    keys, rows = at.cu_seqlens_kv.diff()[sequence], at.cu_seqlens_q.diff()[sequence]
-    return (keys == 0) | (place + keys < rows) if spec.causal else keys == 0
+    num_keys = call.cu_seqlens_kv.diff()[sequence]
+    num_queries = call.cu_seqlens_q.diff()[sequence]
+    blind = num_keys == 0
+    if spec.causal:
+        blind = blind | (position + num_keys < num_queries)
+    return blind
 
 
-def _unseen_keys(at: KernelCall, total: int, spec: AttentionSpec) -> Tensor:
-    """Return which keys no query sees: those of sequences without queries, and those before all windows."""
-    sequence, place = _places(at.cu_seqlens_kv, total)
-    keys, rows = at.cu_seqlens_kv.diff()[sequence], at.cu_seqlens_q.diff()[sequence]
-    unseen = rows == 0
-    return unseen | (place < keys - rows - spec.left) if spec.left >= 0 else unseen
+def _unseen_keys(call: KernelCall, total: int, spec: AttentionSpec) -> Tensor:
+    """Mark keys that no query sees: those of sequences without queries, and those before all windows."""
+    sequence, position = _locate_rows(call.cu_seqlens_kv, total)
+    num_keys = call.cu_seqlens_kv.diff()[sequence]
+    num_queries = call.cu_seqlens_q.diff()[sequence]
+    unseen = num_queries == 0
+    if spec.left >= 0:
+        unseen = unseen | (position < num_keys - num_queries - spec.left)
+    return unseen
