@@ -46,9 +46,11 @@ def make_spec(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None:  # torch.compile may pass a symbolic float
             instance(value, name, int, float, np.number, torch.SymFloat, advice="Pass a number, or None.")
+
     left, right = _window_sides(window, causal=causal)
     if causal:
         right = 0
+
     if scale is None:
         scale = head_size**-0.5
     if not 0.0 < scale < float("inf"):
@@ -58,22 +60,26 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
+# The checked spec of a kind of layer, made once; ``make_spec`` itself also takes what has no hash.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
 def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
+    """Return the keys before and after its own that a query sees; -1 means all."""
     if window is None:
         return -1, -1
+
     if isinstance(window, tuple | list):
         if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
             raise ValueError(f"window={window!r}: want (left, right), two ints; -1 means no limit.")
         return window[0], window[1]
+
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ValueError(
             f"window={window!r}: want None, the number of keys a query sees (at least 1, its own included), "
             "or (left, right)."
         )
     if not causal:
-        sides = window // 2, window // 2
+        sides = (window // 2, window // 2)
         raise ValueError(f"window={window} with causal=False: give two sides, for example window={sides}.")
     return window - 1, -1

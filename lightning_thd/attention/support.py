@@ -47,8 +47,10 @@ class Support:
 
 
 def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
-    fits = max(head_size, value_size) <= 256 and head_size % 8 == 0 and value_size % 8 == 0
-    return (head_size, value_size) if fits else None
+    """Return both head sizes unchanged if Transformer Engine runs them, else None."""
+    if max(head_size, value_size) <= 256 and head_size % 8 == 0 and value_size % 8 == 0:
+        return head_size, value_size
+    return None
 
 
 _TO_256 = "up to 256; both are padded to one multiple of 8"
@@ -169,27 +171,40 @@ def choose(backend: Backend, request: Request) -> Kernel:
     names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
     if backend not in names:
         raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
+
     for kernel in _FASTEST.get(request.capability or 0, _USUAL):
-        asked = backend in ("auto", SUPPORT[kernel].backend)
-        if asked and why_not(kernel, request) is None and missing(kernel) is None:
-            if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
+        row = SUPPORT[kernel]
+        selected = backend in ("auto", row.backend)
+        if selected and why_not(kernel, request) is None and missing(kernel) is None:
+            if backend == "auto" and row.slow and not torch.compiler.is_compiling():
                 _notice_slow(kernel, request)
             return kernel
+
+    raise ValueError(_reasons(backend, request))
+
+
+def _reasons(backend: Backend, request: Request) -> str:
+    """Return the error for a request that a backend cannot run, with a line for every kernel."""
     lines = [f"backend={backend!r} cannot run this call: {request}."]
     for kernel, row in SUPPORT.items():
-        reason, absent = why_not(kernel, request), missing(kernel)
-        what = f"backend={row.backend!r}" + (f" ({kernel})" if row.backend == "flash" else "")
+        name = f"backend={row.backend!r}"
+        if row.backend == "flash":  # three kernels have this backend
+            name += f" ({kernel})"
+
+        reason = why_not(kernel, request)
+        install = missing(kernel)
         if reason is not None:
-            lines.append(f"{what}: {reason}")
-        elif absent is not None:
-            lines.append(f"{what}: would run it, but {absent}")
+            lines.append(f"{name}: {reason}")
+        elif install is not None:
+            lines.append(f"{name}: would run it, but {install}")
         else:
-            lines.append(f"{what}: runs it")
+            lines.append(f"{name}: runs it")
     lines.append(see("kernels"))
-    raise ValueError("\n  ".join(lines))
+    return "\n  ".join(lines)
 
 
 def _notice_slow(kernel: Kernel, request: Request) -> None:
+    """Print once that "auto" found only a slow kernel, with the precision that would be faster, if any."""
     capability = request.capability or 0
     faster_in_half = request.device == "cuda" and request.dtype == torch.float32 and capability >= 7
     _notice_once(kernel, capability if faster_in_half else 0)
@@ -211,32 +226,38 @@ def _notice_once(kernel: Kernel, capability: int) -> None:
 def why_not(kernel: Kernel, request: Request) -> str | None:
     """Return why a kernel cannot run a request, or None; some kernels refuse further calls themselves."""
     row = SUPPORT[kernel]
+    spec = request.spec
+
     if request.device != row.device and row.device != "any":
         return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
     if row.capability and request.capability is not None and request.capability not in row.capability:
-        wanted = " or ".join(map(str, row.capability))
-        return f"needs compute capability {wanted}, this GPU has {request.capability}"
+        capabilities = " or ".join(map(str, row.capability))
+        return f"needs compute capability {capabilities}, this GPU has {request.capability}"
+
     if request.dtype not in row.dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
-        return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
+        dtypes = " or ".join(map(_name_of, row.dtypes))
+        return f"takes {dtypes} (precision='bf16-mixed'), not {_name_of(request.dtype)}"
     capability = row.bf16_from if request.capability is None else request.capability
     if request.dtype == torch.bfloat16 and capability < row.bf16_from:
         return f"takes bfloat16 from compute capability {row.bf16_from} on, this GPU has {capability}"
+
     sizes = row.sizes(request.head_size, request.value_size)
     if sizes is None:
         return f"does not take head sizes ({request.head_size}, {request.value_size}); takes {row.sizes_text}"
-    if request.spec.softcap and not row.softcap:
+    if spec.softcap and not row.softcap:
         return "has no softcap"
-    if request.spec.softcap and row.softcap_to is not None:
-        devices, to = row.softcap_to
-        if request.capability in devices and max(sizes) > to:
+    if spec.softcap and row.softcap_to is not None:
+        capabilities_with_limit, largest_size = row.softcap_to
+        if request.capability in capabilities_with_limit and max(sizes) > largest_size:
             return f"has no softcap for heads of ({sizes[0]}, {sizes[1]}) on this GPU"
-    if request.spec.windowed and not request.spec.causal and not row.ahead:
+
+    if spec.windowed and not spec.causal and not row.ahead:
         return "has no window unless the call is causal"
     if request.sinks and row.sinks is None:
         return "has no sinks"
     if request.needs_lse and not row.lse:
         return "returns no log-sum-exp to merge partial results with"
+
     largest = max(request.head_size, request.value_size)
     if request.deterministic and row.deterministic_to is not None and largest > row.deterministic_to:
         return f"has no deterministic backward for head sizes over {row.deterministic_to}"
@@ -251,8 +272,20 @@ def missing(kernel: Kernel) -> str | None:
         return None
     if row.backend != "flash":
         return trouble(row.probe, row.install)
-    prebuilt = flash.prebuilt_trouble(int(kernel[-1]))
-    return None if prebuilt is None else f"{trouble(row.probe, row.install)}{prebuilt}"
+
+    version = int(kernel[-1])  # "flash2" is flash-attn 2
+    prebuilt = flash.prebuilt_trouble(version)
+    if prebuilt is None:
+        return None
+    return f"{trouble(row.probe, row.install)}{prebuilt}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _yes_or_no(flag: bool) -> str:
+    return "yes" if flag else "no"
 
 
 def support_table() -> str:
@@ -263,11 +296,19 @@ def support_table() -> str:
     )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for kernel, row in SUPPORT.items():
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
-        lse, here = ("yes" if flag else "no" for flag in (row.lse, missing(kernel) is None))
         cells = (
-            row.backend, kernel, row.device, dtypes, row.sizes_text, "yes", "yes" if row.ahead else "causal",
-            "yes" if row.softcap else "no", row.sinks or "no", row.deterministic, lse, here,
-        )  # fmt: skip
+            row.backend,
+            kernel,
+            row.device,
+            ", ".join(map(_name_of, row.dtypes)),
+            row.sizes_text,
+            "yes",
+            "yes" if row.ahead else "causal",
+            _yes_or_no(row.softcap),
+            row.sinks or "no",
+            row.deterministic,
+            _yes_or_no(row.lse),
+            _yes_or_no(missing(kernel) is None),
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -70,7 +70,9 @@ class Rows:
         if self.span is None:
             return x.index_select(0, self._indices)
         start, stop = self.span
-        return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
+        if (start, stop) == (0, x.shape[0]):
+            return x
+        return x[start:stop]
 
     def put(self, x: Tensor, part: Tensor) -> None:
         """Write ``[N, ...]`` to x ``[T, ...]`` without the padded rows."""
@@ -84,9 +86,12 @@ class Rows:
         if self.span is not None:
             tiles.view(self.take(x)).copy_(part)
             return
+
         real, target = self._targets(tiles)
         part = part.flatten(0, 1)
-        x.index_copy_(0, target, (part if real is None else part.index_select(0, real)).to(x.dtype))
+        if real is not None:
+            part = part.index_select(0, real)
+        x.index_copy_(0, target, part.to(x.dtype))
 
     def fill_padding(self, part: Tensor, value: float) -> None:
         """Set the padded rows of ``[N, ...]`` to a value, in place."""
@@ -94,41 +99,52 @@ class Rows:
 
     def prepare(self, tiles: Iterable[Spaced]) -> None:
         """Make all index tensors now; made later, between large temporary tensors, they fragment the heap."""
-        if self.span is None:
-            _ = self._indices, self._padded
-            for each in (*tiles, self._blocks):
-                self._targets(each)
+        if self.span is not None:
+            return
+        _ = self._indices
+        _ = self._padded
+        for runs in (*tiles, self._blocks):
+            self._targets(runs)
 
     @cached_property
     def _blocks(self) -> Spaced:
+        """The blocks as one call's tiles."""
         return Spaced(0, self.length, len(self.starts), self.length)
 
     @cached_property
     def _indices(self) -> Tensor:
+        """The packed row to copy for each of the N rows: for padding, the first one of its block."""
         grid = np.where(self._real, np.arange(self.length), 0) + np.array(self.starts)[:, None]
         return torch.from_numpy(grid.ravel())
 
     @cached_property
     def _padded(self) -> Tensor:
+        """Which of the N rows are padding."""
         return torch.from_numpy(np.flatnonzero(~self._real))
 
     @cached_property
-    def _known_targets(self) -> dict[Spaced, tuple[Tensor | None, Tensor]]:
+    def _targets_of(self) -> dict[Spaced, tuple[Tensor | None, Tensor]]:
         return {}
 
     def _targets(self, tiles: Spaced) -> tuple[Tensor | None, Tensor]:
         """Return the real rows of the tiles (None means all) and their rows in the packed tensor."""
-        if tiles not in self._known_targets:
-            inside = slice(tiles.start, tiles.start + tiles.length)
-            real = self._real[:, inside]
-            grid = np.array(self.starts)[:, None] + np.arange(self.length)[inside]
-            which = None if real.all() else torch.from_numpy(np.flatnonzero(real))
-            self._known_targets[tiles] = which, torch.from_numpy(grid[real])
-        return self._known_targets[tiles]
+        if tiles not in self._targets_of:
+            columns = slice(tiles.start, tiles.start + tiles.length)
+            is_real = self._real[:, columns]
+            packed_rows = np.array(self.starts)[:, None] + np.arange(self.length)[columns]
+
+            real = None
+            if not is_real.all():
+                real = torch.from_numpy(np.flatnonzero(is_real))
+            self._targets_of[tiles] = (real, torch.from_numpy(packed_rows[is_real]))
+        return self._targets_of[tiles]
 
     @cached_property
     def _real(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        lengths = (self.length,) * len(self.starts) if self.lengths is None else self.lengths
+        """Flags ``[blocks, length]`` of rows that are no padding."""
+        lengths = self.lengths
+        if lengths is None:
+            lengths = (self.length,) * len(self.starts)
         real: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (
             np.arange(self.length)[None, :] < np.array(lengths)[:, None]
         )
@@ -146,20 +162,21 @@ class Spaced:
 
     def view(self, x: Tensor) -> Tensor:
         """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``; if runs overlap, only read it."""
-        stride = x.stride()
+        strides = x.stride()
         return x.as_strided(
             (self.count, self.length, *x.shape[1:]),
-            (self.step * stride[0], *stride),
-            x.storage_offset() + self.start * stride[0],
+            (self.step * strides[0], *strides),
+            x.storage_offset() + self.start * strides[0],
         )
 
     def add(self, x: Tensor, part: Tensor) -> None:
         """Add ``[B, length, ...]`` to the runs of x; overlapping runs are added in a fixed order."""
+        # Slices as wide as the spacing do not overlap, so each is added to all runs at once.
         step = self.length if self.count == 1 else self.step
         for low in range(0, self.length, step):
             width = min(step, self.length - low)
-            run = Spaced(self.start + low, self.step, self.count, width)
-            run.view(x).add_(part if width == self.length else part[:, low : low + width])
+            slices = Spaced(self.start + low, self.step, self.count, width)
+            slices.view(x).add_(part if width == self.length else part[:, low : low + width])
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,24 +247,28 @@ def make_plan(
     blank_q: list[tuple[int, int]] = []
     blank_k: list[tuple[int, int]] = []
     cutter = _Cutter(left, right, by_keys, max_cells, width)
+
     for (q0, q1), (k0, k1) in zip(pairwise(offsets_q), pairwise(offsets_kv), strict=True):
         blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
         q0 += blind
-        rows, keys = q1 - q0, k1 - k0
+        rows = q1 - q0
+        keys = k1 - k0
         if rows == 0 or keys == 0:
             blank_k.append((k0, k1))
             continue
+
         whole = whole_tile(rows, keys, keys - rows)
         if max_cells is None and whole.is_top_left(left, right) and rows <= SHORT and q0 == k0:
             triangles.append((rows, q0))
         elif cutter.takes_whole(whole):
             singles[rows, keys, whole.shift].append((q0, k0))
         else:
-            calls, seen = cutter.cut(rows, keys)
+            calls, (first_seen, last_seen) = cutter.cut(rows, keys)
             once = by_keys and keys == rows <= COLUMN_ROWS and (left, right) == (-1, 0)
             pieces.append(Piece(Rows((q0,), rows), Rows((k0,), keys), calls, once))
-            blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
+            blank_k += [(k0, k0 + first_seen), (k0 + last_seen, k1)]
+
     plan = Plan(
         (*pieces, *_equal_groups(singles, max_cells), *_triangles(triangles, grouped, cutter)),
         _nonempty(blank_q),
@@ -256,9 +277,12 @@ def make_plan(
     for piece in plan.pieces:
         piece.q.prepare(call.q for call in piece.calls)
         piece.k.prepare(call.k for call in piece.calls if by_keys)
+
     whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
     uncut = all(len(piece.calls) == 1 for piece in plan.pieces)
-    return replace(plan, at_once=_one_call(offsets_q, offsets_kv)) if whole_pack and uncut else plan
+    if whole_pack and uncut:
+        plan = replace(plan, at_once=_one_call(offsets_q, offsets_kv))
+    return plan
 
 
 def whole_tile(rows: int, keys: int, shift: int, *, count: int = 1) -> Tiles:
@@ -268,22 +292,28 @@ def whole_tile(rows: int, keys: int, shift: int, *, count: int = 1) -> Tiles:
 
 def _one_call(offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...]) -> Piece | None:
     """Return one kernel call for sequences of equal length; None if lengths differ or are 0."""
-    lengths = {
-        (b - a, d - c) for (a, b), (c, d) in zip(pairwise(offsets_q), pairwise(offsets_kv), strict=True)
-    }
-    if len(lengths) != 1:
+    q_lengths = {stop - start for start, stop in pairwise(offsets_q)}
+    kv_lengths = {stop - start for start, stop in pairwise(offsets_kv)}
+    if len(q_lengths) != 1 or len(kv_lengths) != 1:
         return None
-    ((rows, keys),) = lengths
-    return _block(offsets_q[:-1], offsets_kv[:-1], rows, keys, keys - rows) if rows and keys else None
+
+    (rows,) = q_lengths
+    (keys,) = kv_lengths
+    if rows == 0 or keys == 0:
+        return None
+    return _block(offsets_q[:-1], offsets_kv[:-1], rows, keys, keys - rows)
 
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
+    """Return one call for sequences of equal length, each as one tile."""
     tiles = whole_tile(rows, keys, shift, count=len(q_starts))
     return Piece(Rows(q_starts, rows), Rows(k_starts, keys), (tiles,), once=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cutter:
+    """Cuts sequences into tiles for one mask, forward or backward; ``make_plan`` explains its fields."""
+
     left: int
     right: int
     by_keys: bool
@@ -294,7 +324,9 @@ class _Cutter:
         """Count the queries at the start of a sequence that see no key; without keys, count all queries."""
         if keys == 0:
             return rows
-        return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
+        if self.right < 0:
+            return 0
+        return min(rows, max(0, rows - keys - self.right))
 
     def takes_whole(self, whole: Tiles) -> bool:
         """Return whether a sequence is computed as one tile."""
@@ -306,22 +338,28 @@ class _Cutter:
 
     def cut(self, rows: int, keys: int) -> tuple[tuple[Tiles, ...], tuple[int, int]]:
         """Cut one sequence into tiles; return the calls and the range of keys that queries see."""
+        tiles = self._columns(rows, keys) if self.by_keys else self._rows(rows, keys)
         calls: list[Tiles] = []
-        for tile in self._columns(rows, keys) if self.by_keys else self._rows(rows, keys):
+        for tile in tiles:
             merged = _extend(calls[-1], tile) if calls else None
-            if merged is not None:
-                calls.pop()
-            calls.append(merged or tile)
+            if merged is None:
+                calls.append(tile)
+            else:
+                calls[-1] = merged
+
         low = min(call.k.start for call in calls)
         high = max(call.k.start + call.k.step * (call.k.count - 1) + call.keys for call in calls)
         return tuple(calls), (low, high)
 
     def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
         """Cut causal sequences of equal length together; the backward leaves them whole, which is faster."""
+        edges = [0, rows] if self.by_keys else self._cheapest_edges(rows, count)
         tiles = []
-        for start, stop in pairwise([0, rows] if self.by_keys else self._cheapest_edges(rows, count)):
+        for start, stop in pairwise(edges):
+            seen = keys if stop == rows else stop  # the last tile also has the keys of padding
             q = Spaced(start, rows, count, stop - start)
-            tiles.append(Tiles(q, Spaced(0, keys, count, keys if stop == rows else stop), start))
+            k = Spaced(0, keys, count, seen)
+            tiles.append(Tiles(q, k, start))
         return tuple(tiles)
 
     def _cheapest_edges(self, rows: int, count: int) -> list[int]:
@@ -340,28 +378,38 @@ class _Cutter:
         return min(options, key=cost)
 
     def _rows(self, rows: int, keys: int) -> list[Tiles]:
-        shift, height, tiles = keys - rows, self._tile_size(keys, forward=True), []
+        """Cut the queries of a sequence; each tile has the keys that its queries see."""
+        shift = keys - rows
+        height = self._tile_size(keys, forward=True)
+        tiles = []
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             low = 0 if self.left < 0 else max(0, start + shift - self.left)
             high = keys if self.right < 0 else min(keys, stop + shift + self.right)
-            q, k = Spaced(start, 1, 1, stop - start), Spaced(low, 1, 1, high - low)
+            q = Spaced(start, 1, 1, stop - start)
+            k = Spaced(low, 1, 1, high - low)
             tiles.append(Tiles(q, k, start + shift - low))
         return tiles
 
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
-        shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
+        """Cut the keys of a sequence; each tile has the queries that see its keys."""
+        shift = keys - rows
+        width = self._tile_size(rows, forward=False)
         # Causal columns that start on the diagonal need no mask tensor. Without a left limit, all queries
         # see the keys before query 0's position, so columns of these keys need no mask either.
-        edges = list(range(max(0, shift), keys, width))
-        wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
-        edges = [*range(0, max(0, shift), wide), *edges, keys]
+        diagonal = max(0, shift)
+        unlimited = self.left < 0 and self.max_cells is None
+        width_before = COLUMN_ROWS if unlimited else width
+        edges = [*range(0, diagonal, width_before), *range(diagonal, keys, width), keys]
+
+        tiles = []
         for start, stop in pairwise(edges):
             low = 0 if self.right < 0 else max(0, start - self.right - shift)
             high = rows if self.left < 0 else min(rows, stop + self.left - shift)
             for first in range(low, high, COLUMN_ROWS):
                 last = min(first + COLUMN_ROWS, high)
-                q, k = Spaced(first, 1, 1, last - first), Spaced(start, 1, 1, stop - start)
+                q = Spaced(first, 1, 1, last - first)
+                k = Spaced(start, 1, 1, stop - start)
                 tiles.append(Tiles(q, k, first + shift - start))
         return tiles
 
@@ -370,7 +418,9 @@ class _Cutter:
         reach = across
         if self.left >= 0 and self.right >= 0:
             reach = min(across, self.left + self.right + 1)
-        size = next(height if forward else width for limit, height, width in TILES if reach <= limit)
+        height, width = next((height, width) for limit, height, width in TILES if reach <= limit)
+        size = height if forward else width
+
         if self.max_cells is not None:
             size = min(size, self.max_cells // (reach + size))
         elif forward or self.left >= 0 or self.right > 0:
@@ -380,29 +430,38 @@ class _Cutter:
 
 def _extend(group: Tiles, tile: Tiles) -> Tiles | None:
     """Return the group with one more tile; None if shape or spacing differ or the call is full."""
-    same = (group.rows, group.keys, group.shift) == (tile.rows, tile.keys, tile.shift)
-    if not same or (group.q.count + 1) * max(group.keys, group.rows) > CALL_ROWS:
+    count = group.q.count
+    same_shape = (group.rows, group.keys, group.shift) == (tile.rows, tile.keys, tile.shift)
+    full = (count + 1) * max(group.keys, group.rows) > CALL_ROWS
+    if full or not same_shape:
         return None
-    count, steps = group.q.count, (tile.q.start - group.q.start, tile.k.start - group.k.start)
-    if min(steps) <= 0 or any(step % count for step in steps):
+
+    q_distance = tile.q.start - group.q.start
+    k_distance = tile.k.start - group.k.start
+    if q_distance <= 0 or k_distance <= 0 or q_distance % count or k_distance % count:
         return None
-    q_step, k_step = (step // count for step in steps)
+
+    q_step = q_distance // count
+    k_step = k_distance // count
     if count > 1 and (q_step, k_step) != (group.q.step, group.k.step):
         return None
     q = replace(group.q, step=q_step, count=count + 1)
-    return Tiles(q, replace(group.k, step=k_step, count=count + 1), group.shift)
+    k = replace(group.k, step=k_step, count=count + 1)
+    return Tiles(q, k, group.shift)
 
 
 def _nonempty(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Leave out ranges (start, stop) without a row."""
     return tuple((start, stop) for start, stop in ranges if start < stop)
 
 
 def _equal_groups(
     singles: dict[tuple[int, int, int], list[tuple[int, int]]], max_cells: int | None
 ) -> list[Piece]:
+    """Put sequences of equal length, each one tile, into calls as large as one call may be."""
+    cells = CALL_ROWS * SHORT if max_cells is None else max_cells
     pieces = []
     for (rows, keys, shift), starts in singles.items():
-        cells = CALL_ROWS * SHORT if max_cells is None else max_cells
         count = max(1, min(CALL_ROWS // max(rows, keys), cells // (rows * keys)))
         for i in range(0, len(starts), count):
             q_starts, k_starts = zip(*starts[i : i + count], strict=True)
@@ -420,9 +479,12 @@ def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) 
             others += run
         else:
             blocks.append(Rows(tuple(start for _, start in run), length))
+
     pieces = []
     for q in blocks + _padded_groups(others):
-        k = q if q.span is not None or cutter.by_keys else _whole_vectors(q)
+        k = q
+        if q.span is None and not cutter.by_keys:  # keys are copied anyway, so they can be padded
+            k = _whole_vectors(q)
         calls = cutter.cut_triangles(q.length, k.length, len(q.starts))
         pieces.append(Piece(q, k, calls, once=True))
     return pieces
@@ -431,8 +493,10 @@ def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) 
 def _whole_vectors(rows: Rows) -> Rows:
     """Pad copied keys to a multiple of KEYS; the kernel's forward computes leftover keys one by one."""
     length = -(-rows.length // KEYS) * KEYS
+    if length == rows.length:
+        return rows
     lengths = rows.lengths or (rows.length,) * len(rows.starts)
-    return rows if length == rows.length else Rows(rows.starts, length, lengths)
+    return Rows(rows.starts, length, lengths)
 
 
 def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -450,17 +514,26 @@ def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Rows]:
     """Group causal sequences of similar length into padded calls while padding costs less than a call."""
-    blocks = []
-    group: list[tuple[int, int]] = []
-    spent = real = 0
-    for length, start in [*sorted(triangles, reverse=True), (0, 0)]:
-        rows = group[0][0] if group else length
-        spent, real = spent + rows * rows, real + length * length
-        full = (len(group) + 1) * rows > CALL_ROWS
-        if group and (length == 0 or full or spent > PADDING * real + FREE_PAIRS):
-            group.sort(key=lambda member: member[1])
-            lengths, starts = zip(*group, strict=True)
-            blocks.append(Rows(starts, rows, None if min(lengths) == rows else lengths))
-            group, spent, real = [], length * length, length * length
-        group.append((length, start))
-    return blocks
+    groups: list[list[tuple[int, int]]] = []
+    padded_pairs = 0  # of the last group, with one sequence more
+    real_pairs = 0
+    for length, start in sorted(triangles, reverse=True):
+        if groups:
+            longest, _ = groups[-1][0]
+            padded_pairs += longest * longest
+            real_pairs += length * length
+            full = (len(groups[-1]) + 1) * longest > CALL_ROWS
+            if not full and padded_pairs <= PADDING * real_pairs + FREE_PAIRS:
+                groups[-1].append((length, start))
+                continue
+        groups.append([(length, start)])
+        padded_pairs = length * length
+        real_pairs = length * length
+    return [_padded_block(group) for group in groups]
+
+
+def _padded_block(group: list[tuple[int, int]]) -> Rows:
+    """Return causal sequences (length, start) as the rows of a padded call, in the order of the pack."""
+    longest, _ = group[0]
+    lengths, starts = zip(*sorted(group, key=lambda member: member[1]), strict=True)
+    return Rows(starts, longest, None if min(lengths) == longest else lengths)

@@ -26,6 +26,7 @@ def flash_operators() -> tuple[Any, Any]:
 
 @cache
 def _triangle(dtype: torch.dtype) -> Tensor:
+    """Return the additive causal mask of a small square: small tiles take slices of it."""
     return torch.full((_SMALL, _SMALL), -torch.inf, dtype=dtype, device="cpu").triu_(1)
 
 
@@ -40,28 +41,34 @@ class Masks:
 
     def of(self, tiles: Tiles) -> Tensor | None:
         """Return ``[rows, keys]`` with 0 for visible and -inf for hidden keys; None if all are visible."""
-        left, right = self._spec.left, self._spec.right
+        left = self._spec.left
+        right = self._spec.right
         if tiles.sees_all(left, right):
             return None
-        last = tiles.shift + tiles.rows
-        if left < 0 and right == 0 and tiles.shift >= 0 and max(last, tiles.keys) <= _SMALL:
-            return _triangle(self._dtype)[tiles.shift : last, : tiles.keys]
-        if left < 0 and right == 0 and tiles.shift == tiles.keys - tiles.rows:
-            return self._ending_on_diagonal(tiles.rows, tiles.keys)
-        key = (tiles.rows, tiles.keys, tiles.shift)
-        if key not in self._made:
-            hidden = hidden_pairs(*key, left=left, right=right)
-            self._made[key] = torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
-        return self._made[key]
+
+        if left < 0 and right == 0:
+            last = tiles.shift + tiles.rows
+            if tiles.shift >= 0 and max(last, tiles.keys) <= _SMALL:
+                return _triangle(self._dtype)[tiles.shift : last, : tiles.keys]
+            if tiles.shift == tiles.keys - tiles.rows:
+                return self._ending_on_diagonal(tiles.rows, tiles.keys)
+
+        geometry = (tiles.rows, tiles.keys, tiles.shift)
+        if geometry not in self._made:
+            hidden = hidden_pairs(*geometry, left=left, right=right)
+            mask = torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+            self._made[geometry] = mask
+        return self._made[geometry]
 
     def _ending_on_diagonal(self, rows: int, keys: int) -> Tensor:
         """Return a tile's causal mask as the last rows and keys of the largest mask made so far."""
-        have = (0, 0) if self._diagonal is None else tuple(self._diagonal.shape)
-        if self._diagonal is None or rows > have[0] or keys > have[1]:
-            height, width = max(rows, have[0]), max(keys, have[1])
-            whole = torch.full((height, width), -torch.inf, dtype=self._dtype, device="cpu")
-            self._diagonal = whole.triu_(width - height + 1)
-        return self._diagonal[self._diagonal.shape[0] - rows :, self._diagonal.shape[1] - keys :]
+        height, width = (0, 0) if self._diagonal is None else self._diagonal.shape
+        if self._diagonal is None or rows > height or keys > width:
+            height = max(rows, height)
+            width = max(keys, width)
+            hidden = torch.full((height, width), -torch.inf, dtype=self._dtype, device="cpu")
+            self._diagonal = hidden.triu_(width - height + 1)
+        return self._diagonal[height - rows :, width - keys :]
 
 
 def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> Tensor:
@@ -80,10 +87,14 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within every tile by torch's flash kernel; return out ``[B, R, H, D]`` and lse ``[B, R, H]``."""
     dtype = q_BRHD.dtype
-    k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
+    heads = q_BRHD.shape[2]
+    k = _share_heads(k_BKGD, heads)
+    v = _share_heads(v_BKGD, heads)
+
     # CPUs multiply fp16 slowly; in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py).
     wide = torch.float32 if dtype == torch.float16 else dtype
     heads_first = (x.to(wide).transpose(1, 2) for x in (q_BRHD, k, v))
+
     flash, _ = flash_operators()
     out, lse = flash(*heads_first, 0.0, causal, attn_mask=_expand(mask), scale=scale)
     return out.transpose(1, 2).to(dtype), lse.transpose(1, 2)
@@ -102,41 +113,56 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``flash_forward`` for q, k and v, in their shapes and dtype."""
-    narrow, wide = q_BRHD.dtype, torch.promote_types(q_BRHD.dtype, torch.float32)
-    k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
-    heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
-    mask = _expand(mask if mask is None else mask.to(wide))
-    _, flash_backward = flash_operators()
-    grads = flash_backward(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    dtype = q_BRHD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = q_BRHD.shape[2]
     kv_heads = k_BKGD.shape[2]
-    return dq.to(narrow), _sum_heads(dk, kv_heads).to(narrow), _sum_heads(dv, kv_heads).to(narrow)
+    k = _share_heads(k_BKGD, heads)
+    v = _share_heads(v_BKGD, heads)
+    heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
+    if mask is not None:
+        mask = mask.to(wide)
+
+    _, flash_backward = flash_operators()
+    grads = flash_backward(
+        *heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=_expand(mask), scale=scale
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq.to(dtype), _sum_heads(dk, kv_heads).to(dtype), _sum_heads(dv, kv_heads).to(dtype)
 
 
 @cache
 def kernel_shares_heads() -> bool:
     """Return whether torch's kernel supports fewer key-value than query heads, forward and backward."""
-    q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
+    q = torch.ones(1, 2, 1, 8)
+    kv = torch.ones(1, 1, 1, 8)
+    flash, flash_backward = flash_operators()
     try:
-        flash, flash_backward = flash_operators()
         out, lse = flash(q, kv, kv, 0.0, False)
-        grads = flash_backward(q, q, kv, kv, out, lse, 0.0, False)
+        _, _, dv = flash_backward(q, q, kv, kv, out, lse, 0.0, False)
     except RuntimeError:
         return False
-    return torch.equal(out, q) and grads[2].shape == kv.shape and torch.equal(grads[2], 2 * kv)
+    # One key of weight 1 for two heads: out is its value, and dv the sum of two gradients of 1.
+    return torch.equal(out, q) and dv.shape == kv.shape and torch.equal(dv, 2 * kv)
 
 
 def _share_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat key-value heads for their query heads, unless the kernel does so itself."""
     if x.shape[2] == heads or kernel_shares_heads():
         return x
     return x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
-    return x if x.shape[2] == kv_heads else x.unflatten(2, (kv_heads, -1)).sum(3)  # type: ignore[no-untyped-call]
+    """Sum the gradients of the copies that ``_share_heads`` made."""
+    if x.shape[2] == kv_heads:
+        return x
+    by_kv_head: Tensor = x.unflatten(2, (kv_heads, -1))  # type: ignore[no-untyped-call]
+    return by_kv_head.sum(3)
 
 
 def _expand(mask: Tensor | None) -> Tensor | None:
+    """Return a mask ``[R, K]`` as one for all tiles and heads."""
     return None if mask is None else mask[None, None]
 
 
@@ -153,6 +179,7 @@ def product_forward(
             weights = weights.tanh_().mul_(softcap)
         if mask is not None:
             weights += mask
+
         top = weights.amax(-1, keepdim=True)
         total = weights.sub_(top).exp_().sum(-1, keepdim=True)
         out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
@@ -172,7 +199,8 @@ def product_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``product_forward``; those for k and v keep the dtype of lse."""
-    groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
+    groups = q_BRHD.shape[2] // k_BKGD.shape[2]
+    wide = lse_BRH.dtype
     with torch.autocast(grad.device.type, enabled=False):
         scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
         tanh = scores.tanh_() if softcap else None
@@ -180,11 +208,15 @@ def product_backward(
         if mask is not None:
             weights += mask
         weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
+
         dout = _q_heads(grad, wide, groups)
         delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
         dv = (weights.transpose(-1, -2) @ dout).sum(2)
         dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
-        dscores *= scale if tanh is None else tanh.square_().neg_().add_(1.0).mul_(scale)
+        if tanh is None:
+            dscores *= scale
+        else:  # the derivative of tanh is 1 - tanh^2
+            dscores *= tanh.square_().neg_().add_(1.0).mul_(scale)
         dq = dscores @ _kv_heads(k_BKGD, wide)
         dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
     return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
