@@ -8,8 +8,9 @@ Legend: T slots in a pack, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -46,7 +47,8 @@ LENGTHS = (7, 1, 16, 3, 8)
 # only by the order of sums in expert kernels. Error checks compare different shapes, which round differently.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
+_HALF_LEAK = 1e-2
+_HALF_ERROR = 5e-2
 _PAD = 5  # slots of the trailing pad
 _MANY = 300_000_000  # parameters; up to this number, two sets of gradients or an fp32 copy should fit
 
@@ -112,15 +114,17 @@ def check_packing(
     flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
     prepare_if_asked(model)
     run = forward or default_forward(model)
-    port = None if reference is None else Port(model, reference)
+    port: Port | None = None
+    if reference is not None:
+        port = Port(model, reference)
     if tuple(lengths) == LENGTHS:
         lengths = _default_lengths(model, run, vocab_size, seed, port, thorough=thorough)
     norms = averaging_norms(model)
 
     def measure() -> _Probe:
-        with calls_noted(norms) as ran:
+        with calls_noted(norms) as names_of_called:
             probe = _Probe(model, run, batch, grad=grad)
-        probe.measured["batch_norms"] = tuple(dict.fromkeys(ran))
+        probe.measured["batch_norms"] = tuple(dict.fromkeys(names_of_called))
         if thorough:
             probe.compare_with_stock()
             probe.add_a_pad()
@@ -128,14 +132,20 @@ def check_packing(
             probe.compare_with_reference(port)
         return probe
 
-    limits = lowered_limits(model) if thorough and port is None else nullcontext()
-    noise = no_zero_weights(model) if port is None or port.shares_weights else nullcontext()
-    beside = nullcontext() if port is None else port.undisturbed(grad=grad)
-    with undisturbed(model, grad=grad), beside, noise, limits:
+    with ExitStack() as changes:
+        changes.enter_context(undisturbed(model, grad=grad))
+        if port is not None:
+            changes.enter_context(port.undisturbed(grad=grad))
+        if port is None or port.shares_weights:
+            changes.enter_context(no_zero_weights(model))
+        if thorough and port is None:
+            changes.enter_context(lowered_limits(model))
+
         batch = random_pack(model, vocab_size, lengths, seed)
         report = _judged(measure(), tolerance)
         if not report.ok and not report.leaks and tolerance is None:
             report = _without_rounding(model, measure) or report
+
     if raise_on_leak and not report.ok:
         raise PackingLeakError(report)
     return report
@@ -152,24 +162,34 @@ def _default_lengths(
 ) -> tuple[int, ...]:
     """Return ``LENGTHS``, without 1 if the model refuses one token, and with one beyond all windows."""
     lengths: tuple[int, ...] = LENGTHS
-    with undisturbed(model, grad=False):
-        single = random_pack(model, vocab_size, (1, 1), seed)
-        single = THDBatch.collate([{"input_ids": single.input_ids[:1].cpu()}]).to(single.input_ids.device)
-        try:
-            run(model, single)
-            alone_fails = False
-        except Exception:  # the checks below show whether the model fails on other lengths too
-            alone_fails = True
-    if alone_fails:
+    if not _runs_on_one_token(model, run, vocab_size, seed):
         lengths = tuple(length for length in LENGTHS if length > 1)
+
     if port is not None:
         return (*lengths, *port.lengths_to_reach(max(LENGTHS)))
-    return (*lengths, *lengths_to_reach(model, max(LENGTHS))) if thorough else lengths
+    if thorough:
+        return (*lengths, *lengths_to_reach(model, max(LENGTHS)))
+    return lengths
+
+
+def _runs_on_one_token(model: nn.Module, run: Forward, vocab_size: int | None, seed: int) -> bool:
+    """Return whether a model runs on a sequence of one token."""
+    with undisturbed(model, grad=False):
+        ids = random_pack(model, vocab_size, (1, 1), seed).input_ids[:1]
+        single = THDBatch.collate([{"input_ids": ids.cpu()}]).to(ids.device)
+        try:
+            run(model, single)
+        except Exception:  # the checks themselves show whether the model fails on other lengths too
+            return False
+    return True
 
 
 def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
+    """Return a probe's report; only a failed one looks for the first wrong module, which takes more runs."""
     report = probe.report(tolerance)
-    return report if report.ok else probe.report(tolerance, module=probe.culprit(report))
+    if report.ok:
+        return report
+    return probe.report(tolerance, module=probe.culprit(report))
 
 
 def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> PackingReport | None:
@@ -189,31 +209,41 @@ class _Probe:
     """The model runs of one leak check, and the batches they use."""
 
     def __init__(self, model: nn.Module, run: Forward, batch: THDBatch, *, grad: bool) -> None:
-        self.model, self.name = model, type(model).__name__
-        self.run, self.batch, self.grad = run, batch, grad
+        self.model = model
+        self.name = type(model).__name__
+        self.run = run
+        self.batch = batch
+        self.grad = grad
         self.port: Port | None = None
-        self.inputs: Tensor | None = None
+        self.inputs: Tensor | None = None  # the embedding's output in the latest run with gradients
         self.dtype = torch.float32
-        self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0}
-        self.measured |= {"gradient_leak": None, "gradient_error": None}
+        self.measured: dict[str, Any] = {
+            "leak": 0.0,
+            "error": 0.0,
+            "gradient_leak": None,
+            "gradient_error": None,
+        }
         self.worst: dict[str, int] = {}  # the sequence at which each number was measured
         self.skipped: list[str] = []
         self._measure()
 
-    def keep(self, name: str, found: float, index: int) -> None:
+    def keep(self, name: str, error: float, index: int) -> None:
         """Keep an error of a sequence if it is the largest of its kind; NaN counts as the largest."""
-        known = self.measured.get(name) or 0.0
-        if name not in self.worst or (known == known and not found <= known):
-            self.measured[name], self.worst[name] = found, index
+        largest = self.measured.get(name) or 0.0
+        is_first = name not in self.worst
+        is_larger = not math.isnan(largest) and not error <= largest  # also if the error is NaN
+        if is_first or is_larger:
+            self.measured[name] = error
+            self.worst[name] = index
 
     def changed(self, index: int) -> THDBatch:
         """Return the pack with every token of one sequence replaced."""
         ids = self.batch.input_ids.clone()
         slots = slots_of(self.batch, index)
-        known = torch.unique(ids)
+        ids_of_pack = torch.unique(ids)
         # Each token becomes the next larger id of the pack, the largest becomes the smallest: no id is new.
-        rank = torch.searchsorted(known, ids[slots])
-        ids[slots] = known[(rank + 1) % len(known)]
+        rank = torch.searchsorted(ids_of_pack, ids[slots])
+        ids[slots] = ids_of_pack[(rank + 1) % len(ids_of_pack)]
         return self.batch.replace(input_ids=ids)
 
     def alone(self, index: int) -> THDBatch:
@@ -224,13 +254,20 @@ class _Probe:
     def logits(self, batch: THDBatch) -> Tensor:
         """Return the model's logits of a pack: a row for each slot, or for each sequence."""
         logits = logits_of(self.run(self.model, batch))
-        slots, count = len(batch.input_ids), len(batch.lengths)
-        if len(logits) not in (slots, count, count + 1):  # a classifier gives a trailing pad a row too
-            wrong = f"{self.name} gives {len(logits)} rows for {slots} slots of {count} sequences"
-            raise ValueError(f"{wrong}. Pass a forward= that gives one row for each.")
-        return logits if len(logits) == slots else logits[:count]
+        num_slots = len(batch.input_ids)
+        num_sequences = len(batch.lengths)
+        # A classifier gives a trailing pad a row too.
+        if len(logits) not in (num_slots, num_sequences, num_sequences + 1):
+            raise ValueError(
+                f"{self.name} gives {len(logits)} rows for {num_slots} slots of {num_sequences} sequences. "
+                "Pass a forward= that gives one row for each."
+            )
+        if len(logits) == num_slots:
+            return logits
+        return logits[:num_sequences]
 
     def _measure(self) -> None:
+        """Run the pack, the pack with each sequence changed, and each sequence alone."""
         with self._inputs_watched():
             whole = self.logits(self.batch)
             inputs = self.inputs
@@ -240,6 +277,7 @@ class _Probe:
                 raise ValueError(
                     f"{self.name} gives logits that are all zero. Pass a forward= that does not."
                 )
+
             for index in range(len(self.batch.lengths)):
                 with torch.no_grad():
                     moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
@@ -248,21 +286,27 @@ class _Probe:
                 self._compare(index, whole, inputs, scale)
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
-        slots, rows = slots_of(self.batch, index), slots_of(self.batch, index, rows=len(whole))
+        """Compare a sequence of the pack, whose logits are ``whole``, with the same sequence alone."""
+        slots = slots_of(self.batch, index)
+        rows = slots_of(self.batch, index, rows=len(whole))
         alone = self.logits(self.alone(index))
-        self.keep("error", (alone.detach() - whole.detach()[rows]).abs().max().item() / scale, index)
+        difference = alone.detach() - whole.detach()[rows]
+        self.keep("error", difference.abs().max().item() / scale, index)
         if not self.grad:
             return
+
         assert inputs is not None
         assert self.inputs is not None
         weights = torch.randn_like(alone)
-        last = index == len(self.batch.lengths) - 1
-        (packed_grad,) = torch.autograd.grad((whole[rows] * weights).sum(), inputs, retain_graph=not last)
+        is_last = index == len(self.batch.lengths) - 1
+        (packed_grad,) = torch.autograd.grad((whole[rows] * weights).sum(), inputs, retain_graph=not is_last)
         (alone_grad,) = torch.autograd.grad((alone * weights).sum(), self.inputs)
-        packed_grad, alone_grad = packed_grad.flatten(0, -2), alone_grad.flatten(0, -2)
+        packed_grad = packed_grad.flatten(0, -2)
+        alone_grad = alone_grad.flatten(0, -2)
+
         largest = max(alone_grad.abs().max().item(), torch.finfo(alone_grad.dtype).tiny)
         self.keep("gradient_error", (packed_grad[slots] - alone_grad).abs().max().item() / largest, index)
-        packed_grad[slots] = 0
+        packed_grad[slots] = 0  # what is left reaches other sequences
         self.keep("gradient_leak", packed_grad.abs().max().item() / largest, index)
 
     def compare_with_stock(self) -> None:
@@ -270,73 +314,101 @@ class _Probe:
         if not attention_configs(self.model):
             self.skipped.append("stock eager attention: not a transformers model")
             return
-        ids, lengths = self.batch.input_ids, self.batch.lengths
-        order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # dynamic ropes keep the longest length
+
+        ids = self.batch.input_ids
+        lengths = self.batch.lengths
+        # Dynamic ropes keep the longest length that they have seen.
+        shortest_first = sorted(range(len(lengths)), key=lambda index: lengths[index])
+        stock: dict[int, Tensor] = {}
         try:
             with torch.no_grad():
-                wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
+                for index in shortest_first:
+                    stock[index] = logits_alone(self.model, ids[slots_of(self.batch, index)])
         except Exception as error:  # the family may need more arguments, such as images or labels
             self.skipped.append(f"stock eager attention: {type(error).__name__} in a plain call")
             return
+
         with torch.no_grad():
             whole = self.logits(self.batch)
-        if any(x.shape[-1] != whole.shape[-1] for x in wanted.values()):
+        if any(logits.shape[-1] != whole.shape[-1] for logits in stock.values()):
             self.skipped.append("stock eager attention: its logits are not what forward() returns")
             return
-        scale = max(x.abs().max().item() for x in wanted.values())
-        for i, x in wanted.items():
-            rows = slots_of(self.batch, i, rows=len(whole))
-            self.keep("reference_error", (whole[rows] - x).abs().max().item() / scale, i)
+
+        scale = max(logits.abs().max().item() for logits in stock.values())
+        for index, logits in stock.items():
+            rows = slots_of(self.batch, index, rows=len(whole))
+            self.keep("reference_error", (whole[rows] - logits).abs().max().item() / scale, index)
 
     def compare_with_reference(self, port: Port) -> None:
         """Run every sequence through the reference, and compare its logits and all weights' gradients."""
         self.port = port
         self.skipped += port.skipped
         whole = self.logits(self.batch)
-        rows = [ids[None] for ids in self.batch.unpack(self.batch.input_ids)]
-        wanted = [port.logits(ids) for ids in rows]
-        scale = max(max(x.detach().abs().max().item() for x in wanted), torch.finfo(torch.float32).tiny)
-        for i, x in enumerate(wanted):
-            got = whole[slots_of(self.batch, i, rows=len(whole))]
-            if got.shape != x.shape:
+        references = [port.logits(ids[None]) for ids in self.batch.unpack(self.batch.input_ids)]
+        rows_of = [slots_of(self.batch, index, rows=len(whole)) for index in range(len(references))]
+        largest_logit = max(logits.detach().abs().max().item() for logits in references)
+        scale = max(largest_logit, torch.finfo(torch.float32).tiny)
+
+        for index, (rows, logits) in enumerate(zip(rows_of, references, strict=True)):
+            ported = whole[rows]
+            if ported.shape != logits.shape:
                 raise ValueError(
-                    f"reference gives logits {list(x.shape)} for a sequence of which {self.name} gives "
-                    f"{list(got.shape)}. Return one row for each token, or one for the sequence."
+                    f"reference gives logits {list(logits.shape)} for a sequence of which {self.name} gives "
+                    f"{list(ported.shape)}. Return one row for each token, or one for the sequence."
                 )
-            self.keep("port_error", (got - x).detach().abs().max().item() / scale, i)
-        weights = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
+            self.keep("port_error", (ported - logits).detach().abs().max().item() / scale, index)
+
+        weights = self._trained()
         if not self.grad or not port.shares_weights or sum(p.numel() for p in weights) > _MANY:
             return
+
         factors = torch.randn_like(whole)
-        parts = [factors[slots_of(self.batch, i, rows=len(whole))] for i in range(len(rows))]
-        ours = (whole * factors).sum()
-        theirs = torch.stack([(x * part).sum() for x, part in zip(wanted, parts, strict=True)]).sum()
-        found = [torch.autograd.grad(each, weights, allow_unused=True) for each in (ours, theirs)]
-        zero = torch.zeros(())
-        for a, b in zip(*found, strict=True):
-            if a is not None or b is not None:
-                a, b = (zero.to(weights[0].device) if x is None else x for x in (a, b))
-                largest = max(b.abs().max().item(), 1e-3 * scale, 1e-30)
-                self.keep("port_gradient", (a - b).abs().max().item() / largest, 0)
+        total = (whole * factors).sum()
+        totals = [(logits * factors[rows]).sum() for rows, logits in zip(rows_of, references, strict=True)]
+        ported_grads: Any = torch.autograd.grad(total, weights, allow_unused=True)
+        reference_grads: Any = torch.autograd.grad(torch.stack(totals).sum(), weights, allow_unused=True)
+
+        zero = torch.zeros((), device=weights[0].device)  # the gradient of a weight that one of them ignores
+        for ported_grad, reference_grad in zip(ported_grads, reference_grads, strict=True):
+            if ported_grad is None and reference_grad is None:
+                continue
+            ported_grad = zero if ported_grad is None else ported_grad
+            reference_grad = zero if reference_grad is None else reference_grad
+            largest = max(reference_grad.abs().max().item(), 1e-3 * scale, 1e-30)
+            self.keep("port_gradient", (ported_grad - reference_grad).abs().max().item() / largest, 0)
 
     def add_a_pad(self) -> None:
         """Compare the gradients of parameters with and without a trailing pad."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
-        size = sum(p.numel() for p in parameters)
-        if not self.grad or not parameters or size > _MANY:
-            if self.grad:
-                self.skipped.append(f"gradients with a trailing pad: {size:,} parameters")
+        if not self.grad:
             return
-        rows, slots = self.batch.unpack(self.batch.input_ids.cpu()), sum(self.batch.lengths)
-        padded = THDBatch.collate([{"input_ids": ids} for ids in rows], pad_to=slots + _PAD)
-        given = [self.logits(x)[:slots] for x in (self.batch, padded.to(self.batch.input_ids.device))]
-        weights = torch.randn_like(given[0])
-        found = [torch.autograd.grad((x * weights).sum(), parameters, allow_unused=True) for x in given]
-        pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
-        largest = max((a.abs().max().item() for a, _ in pairs), default=0.0)
-        for a, b in pairs:
-            scale = max(a.abs().max().item(), 1e-3 * largest, 1e-30)
-            self.keep("pad_error", (a - b).abs().max().item() / scale, 0)
+        weights = self._trained()
+        size = sum(p.numel() for p in weights)
+        if not weights or size > _MANY:
+            self.skipped.append(f"gradients with a trailing pad: {size:,} parameters")
+            return
+
+        slots = sum(self.batch.lengths)
+        rows = [{"input_ids": ids} for ids in self.batch.unpack(self.batch.input_ids.cpu())]
+        padded_batch = THDBatch.collate(rows, pad_to=slots + _PAD).to(self.batch.input_ids.device)
+        plain = self.logits(self.batch)[:slots]
+        padded = self.logits(padded_batch)[:slots]
+        factors = torch.randn_like(plain)
+        plain_grads = torch.autograd.grad((plain * factors).sum(), weights, allow_unused=True)
+        padded_grads = torch.autograd.grad((padded * factors).sum(), weights, allow_unused=True)
+
+        pairs = [
+            (plain_grad, padded_grad)
+            for plain_grad, padded_grad in zip(plain_grads, padded_grads, strict=True)
+            if plain_grad is not None and padded_grad is not None
+        ]
+        largest = max((plain_grad.abs().max().item() for plain_grad, _ in pairs), default=0.0)
+        for plain_grad, padded_grad in pairs:
+            scale = max(plain_grad.abs().max().item(), 1e-3 * largest, 1e-30)
+            self.keep("pad_error", (plain_grad - padded_grad).abs().max().item() / scale, 0)
+
+    def _trained(self) -> list[nn.Parameter]:
+        """List the parameters that can have a gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
 
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
@@ -348,19 +420,24 @@ class _Probe:
             self.inputs = output.detach().requires_grad_()
             return self.inputs.clone()  # some models change the output in place
 
-        with embedding_of(self.model).register_forward_hook(cut) if self.grad else nullcontext():
+        if not self.grad:
+            yield
+            return
+        with embedding_of(self.model).register_forward_hook(cut):
             yield
 
     def report(self, tolerance: float | None, *, module: str | None = None) -> PackingReport:
         """Return the measurements as a report; ``module`` is the first wrong module."""
         config: Any = getattr(self.model, "config", None)
+        if tolerance is None:
+            tolerance = _ERROR.get(self.dtype, _HALF_ERROR)
         return PackingReport(
             model=self.name,
             attention=getattr(config, "_attn_implementation", None),
             layers=getattr(text_config(config), "num_hidden_layers", None),
             lengths=self.batch.lengths,
             leak_tolerance=_LEAK.get(self.dtype, _HALF_LEAK),
-            tolerance=_ERROR.get(self.dtype, _HALF_ERROR) if tolerance is None else tolerance,
+            tolerance=tolerance,
             skipped=tuple(self.skipped),
             module=module,
             **self.measured,
@@ -368,28 +445,45 @@ class _Probe:
 
     def culprit(self, report: PackingReport) -> str | None:
         """Return the name for ``PackingReport.module``: a batch norm, or the first module that differs."""
+        if report.batch_norms and report.same and not report.leaks:
+            return report.batch_norms[0]
+
         with torch.no_grad():
-            if report.batch_norms and report.same and not report.leaks:
-                return report.batch_norms[0]
-            run_pack, tolerance = partial(self.logits, self.batch), report.tolerance
             if report.leak > report.leak_tolerance:
-                others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
-                others[slots_of(self.batch, self.worst["leak"])] = False
-                changed, rows = self.changed(self.worst["leak"]), others.nonzero()[:, 0]
-                return first_leaking_module(self.model, run_pack, partial(self.logits, changed), rows, rows)
-            index = self.worst["error" if report.matches_stock else "reference_error"]
-            alone, slots = self.alone(index), slots_of(self.batch, index)
-            run_alone, rows = partial(self.logits, alone), torch.arange(len(alone.input_ids))
+                return self._first_to_leak(self.worst["leak"])
             if report.same and report.matches_stock and not report.matches_reference:
-                index = self.worst["port_error"]
-                alone, slots = self.alone(index), slots_of(self.batch, index)
                 assert self.port is not None
+                alone = self.alone(self.worst["port_error"])
                 return self.port.first_module(partial(self.logits, alone), alone.input_ids[None])
             if not report.matches_stock:
-                stock = partial(logits_alone, self.model, alone.input_ids)
-                return first_leaking_module(self.model, run_alone, stock, rows, rows, tolerance=tolerance)
-            there = rows + slots.start
-            return first_leaking_module(self.model, run_pack, run_alone, there, rows, tolerance=tolerance)
+                return self._first_unlike_stock(self.worst["reference_error"], report.tolerance)
+            return self._first_unlike_alone(self.worst["error"], report.tolerance)
+
+    def _first_to_leak(self, index: int) -> str | None:
+        """Return the first module whose outputs for other sequences change if one sequence does."""
+        is_other = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
+        is_other[slots_of(self.batch, index)] = False
+        rows = is_other.nonzero()[:, 0]
+        run_pack = partial(self.logits, self.batch)
+        run_changed = partial(self.logits, self.changed(index))
+        return first_leaking_module(self.model, run_pack, run_changed, rows, rows)
+
+    def _first_unlike_stock(self, index: int, tolerance: float) -> str | None:
+        """Return the first module that differs between our attention and stock eager attention."""
+        alone = self.alone(index)
+        rows = torch.arange(len(alone.input_ids))
+        run_alone = partial(self.logits, alone)
+        run_stock = partial(logits_alone, self.model, alone.input_ids)
+        return first_leaking_module(self.model, run_alone, run_stock, rows, rows, tolerance=tolerance)
+
+    def _first_unlike_alone(self, index: int, tolerance: float) -> str | None:
+        """Return the first module that differs between a sequence in the pack and alone."""
+        alone = self.alone(index)
+        rows = torch.arange(len(alone.input_ids))
+        rows_in_pack = rows + slots_of(self.batch, index).start
+        run_pack = partial(self.logits, self.batch)
+        run_alone = partial(self.logits, alone)
+        return first_leaking_module(self.model, run_pack, run_alone, rows_in_pack, rows, tolerance=tolerance)
 
 
 # ---- The pack and the call
@@ -407,21 +501,27 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     """Build a pack of random ordinary tokens on the model's device."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"lengths={tuple(lengths)}: a leak needs at least two sequences, none empty.")
+
     config = text_config(getattr(model, "config", None))
     size = vocab_size or getattr(config, "vocab_size", None)
     if size is None or size < 8:
         raise ValueError(f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, >= 8.")
-    ordinary = _ordinary_tokens(model, size)
-    host: Any = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
-    picked = [ordinary[torch.randint(len(ordinary), (n,), **host)] for n in lengths]
-    firsts = torch.randperm(len(ordinary), **host)
-    for i, ids in enumerate(picked):  # a leak between equal sequences may not be seen
-        ids[0] = ordinary[firsts[i % len(firsts)]]
+
+    tokens = _ordinary_tokens(model, size)
+    on_host: Any = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
+    sequences = [tokens[torch.randint(len(tokens), (length,), **on_host)] for length in lengths]
+
+    # A leak between equal sequences may not be seen, so their first tokens differ.
+    first_tokens = tokens[torch.randperm(len(tokens), **on_host)]
+    for index, ids in enumerate(sequences):
+        ids[0] = first_tokens[index % len(first_tokens)]
+
     mask = getattr(config, "mask_token_id", None)
     if isinstance(mask, int) and 0 <= mask < size:  # a model may scale a sequence by its masked tokens
-        for ids in picked:
+        for ids in sequences:
             ids[1 : len(ids) // 2 : 2] = mask
-    return THDBatch.collate([{"input_ids": ids} for ids in picked]).to(embedding_of(model).weight.device)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in sequences])
+    return batch.to(embedding_of(model).weight.device)
 
 
 def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
@@ -429,9 +529,12 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
     config = getattr(model, "config", None)
     special: set[int] = set()
     for source in (config, text_config(config)):
-        for name, value in vars(source).items() if source is not None else ():
+        if source is None:
+            continue
+        for name, value in vars(source).items():
             if name.endswith(("token_id", "token_ids", "token_index")):
                 special.update(value if isinstance(value, list | tuple) else [value])
+
     tokens = torch.arange(vocab_size)
     ids = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
     return tokens[~torch.isin(tokens, ids)]
@@ -439,26 +542,30 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
 
 def embedding_of(model: nn.Module) -> nn.Embedding:
     """Return the token embedding of a model; gradients are measured at its output."""
-    found: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    if found is None:
-        found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if not hasattr(found, "weight"):
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if embedding is None:
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        embedding = next(embeddings, None)
+    if not hasattr(embedding, "weight"):
         raise ValueError(f"{type(model).__name__} has no nn.Embedding. Give it a get_input_embeddings().")
-    embedding: nn.Embedding = found
-    return embedding
+    return embedding  # type: ignore[no-any-return]
 
 
 def default_forward(model: nn.Module) -> Forward:
     """Return the default function that calls a model on a batch."""
-    named = signature(model.forward).parameters
-    stock = hasattr(getattr(model, "config", None), "get_text_config")
-    if not stock and "input_ids" not in named:
+    parameters = signature(model.forward).parameters
+    from_transformers = hasattr(getattr(model, "config", None), "get_text_config")
+    if not from_transformers and "input_ids" not in parameters:
         return lambda model, batch: model(batch)
-    takes_all = stock or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
+
+    has_kwargs = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_all = from_transformers or has_kwargs
 
     def forward(model: nn.Module, batch: THDBatch) -> Any:
-        given = {key: value for key, value in batch.hf_kwargs().items() if takes_all or key in named}
+        kwargs = batch.hf_kwargs()
+        if not takes_all:
+            kwargs = {name: value for name, value in kwargs.items() if name in parameters}
         with packed(batch):
-            return model(**given)
+            return model(**kwargs)
 
     return forward
