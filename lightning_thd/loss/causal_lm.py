@@ -85,15 +85,20 @@ def causal_lm_loss(
     """
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is the weight of predictions beyond the next token.")
+
     call = HeadCall.of(model)
-    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
+    if z_loss is None:
+        z_loss = _z_loss(call)
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
     factors = loss_weights(batch, reduction, weights)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
+
     routers = None
-    asked = router_balance is not None or router_z_loss is not None
-    names = ("output_router_logits", "router_z_loss_coef")
-    if asked or any(getattr(call.config, name, None) for name in names):
+    has_argument = router_balance is not None or router_z_loss is not None
+    settings = ("output_router_logits", "router_z_loss_coef")
+    if has_argument or any(getattr(call.config, name, None) for name in settings):
         routers = routers_for(call, batch, router_balance, router_z_loss)
+
     loss, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight, routers=routers)
     return loss
 
@@ -131,6 +136,7 @@ def causal_lm_loss_and_stats(
 
 
 def _z_loss(call: HeadCall) -> float:
+    """Return the factor of the squared log-sum-exp in the model's config, 0 without one."""
     return float(getattr(call.config, "z_loss_coefficient", None) or 0.0)
 
 
@@ -147,35 +153,46 @@ def _loss(
     routers: Routers | None = None,
 ) -> tuple[Tensor, TokenStats | None]:
     """Compute the loss; ``factors`` is None if ``batch.loss_scale`` is the factor of every target."""
-    watcher, recorded = watching(batch) if WATCHER or RECORDED.get() is not None else (None, None)
-    slots = list[SlotLosses]()
+    watcher, recorded = None, None
+    if WATCHER or RECORDED.get() is not None:
+        watcher, recorded = watching(batch)
+    is_watched = watcher is not None or recorded is not None
+    slot_losses: list[SlotLosses] = []
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         operands, targets, most = predicting(operands, batch, depth)
         weight: Tensor | float = batch.loss_scale
         if factors is not None:
             targets, weight = factors(targets, depth)
-        args = operands.loss_args(targets, logit_map, most)
-        see = slots.append if not depth and (watcher is not None or recorded is not None) else None
-        found: Tensor = linear_nll(args, penalties, token_weights=weight, see=see)[None]
-        return torch.cat([found, _token_stats(args, batch)]) if stats else found
 
-    found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
+        args = operands.loss_args(targets, logit_map, most)
+        see = slot_losses.append if is_watched and depth == 0 else None
+        loss: Tensor = linear_nll(args, penalties, token_weights=weight, see=see)[None]
+        if not stats:
+            return loss
+        return torch.cat([loss, _token_stats(args, batch)])
+
+    results = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     if routers is not None and routers.seen is not None:  # an evaluation inside a step must not reset it
         call.choices = routers.seen
-    if watcher is not None and slots:
-        watcher.see(batch, slots[-1], scale or 0.0)  # the last call counts, if the model was called twice
+    last = slot_losses[-1:]  # the last call counts, if the model was called twice
+    if watcher is not None and last:
+        watcher.see(batch, last[0], scale or 0.0)
     if recorded is not None:
-        recorded += slots[-1:]
-    loss, *sums = found["values"].unbind()
-    if "value_1" in found:
-        further = [value[0] for name, value in found.items() if name.startswith("value_")]
+        recorded += last
+
+    loss, *sums = results["values"].unbind()
+    if "value_1" in results:  # the model predicts beyond the next token
+        further = [value[0] for name, value in results.items() if name.startswith("value_")]
         loss = loss + torch.stack(further).mean() * mtp_weight
-    if "aux_loss" in found:
-        loss = loss + found["aux_loss"]
+    if "aux_loss" in results:
+        loss = loss + results["aux_loss"]
     if batch.boundaries.group is not None:
         loss = pack_value(loss, batch)
-    return loss, TokenStats(*(value.detach() for value in sums)) if stats else None
+
+    if not stats:
+        return loss, None
+    return loss, TokenStats(*(value.detach() for value in sums))
 
 
 @torch.no_grad()
@@ -184,12 +201,16 @@ def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     prepared = prepare(args)
     with projecting():  # the model needs none of these products
         rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
-    each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
-    sums = prepared.restore(each).flatten(0, -2)
+
+    correct = rows.right.to(rows.entropy.dtype)
+    of_rows = torch.stack([rows.entropy, correct, torch.ones_like(rows.entropy)], 1)
+    sums = prepared.restore(of_rows).flatten(0, -2)
     if batch.boundaries.prefixes is not None:  # several tokens may share a row
-        tokens = batch.boundaries.prefixes.token_rows
-        counted = torch.ones_like(tokens) if batch.weights is None else (batch.weights != 0).long()
-        sums = sums * batch.boundaries.prefixes.of_rows(counted)[:, None]
+        prefixes = batch.boundaries.prefixes
+        counts = torch.ones_like(prefixes.token_rows)
+        if batch.weights is not None:
+            counts = (batch.weights != 0).long()
+        sums = sums * prefixes.of_rows(counts)[:, None]
     return sums.sum(0)
 
 
@@ -210,7 +231,7 @@ def causal_lm_logprobs(
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     check_batch(batch)
     instance(entropy, "entropy", bool, advice="Pass True or False.")
-    wide = 3 if entropy else 2
+    num_columns = 3 if entropy else 2
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         operands, targets, most = predicting(operands, batch, depth)
@@ -218,17 +239,18 @@ def causal_lm_logprobs(
         results = linear_logprobs(args, entropy=entropy)
         return torch.cat([part.flatten() for part in results if part is not None])
 
-    shared = batch.boundaries.prefixes
-    if shared is not None and batch.boundaries.ranks > 1:
+    prefixes = batch.boundaries.prefixes
+    if prefixes is not None and batch.boundaries.ranks > 1:
         raise ValueError(
             "causal_lm_logprobs got one rank's shard of a pack whose sequences share prefixes, and other "
             "ranks predict some of its tokens. Set share_prefixes=False or context_parallel_size=1."
         )
-    rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
-    found = HeadCall.of(model).run(model, batch, values, size=wide * rows)
-    columns = list(found["values"].chunk(wide))
-    if shared is not None:
-        columns = [shared.of_tokens(column) for column in columns]
+
+    num_rows = batch.input_ids.shape[-1] if prefixes is None else prefixes.targets.shape[0]
+    results = HeadCall.of(model).run(model, batch, values, size=num_columns * num_rows)
+    columns = list(results["values"].chunk(num_columns))
+    if prefixes is not None:
+        columns = [prefixes.of_tokens(column) for column in columns]
     return LogProbs(columns[0], columns[1] if entropy else None, columns[-1])
 
 
@@ -239,10 +261,10 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
     ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``. ``logp`` are the floats
     ``[T]`` of ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347 to the sum.
     """
-    known = batch.token_targets != IGNORE_INDEX
-    shaped(logp, "logp", known.shape, "one per slot. Pass causal_lm_logprobs(model, batch).logp.")
+    has_target = batch.token_targets != IGNORE_INDEX
+    shaped(logp, "logp", has_target.shape, "one per slot. Pass causal_lm_logprobs(model, batch).logp.")
     weights = torch.ones_like(logp) if batch.weights is None else batch.weights
-    logp = torch.where(known & (weights != 0), logp, 0.0)
+    logp = torch.where(has_target & (weights != 0), logp, 0.0)
     return -(logp * logp.detach().exp() * weights).sum() * batch.loss_scale
 
 
@@ -252,13 +274,16 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
         check_batch(batch)
     if reduction != "tokens":
         choice(reduction, "reduction", *get_args(Reduction))
-    given = [part for part in (batch.weights, weights) if part is not None]
-    shared = batch.boundaries.prefixes
-    if not given and reduction == "tokens" and shared is None:
+
+    all_weights = [part for part in (batch.weights, weights) if part is not None]
+    prefixes = batch.boundaries.prefixes
+    if not all_weights and reduction == "tokens" and prefixes is None:
         return None
-    slots = batch.targets.shape if shared is None else shared.token_rows.shape
+
+    slots = batch.targets.shape if prefixes is None else prefixes.token_rows.shape
     if weights is not None:
         shaped(weights, "weights", slots, "one per slot. Put weights of the data into the samples.")
+
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
         raise ValueError(
@@ -272,14 +297,15 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
                 "Weights and reduction='sequences' do not apply to predictions beyond the next token. "
                 "Use reduction='tokens' without weights."
             )
+
         wide = torch.float32 if targets.device.type == "mps" else torch.float64
         total = torch.ones(slots, dtype=wide, device=targets.device)
-        for part in given:
+        for part in all_weights:
             total = total * part.detach()
         if reduction == "sequences":
             total = total * _shares(batch, wide)
-        if shared is not None:
-            total = shared.of_rows(total)
+        if prefixes is not None:
+            total = prefixes.of_rows(total)
         return torch.where(total == 0, IGNORE_INDEX, targets), total * scale
 
     return factors
@@ -306,9 +332,11 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         raise ValueError(
             f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T]. Pass batch.targets."
         )
+
     total = targets.shape[0]
     if depth == 0 or total == 0:
         return targets
+
     sequence = seq_idx_from_cu_seqlens(cu_seqlens, total).flatten()
     near = torch.where(sequence[depth:] == sequence[:-depth], targets[depth:], ignore_index)
     return torch.nn.functional.pad(near, (0, min(depth, total)), value=ignore_index)
@@ -318,15 +346,17 @@ def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
     """Return operands and targets of slots, or of rows of ``Prefixes``; and the most loss tokens, or None."""
-    if batch.boundaries.prefixes is None:
-        return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
+    prefixes = batch.boundaries.prefixes
+    if prefixes is None:
+        targets = targets_after(batch, depth) if depth else batch.targets
+        return operands, targets, batch.max_targets
     if depth:
         raise ValueError("The model predicts beyond the next token. Collate with share_prefixes=False.")
-    rows = batch.boundaries.prefixes
-    return operands.at(rows.slots), rows.targets, rows.targets.shape[0]
+    return operands.at(prefixes.slots), prefixes.targets, prefixes.targets.shape[0]
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
     """Shift a batch's targets by ``depth``; ranks that share a pack gather its targets in one collective."""
     boundaries = batch.boundaries
-    return boundaries.part(mtp_targets(boundaries.whole(batch.targets), boundaries.whole_offsets, depth))
+    targets = boundaries.whole(batch.targets)
+    return boundaries.part(mtp_targets(targets, boundaries.whole_offsets, depth))

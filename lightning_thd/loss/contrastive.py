@@ -60,15 +60,19 @@ class Similarity:
             if self.dim_weights is not None:
                 raise ValueError("dim_weights= was given without dims=. Pass dims=, such as (256, 64), too.")
             return
+
         dims = host_ints(self.dims, "dims", least=1, advice="Pass sizes of embeddings, such as (256, 64).")
         object.__setattr__(self, "dims", tuple(dims.tolist()))
         if not len(dims) or len(set(dims.tolist())) < len(dims):
             raise ValueError(f"dims={self.dims}; wanted one or more different sizes. Pass (256, 64), say.")
+
         weights = (1.0,) * len(dims) if self.dim_weights is None else tuple(self.dim_weights)
         if len(weights) != len(dims):
             raise ValueError(f"There are {len(weights)} dim_weights but {len(dims)} dims. Give one each.")
+
         for i, weight in enumerate(weights):
             real_number(weight, f"dim_weights[{i}]", least=0, advice="It multiplies the loss of dims[i].")
+
         object.__setattr__(self, "dim_weights", weights)
 
     def sizes(self, size: int) -> list[tuple[int, float]]:
@@ -130,15 +134,18 @@ def pair_losses(
         instance(rows, name, Tensor, advice="Pass one embedding per row.")
         if rows.ndim != 2 or not rows.is_floating_point():
             raise ValueError(f"{name} is {described(rows)}; wanted floats [rows, D]. Pass embeddings.")
+
     if queries.shape[1] != documents.shape[1]:
         raise ValueError(
             f"queries have {queries.shape[1]} numbers a row but documents have {documents.shape[1]}. Embed "
             "both by one model, or by two models of the same size."
         )
+
     return _losses_of_pairs(queries, documents, _checked_pairs(pairs, queries, documents), similarity)
 
 
 def _checked_pairs(pairs: Any, queries: Tensor, documents: Tensor) -> Pairs:
+    """Return ``pairs`` as an array; raise if one names a row that is not there, or is there twice."""
     if pairs is None:
         if len(documents) < len(queries):
             raise ValueError(
@@ -147,41 +154,48 @@ def _checked_pairs(pairs: Any, queries: Tensor, documents: Tensor) -> Pairs:
             )
         rows = np.arange(len(queries))
         return np.stack([rows, rows], 1)
-    found = host_ints(pairs, "pairs", ndim=2, advice="Pass [[row of query, row of positive], ...].")
-    if found.shape[1] != 2:
-        raise ValueError(f"pairs has shape {found.shape}; wanted [P, 2]. Pass [[query, positive], ...].")
+
+    checked = host_ints(pairs, "pairs", ndim=2, advice="Pass [[row of query, row of positive], ...].")
+    if checked.shape[1] != 2:
+        raise ValueError(f"pairs has shape {checked.shape}; wanted [P, 2]. Pass [[query, positive], ...].")
+
     most = np.array([len(queries), len(documents)])
-    wrong = ((found < 0) | (found >= most)).any(1)
+    wrong = ((checked < 0) | (checked >= most)).any(1)
     if wrong.any():
         raise ValueError(
-            f"The pair {found[wrong][0].tolist()} names a row outside of {len(queries)} queries and "
+            f"The pair {checked[wrong][0].tolist()} names a row outside of {len(queries)} queries and "
             f"{len(documents)} documents. Rows count from 0."
         )
-    different, times = np.unique(found, axis=0, return_counts=True)
-    if len(different) < len(found):
+
+    different, times = np.unique(checked, axis=0, return_counts=True)
+    if len(different) < len(checked):
         raise ValueError(f"The pair {different[times > 1][0].tolist()} is there twice. Give each pair once.")
-    return found
+    return checked
 
 
 def _losses_of_pairs(queries: Tensor, documents: Tensor, pairs: Pairs, similarity: Similarity) -> Tensor:
     """Compute ``pair_losses`` of checked arguments."""
     device = queries.device
     wide = torch.promote_types(torch.promote_types(queries.dtype, documents.dtype), torch.float32)
-    rows, columns = uploaded(pairs[:, 0].copy(), device), uploaded(pairs[:, 1].copy(), device)
+    rows = uploaded(pairs[:, 0].copy(), device)
+    columns = uploaded(pairs[:, 1].copy(), device)
     other_positives = _others(pairs[:, 0], pairs[:, 1])
     other_queries = _others(pairs[:, 1], pairs[:, 0])
     total = torch.zeros(len(pairs), dtype=wide, device=device)
+
     with torch.autocast(device.type, enabled=False):
         for size, weight in similarity.sizes(queries.shape[1]):
             q, d = (part[:, :size].to(wide) for part in (queries, documents))
             if similarity.normalize:
-                q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+                q = F.normalize(q, dim=-1)
+                d = F.normalize(d, dim=-1)
             temperature = similarity.temperature
             loss = _of_one_direction(q.index_select(0, rows), d, columns, other_positives, temperature)
             if similarity.symmetric:
                 back = _of_one_direction(d.index_select(0, columns), q, rows, other_queries, temperature)
                 loss = (loss + back) / 2
             total = total + weight * loss
+
     return total
 
 
@@ -208,8 +222,10 @@ def _others(owners: NDArray[np.int64], members: NDArray[np.int64]) -> Pairs | No
         same = np.flatnonzero(ranked[distance:] == ranked[:-distance])
         if not len(same):
             break
-        first, second = order[same], order[same + distance]
+        first = order[same]
+        second = order[same + distance]
         entries += [np.stack([first, members[second]]), np.stack([second, members[first]])]
+
     return np.concatenate(entries, axis=1) if entries else None
 
 
@@ -243,6 +259,7 @@ def embed(model: nn.Module, batch: THDBatch, *, pooling: Pooling = "last") -> Te
             f"{batch.boundaries.ranks} ranks share the pack, but sequences are pooled whole. Set "
             "context_parallel_size=1."
         )
+
     _require_thd(model)
     output = model(**batch.hf_kwargs())
     hidden = getattr(output, "last_hidden_state", None)
@@ -251,6 +268,7 @@ def embed(model: nn.Module, batch: THDBatch, *, pooling: Pooling = "last") -> Te
             f"{type(model).__name__} returns no last_hidden_state, which would be pooled. Build the model by "
             "AutoModel, or pass the part without the head, such as model.model."
         )
+
     return batch.pool(hidden, pooling)
 
 
@@ -323,16 +341,18 @@ def info_nce(
     choice(pooling, "pooling", *get_args(Pooling))
     if group is not None:
         instance(group, "group", dist.ProcessGroup, advice="Pass ranks that hold different data.")
+
     check_batch(batch)
     note_mean_of_sequences(batch)
-    found = batch.step
-    step, place = (None, 0) if found is None else found
+    noted_step = batch.step
+    step, place = (None, 0) if noted_step is None else noted_step
     microbatches = (batch,) if step is None else step.microbatches
     encoder = _encoder(model, pooling, len(microbatches), group)
     if step is None or len(microbatches) == 1:
         layout = _layout_of([batch], group)
         table = _gathered([encoder.run(batch)], layout)
         return _share(table, layout, 0, similarity)
+
     key = (*encoder.key, similarity, id(group), torch.is_grad_enabled())
     caches = _CACHES.setdefault(step, {})
     if place == 0 or key not in caches:
@@ -342,12 +362,15 @@ def info_nce(
                 "options. Run all microbatches of a step in order, with the same arguments. A function may "
                 "hold no option that changes between them."
             )
-        moved = [batch, *(other.to(unnoted(batch).input_ids.device) for other in microbatches[1:])]
-        caches[key] = _first_pass(encoder, moved, similarity, group)
+        device = unnoted(batch).input_ids.device
+        on_device = [batch, *(later.to(device) for later in microbatches[1:])]
+        caches[key] = _first_pass(encoder, on_device, similarity, group)
+
     return caches[key].value(encoder, batch, place)
 
 
 def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _Encoder:
+    """Return how ``info_nce`` gets embeddings from its argument ``model``."""
     if isinstance(model, Tensor):
         if microbatches > 1:
             raise ValueError(
@@ -355,12 +378,15 @@ def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _En
                 "those of the whole step. Pass the model, or a function from a batch to embeddings."
             )
         return _Encoder(lambda _: model, ())
+
     if isinstance(model, nn.Module):
         if group is None and group_size(None) > 1:
             _refuse_tensor_parallel(model)
         return _Encoder(partial(embed, model, pooling=pooling), (id(model), pooling))
+
     if callable(model):
         return _Encoder(model, (_name_of(model),))
+
     raise TypeError(
         f"model is {described(model)}; wanted a model, a function from a batch to embeddings, or embeddings."
     )
@@ -375,23 +401,27 @@ def _name_of(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """
     if id(value) in outer:  # a function that calls itself
         return None
+
     outer = (*outer, id(value))
     held: tuple[Any, ...]
     if isinstance(value, partial):
         held = (value.func, *value.args, value.keywords)
-        return "partial", *(_name_of(each, outer) for each in held)
+        return "partial", *(_name_of(part, outer) for part in held)
     if isinstance(value, MethodType):
         return _name_of(value.__func__, outer), id(value.__self__)
     if isinstance(value, FunctionType):
-        cells = [each for each in value.__closure__ or () if each != CellType()]  # without unset variables
-        held = (*(each.cell_contents for each in cells), value.__defaults__, value.__kwdefaults__)
-        return value.__code__, *(_name_of(each, outer) for each in held)
+        cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # without unset variables
+        contents = [cell.cell_contents for cell in cells]
+        held = (*contents, value.__defaults__, value.__kwdefaults__)
+        return value.__code__, *(_name_of(part, outer) for part in held)
+
     if isinstance(value, tuple | list):
-        return "row", *(_name_of(each, outer) for each in value)
+        return "row", *(_name_of(part, outer) for part in value)
     if isinstance(value, dict):
-        return "dict", *((key, _name_of(each, outer)) for key, each in value.items())
+        return "dict", *((key, _name_of(part, outer)) for key, part in value.items())
     if value is None or isinstance(value, bool | int | float | str | np.generic | torch.device):
         return type(value), value
+
     is_computed = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
     if is_computed or isinstance(value, THDBatch | THDStep):
         return type(value)
@@ -399,6 +429,7 @@ def _name_of(value: Any, outer: tuple[int, ...] = ()) -> Any:
 
 
 def _refuse_tensor_parallel(model: nn.Module) -> None:
+    """Raise ValueError if the model is cut by tensor parallelism and no group of ranks was given."""
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if TENSOR in (getattr(mesh, "mesh_dim_names", None) or ()):
@@ -438,8 +469,9 @@ def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
         places = [_places(unnoted(batch)) for batch in batches]
     except ValueError as error:
         fault = error
-    queries = sum(len(each.queries) for each in places)
-    documents = sum(len(each.documents) for each in places)
+
+    queries = sum(len(of_microbatch.queries) for of_microbatch in places)
+    documents = sum(len(of_microbatch.documents) for of_microbatch in places)
     mine = [int(fault is None), len(batches), queries, documents]
     counts = [mine]
     ranks = group_size(group)
@@ -448,25 +480,32 @@ def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
         counts = gather_ints(mine, group=group, device=device)
     if fault is not None:
         raise fault
+
     for rank, (whole, microbatches, *_) in enumerate(counts):
         if not whole or microbatches != len(batches):
-            what = f"{microbatches} microbatches, this one {len(batches)}" if whole else "no queries"
+            content = f"{microbatches} microbatches, this one {len(batches)}" if whole else "no queries"
             raise ValueError(
-                f"Rank {rank} has a step of {what}. Give all ranks parts of the same steps, as THDDataModule "
-                "does."
+                f"Rank {rank} has a step of {content}. Give all ranks parts of the same steps, as "
+                "THDDataModule does."
             )
+
     sizes = np.array(counts)[:, 2:]
     slots = int(sizes.sum(1).max()) if ranks > 1 else 0
     starts = np.arange(ranks) * slots
     rank = dist.get_rank(group) if ranks > 1 else 0
-    of_queries = [start + np.arange(q) for start, (q, _) in zip(starts, sizes, strict=True)]
-    of_documents = [start + q + np.arange(d) for start, (q, d) in zip(starts, sizes, strict=True)]
+    # In the table, a rank's rows are its queries, then its documents.
+    query_rows: list[NDArray[np.int64]] = []
+    document_rows: list[NDArray[np.int64]] = []
+    for start, (num_queries, num_documents) in zip(starts, sizes, strict=True):
+        query_rows.append(start + np.arange(num_queries))
+        document_rows.append(start + num_queries + np.arange(num_documents))
+
     return _Layout(
         places=places,
         group=group if group is not None or ranks == 1 else dist.group.WORLD,
         slots=slots,
-        queries=np.concatenate(of_queries),
-        documents=np.concatenate(of_documents),
+        queries=np.concatenate(query_rows),
+        documents=np.concatenate(document_rows),
         first_query=int(sizes[:rank, 0].sum()),
         first_document=int(sizes[:rank, 1].sum()),
         ranks=ranks,
@@ -474,6 +513,7 @@ def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
 
 
 def _places(batch: THDBatch) -> Places:
+    """Return the sequences of a batch that are queries and documents, and the pairs that they form."""
     if batch.roles is None and len(batch.lengths):
         raise ValueError(
             f"The batch has {len(batch.lengths)} sequences without roles. Give records with a 'query', a "
@@ -484,21 +524,24 @@ def _places(batch: THDBatch) -> Places:
 
 def _gathered(embeddings: Sequence[Tensor], layout: _Layout) -> Tensor:
     """Return a table with the embeddings of all microbatches and ranks, differentiable."""
-    queries, documents = [], []
+    queries = []
+    documents = []
     for rows, places in zip(embeddings, layout.places, strict=True):
-        wanted = len(places.queries) + len(places.documents)
-        if rows.ndim != 2 or len(rows) != wanted or not rows.is_floating_point():
+        num_sequences = len(places.queries) + len(places.documents)
+        if rows.ndim != 2 or len(rows) != num_sequences or not rows.is_floating_point():
             raise ValueError(
-                f"The embeddings are {described(rows)}; wanted floats [{wanted}, D], one row for each "
+                f"The embeddings are {described(rows)}; wanted floats [{num_sequences}, D], one row for each "
                 "sequence of the batch. Pool hidden states by batch.pool(hidden)."
             )
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         queries.append(rows.index_select(0, uploaded(places.queries, rows.device)))
         documents.append(rows.index_select(0, uploaded(places.documents, rows.device)))
+
     table = torch.cat([*queries, *documents])
     if layout.ranks == 1:
         return table
-    return all_gather_rows(F.pad(table, (0, 0, 0, layout.slots - len(table))), layout.group)
+    padded = F.pad(table, (0, 0, 0, layout.slots - len(table)))
+    return all_gather_rows(padded, layout.group)
 
 
 def _share(table: Tensor, layout: _Layout, place: int, similarity: Similarity) -> Tensor:
@@ -506,9 +549,11 @@ def _share(table: Tensor, layout: _Layout, place: int, similarity: Similarity) -
     pairs = layout.pairs(place)
     if not len(pairs):
         return table[:0].sum()  # 0, with a gradient, so that this rank takes part in the backward exchange
+
     queries = table.index_select(0, uploaded(layout.queries, table.device))
     documents = table.index_select(0, uploaded(layout.documents, table.device))
     losses = _losses_of_pairs(queries, documents, pairs, similarity)
+    # A query's loss is the mean over its positives.
     positives = np.bincount(pairs[:, 0])[pairs[:, 0]]
     total: Tensor = (losses / uploaded(positives, table.device)).sum()
     if torch.is_grad_enabled():
@@ -530,10 +575,13 @@ class _Cache:
         """Return a microbatch's share of the loss, with the gradient of the whole step's loss."""
         if not torch.is_grad_enabled():
             return self.values[place]
-        after = _RandomState.of(batch)
+
+        present = _RandomState.of(batch)
         self.states[place].restore()
         embeddings = encoder.run(batch)
-        after.restore()
+        present.restore()
+
+        # The product has the gradient of the step's loss; its own value cancels.
         gradient = self.gradients[place]
         product = (embeddings.to(gradient.dtype) * gradient).sum()
         return self.values[place] + (product - product.detach())
@@ -568,18 +616,22 @@ def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Simi
         for batch in batches:
             states.append(_RandomState.of(batch))
             leaves.append(encoder.run(batch))
+
     values: list[Tensor] = []
     if not torch.is_grad_enabled():
         table = _gathered(leaves, layout)
         values = [_share(table, layout, place, similarity) for place in range(len(batches))]
         return _Cache(values=values, gradients=[], states=states)
+
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     gathered = _gathered(leaves, layout)
     table = gathered.detach().requires_grad_()
     gradient = torch.zeros_like(table)
+
     for place in range(len(batches)):  # one by one: only one microbatch's similarities are in memory
         value = _share(table, layout, place, similarity)
         gradient += torch.autograd.grad(value, table)[0]
         values.append(value.detach())
+
     gradients = list(torch.autograd.grad(gathered, leaves, gradient))
     return _Cache(values=values, gradients=gradients, states=states)

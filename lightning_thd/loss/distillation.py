@@ -78,10 +78,12 @@ def fused_linear_distillation(
             f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1. "
             "Instead of beta 0 use kind='kl', instead of beta 1 kind='reverse_kl'."
         )
+
     student_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
     student = LossArgs(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
     if is_dtensor(teacher_hidden):
         teacher_hidden = local_hidden(teacher_hidden, None)[0]
+
     teacher = replace(
         student,
         hidden=teacher_hidden.detach(),
@@ -90,7 +92,8 @@ def fused_linear_distillation(
         logit_map=replace(student_map, scale=teacher_logit_scale, softcap=teacher_softcap),
         targets=plain(targets),
     )
-    divergence, mean = Divergence(kind=kind, beta=beta), reduction == "mean"
+    divergence = Divergence(kind=kind, beta=beta)
+    mean = reduction == "mean"
     loss: Tensor = _distillation(student, teacher, divergence, alpha, token_weights, mean)
     return loss
 
@@ -133,6 +136,7 @@ def _divergence_loss(
         hidden = hidden.detach()
         weight = weight.detach()
         bias = None if bias is None else bias.detach()
+
     if settings.compute == torch.float16:  # no loss scale keeps these gradients above 0
         hidden = hidden.float()
         weight = weight.float()
@@ -166,5 +170,6 @@ def _head_teacher(
             f"{list(student.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "
             "Vocabularies that are padded differently need valid_vocab_size."
         )
+
     matched = replace(taught.settings, columns=settings.columns, start=settings.start)
     return lambda head: Teacher(Head(taught.operands, taught.targets, matched, head.tile))

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
-from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import BOUNDARIES, STATE, Scope
 from lightning_thd.models.preparing import is_prepared
@@ -59,8 +58,26 @@ class HeadOperands:
     def loss_args(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> LossArgs:
         """Build the arguments of a fused loss, with one target per row of ``hidden``."""
         targets = targets.view(self.hidden.shape[:-1])
-        how = {"tp_group": self.tp_group, "loss_tokens": loss_tokens, "partial_hidden": self.partial_hidden}
-        return LossArgs(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
+        return LossArgs(
+            self.hidden,
+            self.weight,  # None for finished logits
+            targets,
+            self.bias,
+            logit_map,
+            tp_group=self.tp_group,
+            loss_tokens=loss_tokens,
+            partial_hidden=self.partial_hidden,
+        )
+
+
+class RouterLoss(Protocol):
+    """Computes the loss of a model's routers in place of the model, as ``loss.router_balance`` does."""
+
+    def requested(self, inner: Any, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Request router logits from the model inside this context."""
+
+    def loss(self, inner: Any, outputs: Any) -> Tensor:
+        """Compute the loss from the model's outputs."""
 
 
 # (the head's operands, the number of its earlier calls, the logit map) -> values ``[n]``, such as a loss
@@ -78,13 +95,14 @@ class _Job:
     own_head_forward: Any  # a forward that other code has set on this head object, or None
     model_forward: Any  # the model's own forward, which this pass replaces
     stage: Stage | None  # the stage of a pipeline that this rank holds
-    routers: Routers | None  # computes the routers' loss; None leaves it to the model
+    routers: RouterLoss | None  # computes the routers' loss; None leaves it to the model
     whole: str  # why the full logits are computed; empty if they are not
     called: bool = False  # whether the model's forward ran
     logits: list[Tensor] = field(default_factory=list)  # what the head returned, one entry per call
     seen: Record | None = None  # what the model did to the logits that it returned
     lost: str = ""  # why this pass has no values
-    found: dict[str, Tensor] = field(default_factory=dict)  # what ``run`` returns, before a wrapper rounds it
+    # What ``run`` returns, before a wrapper rounds it.
+    results: dict[str, Tensor] = field(default_factory=dict)
 
 
 class HeadCall:
@@ -95,9 +113,11 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._here = threading.local()  # ``job``: this thread's forward pass, if it runs a loss
-        self._own: tuple[Callable[..., Tensor], ...] = ()  # the forwards of model and head, for other threads
+        # The model's and the head's own forward, which run in threads that run no loss.
+        self._model_forward: Callable[..., Any] | None = None
+        self._head_forward: Callable[..., Tensor] | None = None
         self._lock = threading.RLock()
-        self.experts: Experts | None = None
+        self.experts: Any = None  # the model's experts, as ``loss.router_balance`` has read them
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
         self._whole = ""  # why the full logits are computed; empty if they are not
         self._warned = False
@@ -114,9 +134,12 @@ class HeadCall:
             call = inner.__dict__.get(_ATTRIBUTE)
             if call is None or call.inner is not inner:
                 call = inner.__dict__[_ATTRIBUTE] = cls(inner)
+
         assert isinstance(call, HeadCall)
         if call._config is not call.inner.config:
-            call._config, call.config = call.inner.config, text_config(call.inner.config)
+            call._config = call.inner.config
+            call.config = text_config(call.inner.config)
+
         attention = getattr(call.config, "_attn_implementation", None)
         if attention != "thd":
             raise ValueError(
@@ -124,6 +147,7 @@ class HeadCall:
                 "sequences see each other without an error. Build it with attn_implementation='thd' and its "
                 "own copy of the config, or call model.set_attn_implementation('thd')."
             )
+
         if not is_prepared(call.inner):
             prepare_model(model)
         return call
@@ -138,7 +162,7 @@ class HeadCall:
         values: Values,
         *,
         size: int = 1,
-        routers: Routers | None = None,
+        routers: RouterLoss | None = None,
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
@@ -146,11 +170,12 @@ class HeadCall:
         ``{"values": [size]}``, those of further head calls as "value_1", ..., a routers' loss as "aux_loss".
         """
         stage = self.inner.__dict__.get(STAGE)
-        found = self._run(model, batch, values, size, routers, stage)
+        outputs = self._run(model, batch, values, size, routers, stage)
         if stage is None or not torch.is_grad_enabled():
-            return found
-        of_pass: dict[str, Tensor] = stage.seam.cut(found)
-        return of_pass
+            return outputs
+
+        outputs_of_pass: dict[str, Tensor] = stage.seam.cut(outputs)
+        return outputs_of_pass
 
     def _run(
         self,
@@ -165,60 +190,90 @@ class HeadCall:
         inner = self.inner
         self._look_at_hooks(model)
         for attempt in range(3):
-            slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
+            head = inner.get_output_embeddings()
             with self._lock:  # else a thread could save another's replacement as the model's own forward
-                own_head = head.__dict__.get("forward")
-                job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
+                job = _Job(
+                    values=values,
+                    size=size,
+                    slots=batch.input_ids.shape[-1],
+                    head=head,
+                    own_head_forward=head.__dict__.get("forward"),
+                    model_forward=inner.forward,
+                    stage=stage,
+                    routers=routers,
+                    whole=self._whole,
+                )
                 outputs: dict[str, Tensor] = self._call(model, batch, job)
-            for made in job.logits:
-                if isinstance(made, LazyLogits):
-                    made.over = True
+
+            for logits in job.logits:
+                if isinstance(logits, LazyLogits):
+                    logits.over = True
+
             if not job.called:
                 raise ValueError(
                     f"{type(model).__name__} never called the replaced {type(inner).__name__}.forward: "
                     "it holds an earlier forward, as PEFT's adaption prompts do. Use another wrapper."
                 )
+
             if job.whole:
                 self._warn_of_memory(job.whole)
                 return self._values_of_logits(job, outputs)
-            if self._followed(job, again=attempt > 0) or (stage is not None and not stage.again()):
+            if self._followed(job, again=attempt > 0):
                 break
-        for name, value in job.found.items():
+            if stage is not None and not stage.again():
+                break
+
+        for name, value in job.results.items():
             # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds outputs: return exact values.
             if outputs[name].dtype.itemsize < value.dtype.itemsize:
                 outputs[name] = value
         return outputs
 
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
-        inner, before = self.inner, getattr(STATE, "scope", None)
-        own, kwargs = inner.__dict__.get("forward"), batch.hf_kwargs()
+        """Call the model once with its forward and its head's replaced, and restore them."""
+        inner = self.inner
+        outer_scope = getattr(STATE, "scope", None)
+        own_model_forward = inner.__dict__.get("forward")  # one that other code has set on this object
+        kwargs = batch.hf_kwargs()
         kwargs["attention_mask"] = None  # the language model has "thd", and wrappers may look at a mask
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
-        scope = STATE.scope = Scope(kwargs[BOUNDARIES], None)
-        self._here.job, self._own = job, (job.model_forward, job.head.forward)
+
+        scope = Scope(kwargs[BOUNDARIES], None)
+        STATE.scope = scope
+        self._here.job = job
+        self._model_forward = job.model_forward
+        self._head_forward = job.head.forward
         if job.stage is not None:
             job.stage.in_loss = True
-        job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
+
+        job.head.__dict__["forward"] = self.head_forward
+        inner.__dict__["forward"] = self.forward
         # Inside PEFT's disable_adapter(), a wrapper of prompt tuning holds the forward of its base model.
-        held = model.__dict__.get("forward")
-        holds_base = model is not inner and held is not None and held == job.model_forward
+        wrapper_forward = model.__dict__.get("forward")
+        holds_base = (
+            model is not inner and wrapper_forward is not None and wrapper_forward == job.model_forward
+        )
         if holds_base:
             model.__dict__["forward"] = self.forward
+
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 outputs = model(**kwargs)
         finally:
-            STATE.scope, self._here.job = before, None
+            STATE.scope = outer_scope
+            self._here.job = None
             if job.stage is not None:
                 job.stage.in_loss = False
             if holds_base:
-                model.__dict__["forward"] = held
-            for module, forward in ((inner, own), (job.head, job.own_head_forward)):
+                model.__dict__["forward"] = wrapper_forward
+
+            for module, forward in ((inner, own_model_forward), (job.head, job.own_head_forward)):
                 if forward is None:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
+
         if scope.sees_later is not None:
             raise ValueError(
                 f"{scope.sees_later} of {type(inner).__name__} attends to later tokens, so "
@@ -237,13 +292,17 @@ class HeadCall:
                 )
             self._whole = job.lost
             return False
+
         assert job.seen is not None
         if job.seen == self._record:
             return True
-        self._record, found = job.seen, job.seen.as_map()
-        if found.agrees(self.logit_map):
+
+        self._record = job.seen
+        recorded_map = job.seen.as_map()
+        if recorded_map.agrees(self.logit_map):
             return True
-        self.logit_map = found
+
+        self.logit_map = recorded_map
         if again:
             self._whole = "the model changes them in another way in every call"
         return False
@@ -252,7 +311,8 @@ class HeadCall:
         """Run the model's forward; in a thread that runs a loss, return values in place of the outputs."""
         job: _Job | None = getattr(self._here, "job", None)
         if job is None:
-            return self._own[0](*args, **kwargs)
+            assert self._model_forward is not None
+            return self._model_forward(*args, **kwargs)
         return self._finish(job.model_forward(*args, **kwargs))
 
     def head_forward(self, hidden: Tensor) -> Tensor:
@@ -260,26 +320,34 @@ class HeadCall:
         if torch.compiler.is_dynamo_compiling():
             outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
+
         job: _Job | None = getattr(self._here, "job", None)
         if job is None:
-            return self._own[1](hidden)
-        head, stage = job.head, job.stage
+            assert self._head_forward is not None
+            return self._head_forward(hidden)
+
+        head = job.head
+        stage = job.stage
         if stage is not None and not stage.holds_head:
             values = stage.stand_in(job.size, hidden)
             logits: Tensor = carry_values(values, (*hidden.shape[:-1], head.out_features))
             job.logits.append(logits)
             return logits
+
         linear = None if job.whole else plain_linear(head, job.own_head_forward)
         if linear is None:
             kind = f"{type(head).__module__}.{type(head).__name__}"
             job.whole = job.whole or f"its head is not a plain linear layer but a {kind}"
-            logits = (job.own_head_forward or functools.partial(type(head).forward, head))(hidden)
+            head_forward = job.own_head_forward or functools.partial(type(head).forward, head)
+            logits = head_forward(hidden)
         else:
             operands = head_operands(linear, hidden)
             _check_slots(job, operands.hidden)
             values = job.values(operands, len(job.logits), self.logit_map)
-            values = values if stage is None else stage.share(values)
+            if stage is not None:
+                values = stage.share(values)
             logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
+
         job.logits.append(logits)
         return logits
 
@@ -287,37 +355,46 @@ class HeadCall:
         """Return values in place of the model's outputs; the outputs if ``job.whole`` or ``job.lost``."""
         if torch.compiler.is_dynamo_compiling():
             return _outside_compile(self._finish, outputs)
+
         job: _Job = self._here.job
         job.called = True
         logits = getattr(outputs, "logits", None)
         if job.whole:
             return outputs
-        lazy = [made for made in job.logits if isinstance(made, LazyLogits)]
-        job.lost = next((f"the model applies {made.lost} to them" for made in lazy if made.lost), "")
+
+        lazy = [of_call for of_call in job.logits if isinstance(of_call, LazyLogits)]
+        reasons = [f"the model applies {of_call.lost} to them" for of_call in lazy if of_call.lost]
+        job.lost = reasons[0] if reasons else ""
         source = logits.source if isinstance(logits, LazyLogits) else None
-        if not job.lost and not any(made is source for made in lazy):
+        if not job.lost and not any(of_call is source for of_call in lazy):
             _require_logits(outputs, self.inner)
             job.lost = "the model returns other logits than those of its head"
         if job.lost:
             return outputs
+
         assert isinstance(logits, LazyLogits)
         job.seen = logits.record
-        found = {"values": open_values(logits)}
-        found |= {f"value_{i}": open_values(x) for i, x in enumerate((x for x in lazy if x is not source), 1)}
-        job.found = found | self._auxiliary(job, outputs)
-        return dict(job.found)
+        job.results = {"values": open_values(logits)}
+        further_calls = [of_call for of_call in lazy if of_call is not source]
+        for number, of_call in enumerate(further_calls, start=1):
+            job.results[f"value_{number}"] = open_values(of_call)
+        job.results |= self._auxiliary(job, outputs)
+        return dict(job.results)
 
     def _values_of_logits(self, job: _Job, outputs: Any) -> dict[str, Tensor]:
         """Compute the values from the logits that the model, its hooks and its wrappers returned."""
-        logits, stage = _require_logits(outputs, self.inner), job.stage
+        logits = _require_logits(outputs, self.inner)
+        stage = job.stage
         if len(job.logits) > 1:
             raise ValueError(
                 f"{type(self.inner).__name__} calls its head {len(job.logits)} times, to predict further "
                 f"tokens, and its logits are computed whole, because {job.whole}. Use the model's own logits."
             )
+
         if stage is not None and not stage.holds_head:
-            made: Any = job.logits[0]
-            return {"values": open_values(made), **self._auxiliary(job, outputs)}
+            stand_in: Any = job.logits[0]
+            return {"values": open_values(stand_in), **self._auxiliary(job, outputs)}
+
         _check_slots(job, logits)
         operands = HeadOperands(hidden=logits, weight=None, vocabulary=logits.shape[-1])
         values = job.values(operands, 0, LogitMap())
@@ -329,13 +406,17 @@ class HeadCall:
         """Return the loss of ``job.routers``, else the model's balancing loss of experts, if it has one."""
         if job.routers is not None:
             return {"aux_loss": job.routers.loss(self.inner, outputs)}
-        if not isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor):
+
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if not isinstance(auxiliary, Tensor):
             return {}
-        if (coefficient := self.balance_coefficient) is None:
+        coefficient = self.balance_coefficient
+        if coefficient is None:
             raise ValueError(
                 f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
                 "router_aux_loss_coef. Set it, or config.output_router_logits=False."
             )
+
         if coefficient:
             require_gradients(self.inner, getattr(outputs, "router_logits", None) or ())
         return {"aux_loss": auxiliary * coefficient}
@@ -344,38 +425,47 @@ class HeadCall:
     def balance_coefficient(self) -> Any:
         """Return the model's coefficient of the balancing loss of a mixture of experts, or None."""
         names = ("router_aux_loss_coef", "aux_loss_coef")
-        found = (getattr(self.inner, name, getattr(self.config, name, None)) for name in names)
-        return next((coefficient for coefficient in found if coefficient is not None), None)
+        for name in names:
+            coefficient = getattr(self.inner, name, getattr(self.config, name, None))
+            if coefficient is not None:
+                return coefficient
+        return None
 
     def _look_at_hooks(self, model: nn.Module) -> None:
         """Choose full logits if the user's hooks, or code around the forward, may read them."""
-        inner, head = self.inner, self.inner.get_output_embeddings()
+        inner = self.inner
+        head = inner.get_output_embeddings()
         peft = [model.base_model] if hasattr(model, "get_base_model") else []
-        called = {id(x): x for x in (model, *peft, inner)}.values()
+        called = {id(module): module for module in (model, *peft, inner)}.values()
         reading = [hook for module in called for hook in module._forward_hooks.values()]
         reading += [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
         hooks = [*reading, *head._forward_hooks.values(), *map(type, called)]
         if hooks == self._hooks:
             return
+
         if any(getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in reading):
             raise ValueError(
                 f"{type(inner).__name__} is checkpointed as a whole by torch's composable checkpoint(), "
                 "which would run it again in backward without its loss. Call checkpoint(layer) for each "
                 "of its layers, or model.gradient_checkpointing_enable()."
             )
+
         reading += [type(module).__call__ for module in called]
         reading += [type(module).forward for module in called if module is not inner]
         self._hooks = hooks
-        self._whole = next((f"{found} may read them" for found in map(users_function, reading) if found), "")
+        names = [name for name in map(users_function, reading) if name]
+        self._whole = f"{names[0]} may read them" if names else ""
 
     def _warn_of_memory(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"causal_lm_loss computes the logits of {type(self.inner).__name__} whole, in memory for all "
-                f"slots times the vocabulary, because {why}.",
-                SlowWarning,
-            )
+        """Warn once a model that full logits take memory."""
+        if self._warned:
+            return
+        self._warned = True
+        warn(
+            f"causal_lm_loss computes the logits of {type(self.inner).__name__} whole, in memory for all "
+            f"slots times the vocabulary, because {why}.",
+            SlowWarning,
+        )
 
 
 def _require_logits(outputs: Any, inner: Any) -> Tensor:
@@ -436,17 +526,21 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     if hasattr(head, "_orig_mod"):  # torch.compile's wrapper has another forward
         head = head._orig_mod
         forward = head.__dict__.get("forward")
+
     copies = head._modules.get("modules_to_save")
     if copies is not None:  # PEFT trains a copy of the head
         active = [] if head.disable_adapters else head.active_adapters
         head = copies[active[0]] if active and active[0] in copies else head.original_module
         forward = forward or head.__dict__.get("forward") or head._forward_pre_hooks or head._forward_hooks
+
     if type(head).forward is not LINEAR_FORWARD:
         return None
+
     weight = head._parameters.get("weight")
     if type(weight) is not nn.Parameter and is_dtensor(weight):
         linear: nn.Linear = head  # tensor parallelism may set ``forward``
         return linear
+
     # FSDP1 shows a weight as a plain tensor during the forward pass; other classes may be quantised.
     other = weight is not None and type(weight).__module__.partition(".")[0] != "torch"
     return None if forward or other else head
@@ -456,10 +550,13 @@ def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:
     """Return the operands of a head; call this in the head's forward, when FSDP has gathered the weight."""
     weight: Tensor = head.weight  # read once: a parametrization may change with every read
     bias: Tensor | None = head.bias
-    group, partial = None, False
+    group = None
+    partial = False
     if type(weight) is not nn.Parameter and is_dtensor(weight):
         group = vocabulary_group(weight)
-        weight, bias = plain(weight), None if bias is None else plain(bias)
+        weight = plain(weight)
+        bias = None if bias is None else plain(bias)
+
     if type(hidden) is not Tensor and is_dtensor(hidden):
         hidden, partial = local_hidden(hidden, group)
     return HeadOperands(

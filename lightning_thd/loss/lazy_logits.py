@@ -79,7 +79,8 @@ class LazyLogits(Tensor):
         """Record scalings, caps and slices; allow reads of metadata; note all other operations."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        handler, first = _RECORDED.get(name), args[0] if args else None
+        handler = _RECORDED.get(name)
+        first = args[0] if args else None
         # A custom autograd function, in which gradients are off, has an unknown backward: record nothing.
         if handler is not None and isinstance(first, LazyLogits) and first.learns == torch.is_grad_enabled():
             found = NotImplemented if "out" in kwargs else handler(first, *args[1:], **kwargs)
@@ -88,11 +89,13 @@ class LazyLogits(Tensor):
             if isinstance(found, Record) and not first.aliases:
                 first.record = found
                 return first
+
         asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         hooked = asked == "register_hook" and any(map(users_function, (*args[1:], *kwargs.values())))
         if not hooked and (asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_"))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+
         for logits in tree_leaves((args, kwargs)):
             if isinstance(logits, LazyLogits):
                 if logits.source.over:
@@ -102,6 +105,7 @@ class LazyLogits(Tensor):
                         "returns, so that they are computed, or call the model itself."
                     )
                 logits.source.lost = asked or repr(func)
+
         args, kwargs = tree_map_only(LazyLogits, _zeros, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -114,8 +118,11 @@ def _zeros(logits: LazyLogits) -> Tensor:
 
 def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
     made: LazyLogits = _Copy.apply(logits, record.columns)  # type: ignore[no-untyped-call]
-    made.record, made.count, made.learns = record, logits.count, logits.learns
-    made.made_from, made.aliases = logits.source, aliases
+    made.record = record
+    made.count = logits.count
+    made.learns = logits.learns
+    made.made_from = logits.source
+    made.aliases = aliases
     logits.aliases |= aliases
     return made
 
@@ -149,6 +156,7 @@ def _getitem(logits: LazyLogits, index: object) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, slice) and i is not Ellipsis for i in items):
         return NotImplemented
+
     reaches_columns = Ellipsis in items or len(items) == logits.dim()
     columns = items[-1] if reaches_columns and isinstance(items[-1], slice) else slice(None)
     rest = items[:-1] if columns is items[-1] else items
@@ -208,7 +216,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int | None) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            ctx.shape, data = logits.shape, logits.as_subclass(Tensor).detach()
+            ctx.shape = logits.shape
+            data = logits.as_subclass(Tensor).detach()
             return torch.Tensor._make_subclass(LazyLogits, data[..., :columns])
 
     @staticmethod
@@ -232,7 +241,9 @@ class _Open(torch.autograd.Function):
 def carry_values(values: Tensor, shape: Sequence[int]) -> LazyLogits:
     """Wrap a head's values ``[n]`` as lazy logits of ``shape``, through which gradients flow."""
     logits: LazyLogits = _Carry.apply(values, tuple(shape))  # type: ignore[no-untyped-call]
-    logits.record, logits.count, logits.learns = Record(), values.numel(), torch.is_grad_enabled()
+    logits.record = Record()
+    logits.count = values.numel()
+    logits.learns = torch.is_grad_enabled()
     return logits
 
 

@@ -133,6 +133,7 @@ def row_logprobs(
     """Compute ``RowValues`` of prepared rows; entropy, mean and right are valid only if asked for."""
     if settings.of_logits:
         return _logits_logprobs(operands[0], targets, settings)
+
     values = _LinearLogprobs.apply(*operands, targets, settings, entropy, mean, right)  # type: ignore[no-untyped-call]
     return RowValues(*values)
 
@@ -142,6 +143,7 @@ def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> Row
     wide = logits.to(settings.accumulator)
     if settings.ignore_index is not None:  # a row that does not count may hold NaN
         wide = torch.where((targets != settings.ignore_index)[:, None], wide, 0.0)
+
     z = settings.logit_map.apply_(wide.clone())
 
     log_p = z.log_softmax(-1)
@@ -159,6 +161,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
         head = scoring_head(operands, targets, settings)
         exact = None
+
         with without_autocast(head.hidden.device):
             if may_round(head) and not right:
                 stats, exact = rounded_statistics(head, targets, entropy=entropy, total=mean)
@@ -173,9 +176,11 @@ class _LinearLogprobs(torch.autograd.Function):
         logp = stats[TARGET] - stats[MAX] - log_sum
         if exact is not None:  # the target's exact logit may exceed a rounded largest logit
             logp = logp.clamp_max_(0.0)
+
         spread = torch.zeros_like(lse)
         if entropy:
             spread = (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0)
+
         centre = stats[TOTAL] / settings.vocabulary
         likeliest = stats[TARGET] >= stats[MAX]
 
@@ -187,6 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
             constant.append(spread)
         if not mean:
             constant.append(centre)
+
         ctx.mark_non_differentiable(*constant)
         return logp, spread, lse, centre, likeliest
 
@@ -197,12 +203,14 @@ class _LinearLogprobs(torch.autograd.Function):
         group = ctx.settings.tp_group
         head = scoring_head(tuple(operands), targets, ctx.settings)
         row_gradients = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
+
         with without_autocast(head.hidden.device):
             sums = gradients(head, targets, lse, row_gradients, needs=ctx.needs_input_grad[:3], exact=exact)
             of_hidden, of_weight, of_bias = sums.like(tuple(operands))
             # Each rank has summed over its part of the vocabulary only.
             if group is not None and of_hidden is not None and not ctx.settings.partial_hidden:
                 dist.all_reduce(of_hidden, group=group)
+
         return (of_hidden, of_weight, of_bias, *[None] * 5)
 
 

@@ -97,7 +97,9 @@ def _weighted_nll(
     see: Callable[[SlotLosses], None] | None,
 ) -> Tensor:
     prepared, weights = prepare_weighted(args, token_weights, mean=mean)
-    operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
+    operands = prepared.operands
+    targets = prepared.targets
+    settings = prepared.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     tiled = settings.tp_group is None and settings.compute != torch.float16 and not settings.of_logits
     if wants_gradient and tiled:
@@ -111,6 +113,7 @@ def _weighted_nll(
             weighted = torch.where(prepared.counts, weighted, 0.0)
         loss = weighted.sum()
         losses = weighted.detach()
+
     if see is not None and losses is not None:
         see(SlotLosses(losses, weights, prepared.kept))
     return loss
@@ -144,6 +147,7 @@ def prepare_weighted(
         weights = torch.ones(prepared.targets.shape, dtype=dtype, device=prepared.targets.device)
         if token_weights is not None:
             weights = weights * token_weights
+
     if prepared.counts is not None:
         weights = torch.where(prepared.counts, weights, 0.0)
     if mean:
@@ -163,6 +167,7 @@ class _ScalarLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_double_grad(ctx.name)
+
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint allows no second read
         # Gradients are scaled in place, so they serve one backward pass; a second one computes them again.
         gradients = ctx.gradients
@@ -201,6 +206,7 @@ def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
         chunk = max(fewest, budget // (columns * kept_dtype.itemsize) // 64 * 64)  # a multiple of 64 rows
     else:
         chunk = settings.chunk
+
     chunk = max(1, min(hidden.shape[0], chunk))
 
     head = scoring_head(saved[:3], targets, settings, chunk)

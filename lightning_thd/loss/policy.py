@@ -100,6 +100,7 @@ def grpo_loss(
     if largest_ratio is not None:
         real_number(largest_ratio, "largest_ratio", above=1.0)
         ratio = ratio.clamp(max=largest_ratio)
+
     losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
     losses = losses + _divergence(logp, reference_logp, beta, rollouts, weights)
     return _reduced(losses, rollouts, kind, max_tokens, weights, scale)
@@ -216,6 +217,7 @@ def vespo_loss(
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:
             real_number(value, name, least=0.0)
+
     given = _masked(rollouts, logp=logp, old_logp=old_logp)
     shaped(advantages, "advantages", rollouts.shape[:1], "one per row.")
     of_row = advantages.detach()
@@ -249,6 +251,7 @@ def group_advantages(
             f"rewards is {rewards.dtype} {list(rewards.shape)} with {group_size=}, wanted floats [B] "
             f"with B a multiple of group_size, a group of at least {least}."
         )
+
     groups = rewards.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     if normalise:
@@ -288,15 +291,18 @@ def _masked(rollouts: PackedRollouts, factors: Tensor | None = None, **values: T
 
 
 def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
-    slots, rows = rollouts.held.shape, rollouts.shape[0]
+    slots = rollouts.held.shape
+    rows = rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
             f"The pack has {rows} rows and {rows} slots, so advantages may belong to either. Add a slot: "
             f"PackedRollouts.from_padded(..., pad_to={rows + 1})."
         )
+
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
         return of_row.index_select(0, rollouts.row)
+
     shaped(advantages, "advantages", slots, f"one per slot, or one per row, [{rows}].")
     return _masked(rollouts, advantages=advantages)["advantages"].detach()
 
@@ -332,6 +338,7 @@ def _reduced(
     if weights is not None:
         factors = _masked(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors
+
     rows = rollouts.means(losses) if kind == "grpo" else rollouts.sums(losses)
     if max_tokens is not None:
         whole_number(max_tokens, "max_tokens", least=1, advice="Pass the longest response's tokens.")

@@ -53,11 +53,13 @@ def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
         raise ValueError(
             "The batch is one rank's shard, whose slots hold parts of sequences. Set context_parallel_size=1."
         )
+
     targets = batch.token_targets
     if not values.is_floating_point() or values.shape != targets.shape:
         raise ValueError(
             f"values is {values.dtype} {list(values.shape)}, wanted floats {list(targets.shape)}."
         )
+
     sequence = seq_idx_from_cu_seqlens(batch.token_offsets, values.shape[0]).flatten().long()
     counted = torch.where(targets != IGNORE_INDEX, values, 0.0)
     return segment_sums(counted, sequence, len(batch.lengths))
@@ -123,6 +125,7 @@ def dpo_loss(
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
         c = c / chosen_tokens.clamp_min(1)
         r = r / rejected_tokens.clamp_min(1)
+
     if kind in ("aot", "aot_unpaired"):
         if weights is not None or scale is not None:
             raise ValueError(f"{kind=} sorts the pairs of a step. Leave weights and scale out.")
@@ -268,6 +271,7 @@ def kto_loss(
         raise ValueError(
             f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
         )
+
     real_number(beta, "beta", above=0.0)
     real_number(desirable_weight, "desirable_weight", least=0.0)
     real_number(undesirable_weight, "undesirable_weight", least=0.0)
@@ -277,6 +281,7 @@ def kto_loss(
         raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
     else:
         divergence = divergence.detach().reshape(()).clamp_min(0.0)
+
     logps, reference_logps = _masked(weights, logps, reference_logps)
     distance = logps - reference_logps.detach() - divergence
     losses = torch.where(
@@ -305,10 +310,12 @@ def reward_pair_loss(
     _check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
     if not isinstance(margin, Tensor):
         real_number(margin, "margin")
+
     real_number(centre, "centre", least=0.0)
     chosen, rejected = _masked(weights, chosen, rejected)
     if isinstance(margin, Tensor):
         (margin,) = _masked(weights, margin)
+
     losses = -logsigmoid(chosen - rejected - margin)
     if centre:
         losses = losses + centre * (chosen + rejected).square()

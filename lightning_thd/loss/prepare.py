@@ -82,6 +82,7 @@ def prepare(args: LossArgs) -> Prepared:
     """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
     if not {type(argument) for argument in (args.hidden, args.weight, args.bias, args.targets)} <= _PLAIN:
         args = _local(args)
+
     hidden = args.hidden
     weight = args.weight
     group = args.tp_group
@@ -92,6 +93,7 @@ def prepare(args: LossArgs) -> Prepared:
     else:
         check_operands(hidden, weight, args.bias, autocast=autocast)
         columns_of_rank = weight.shape[0]
+
     _check_targets(args.targets, hidden)
     if type(args.ignore_index) is not int:
         whole_number(args.ignore_index, "ignore_index", least=None)
@@ -123,6 +125,7 @@ def prepare(args: LossArgs) -> Prepared:
         at_most = None
         if hidden.device.type in _WAITS and version(args.targets) <= 0:  # nobody changed the targets in place
             at_most = args.loss_tokens
+
         kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=at_most)
         if kept is not None:
             hidden = hidden.index_select(0, kept)
@@ -132,6 +135,7 @@ def prepare(args: LossArgs) -> Prepared:
         targets = targets[chosen]
         shape = chosen.shape
         counts = targets != args.ignore_index
+
     _check_target_values(targets, counts, args.ignore_index, vocabulary)
     return Prepared(
         operands=(hidden, weight, args.bias),
@@ -217,14 +221,17 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
             "the same H. nn.Linear stores its weight as [V, H]."
         )
+
     dtypes = {hidden.dtype, weight.dtype}
     if not dtypes <= _FLOATS or (len(dtypes) > 1 and not autocast):
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype of fp32, fp64, bf16 and "
             "fp16. Cast one of them, or call under torch.autocast, which casts both."
         )
+
     if bias is not None:
         shaped(bias, "bias", weight.shape[:1], "one per row of weight.")
+
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_device(name, tensor, hidden)
@@ -250,6 +257,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
     """Refuse targets outside the vocabulary: on a CPU, unless shapes are static; elsewhere by an assert."""
     if targets.is_meta:
         return
+
     right = targets == targets.clamp(0, vocabulary - 1)
     if counts is not None:
         right |= ~counts
@@ -304,12 +312,14 @@ def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
     sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
     if not sharded:
         return None
+
     axis, placement = sharded[0]
     if len(sharded) > 1 or not placement.is_shard(0):
         raise ValueError(
             f"The head's weight is placed as {tuple(weight.placements)}, wanted rows of the vocabulary over "
             "one mesh axis (Shard(0)) or replicated. Under FSDP2 call the module that gathers the weight."
         )
+
     group: dist.ProcessGroup = weight.device_mesh.get_group(axis)
     return group
 
@@ -338,10 +348,12 @@ def group_of_operands(
                 "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
             )
         return group
+
     names = weight.device_mesh.mesh_dim_names or ()
     cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
     if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
         return placed
+
     raise ValueError(
         f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
         "plain tensor, so it is unknown whether the ranks hold the same tokens. If they do, pass "

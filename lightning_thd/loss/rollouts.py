@@ -77,6 +77,7 @@ class PackedRollouts:
         response = response.bool()
         if bool((response & ~mask).any()):
             raise ValueError("response_mask marks tokens that attention_mask hides. Multiply the two.")
+
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
         kept = [lengths[row] for row in rows]
@@ -86,9 +87,11 @@ class PackedRollouts:
         batch = THDBatch.collate(
             samples, align=align, pad_to=pad_to, sequence_ids=rows, share_prefixes=share_prefixes
         )
+
         with torch.device("cpu"):  # whatever torch's default device is
             held, predicted, row = _index_plan(mask, batch)
             first = torch.arange(mask.shape[1]) == mask.int().argmax(1, keepdim=True)
+
         counts = (response & ~first).sum(1)
         shape = (mask.shape[0], mask.shape[1])
         made = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)
@@ -114,6 +117,7 @@ class PackedRollouts:
         rows, columns = self.shape
         if values.shape[:2] != self.shape:
             raise ValueError(f"pack() got {list(values.shape)}, wanted [{rows}, {columns}, ...], as the ids.")
+
         index = self._index(of)
         flat = values.flatten(0, 1)
         known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
@@ -130,9 +134,11 @@ class PackedRollouts:
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
+
         rows, columns = self.shape
         if values.shape[0] != (slots := self.held.shape[0]):
             raise ValueError(f"unpack() got {list(values.shape)}, but this pack has {slots} slots.")
+
         blank = values.new_full((rows * columns + 1, *values.shape[1:]), fill)
         return blank.index_copy(0, self._index(of), values)[:-1].view(rows, columns, *values.shape[1:])
 
@@ -167,7 +173,8 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor(batch.lengths)
     slots_of = torch.tensor(batch.padded_lengths if batch.prefixes is None else batch.lengths)
     padded = slots_of[:sequences]
-    real_starts, slot_starts = lengths.cumsum(0) - lengths, padded.cumsum(0) - padded
+    real_starts = lengths.cumsum(0) - lengths
+    slot_starts = padded.cumsum(0) - padded
     slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)
     held = torch.full((int(slots_of.sum()),), nowhere)
     held[slots] = tokens

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightning_thd._checks import choice, real_number
 from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries.core import sequence_of_slots
+from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
 from lightning_thd.parallel.routers import (
     FUNCTION,
@@ -33,9 +34,6 @@ from lightning_thd.parallel.routers import (
     scores_of,
     wants_balance,
 )
-
-if TYPE_CHECKING:
-    from lightning_thd.loss.head_call import HeadCall
 
 RouterBalance = Literal["microbatch", "sequence", "step"]
 _HERE = threading.local()  # ``muted``: whether this thread's model must not balance its experts itself
@@ -68,16 +66,17 @@ class Routers:
         """Request router logits, and switch off the model's own balancing loss, inside this context."""
         kwargs["output_router_logits"] = True
         module = module_of_loss(inner)
-        before = getattr(module, FUNCTION, None)
-        if before is not None:
-            setattr(module, FUNCTION, _muted(before))
+        model_loss = getattr(module, FUNCTION, None)
+        if model_loss is not None:
+            setattr(module, FUNCTION, _muted(model_loss))
+
         _HERE.muted = True
         try:
             yield
         finally:
             _HERE.muted = False
-            if before is not None:
-                setattr(module, FUNCTION, before)
+            if model_loss is not None:
+                setattr(module, FUNCTION, model_loss)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
         """Compute a router loss, a scalar. In training, pipeline stages without the head return NaN."""
@@ -91,6 +90,7 @@ class Routers:
                 f"{type(inner).__name__} returns router logits {[list(layer.shape) for layer in logits]}, "
                 f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
             )
+
         require_gradients(inner, layers)
 
         groups, slots_of_tokens = self._groups()
@@ -101,6 +101,7 @@ class Routers:
         if self.stage is not None:
             assert self.stage.balance is not None
             sums = self.stage.balance.add(sums)
+
         return sums if sums.ndim == 0 else self._of_sums(sums, (groups < padding).sum())
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
@@ -144,8 +145,9 @@ class Routers:
                 chosen = chosen.contiguous()  # a slice, which a collective does not take
                 dist.all_reduce(chosen, group=batch.boundaries.group)
             # A product and a sum, not @, which autocast would round.
-            each = balance_of(probabilities, chosen, top_k) * chosen.sum(1)
-            total = total + self.coefficient * each.sum() * (scale / layers / top_k)
+            of_sequences = balance_of(probabilities, chosen, top_k) * chosen.sum(1)
+            total = total + self.coefficient * of_sequences.sum() * (scale / layers / top_k)
+
         if self.balance == "step":
             choices = chosen.sum(0)
             if dist.is_initialized():
@@ -154,6 +156,7 @@ class Routers:
             self.seen = choices if self.before is None else choices + self.before
             share = self.seen / (self.seen.sum() / top_k).clamp_min(1.0)
             total = total + self.coefficient * count * (share * probabilities.sum(0)).sum() * (scale / layers)
+
         return total
 
 
@@ -179,6 +182,7 @@ def routers_for(
     model_balances = wants_balance(inner) and module_of_loss(inner) is not None
     if balance is None:
         balance = "sequence" if model_balances else "microbatch"
+
     wanted: RouterBalance | None = balance
     if balance == "microbatch":
         if model_balances:
@@ -186,6 +190,7 @@ def routers_for(
         if not z_loss and not (model_balances and stage is not None):
             return None
         wanted = "microbatch" if model_balances else None
+
     what = f"router_z_loss={z_loss}" if balance == "microbatch" and z_loss else f"router_balance={balance!r}"
     if call.experts is None:
         call.experts = _experts_of(inner, call.config, what)
@@ -194,6 +199,7 @@ def routers_for(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
             f"pass token_scale to THDBatch.collate. {see('experts')}"
         )
+
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
         wanted = None
     if wanted == "microbatch" and batch.prefixes is not None:
@@ -201,12 +207,14 @@ def routers_for(
             f"{what} got sequences that share prefixes, and the model's balancing loss counts their slots "
             "once. Set router_balance='sequence' or share_prefixes=False."
         )
+
     coefficient = call.balance_coefficient
     if wanted is not None and coefficient is None:
         raise ValueError(
             f"{what} needs the coefficient of the balancing loss, and neither {type(inner).__name__} nor its "
             "config has router_aux_loss_coef. Set it, to 0.001 for example."
         )
+
     before = call.choices if batch.microbatch else None
     return Routers(wanted, coefficient or 0.0, z_loss, call.experts, batch, stage, before)
 
@@ -238,6 +246,7 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
             f"{what} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
             "which leaves the loss to the model, and no router z-loss."
         )
+
     return Experts(count, top_k, scores)
 
 

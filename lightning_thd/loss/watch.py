@@ -51,8 +51,8 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
     """Return the watcher of a training batch, and the list of ``recorded_losses``; each may be None."""
     recorded = RECORDED.get()
     watcher = WATCHER[0]() if WATCHER else None
-    quiet = shapes_are_static() or getattr(STATIC, "trial", False) or not torch.is_grad_enabled()
-    if watcher is None or quiet or not watcher.wants(batch):
+    is_training = torch.is_grad_enabled() and not getattr(STATIC, "trial", False)
+    if watcher is None or not is_training or shapes_are_static() or not watcher.wants(batch):
         return None, recorded
     return watcher, recorded
 
@@ -60,10 +60,11 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
     """Collect slot losses while a CUDA graph records a step; each replay writes new values into them."""
-    found: list[SlotLosses] = []
-    token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
+    recorded: list[SlotLosses] = []
+    is_watched = bool(WATCHER) and WATCHER[0]() is not None
+    token = RECORDED.set(recorded if is_watched else None)
     try:
-        yield found
+        yield recorded
     finally:
         RECORDED.reset(token)
 
@@ -86,15 +87,17 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     batch = unnoted(batch)
     targets = batch.token_targets
-    for name, values in (("losses", losses), ("weights", losses if weights is None else weights)):
-        shaped(values, name, targets.shape, "one per target, as batch.token_targets.")
+    shaped(losses, "losses", targets.shape, "one per target, as batch.token_targets.")
+    if weights is not None:
+        shaped(weights, "weights", targets.shape, "one per target, as batch.token_targets.")
+
     counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)
-    watcher, found = watching(batch)
-    if found is not None:  # with the scale of the batch, as in causal_lm_loss
+    watcher, recorded = watching(batch)
+    if recorded is not None:  # with the scale of the batch, as in causal_lm_loss
         scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
-        found.append(SlotLosses(summed * scale, factors * scale, None))
+        recorded.append(SlotLosses(summed * scale, factors * scale, None))
     if watcher is not None:
         watcher.see(batch, SlotLosses(summed, factors, None), 1.0)

@@ -132,6 +132,7 @@ def enter(
         return None
     if isinstance(kwargs.get("attention_mask"), ForThdOnly | UnreadMask):
         kwargs = {**kwargs, "attention_mask": None}
+
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
@@ -140,20 +141,25 @@ def enter(
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
     if outer is not None and outer.families:
-        families, masks = outer.families, outer.masks  # an outer model may pass its masks to an inner model
+        # an outer model may pass its masks to an inner model
+        families = outer.families
+        masks = outer.masks
         embeds = kwargs.get("inputs_embeds")
         # An inner model that gets embeddings of all slots is a part of the language model: it keeps the pack.
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
         if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
             return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS}
+
         text = None
     else:
         kind: Any = type(config)
         plain = not torch.compiler.is_compiling() and not kind_holds_text_config(kind)
         plain = plain and TEXT_CONFIGS.isdisjoint(vars(config))
         text = config if plain else config.get_text_config(decoder=True)
-        families, masks = (type(config), type(text)), ()
+        families = (type(config), type(text))
+        masks = ()
+
     pack: Boundaries | None = kwargs.get(BOUNDARIES)
     inner = text is None and kwargs.get("cu_seq_lens_q") is None
     if pack is None and inner and outer is not None:  # some models do not pass them to inner models
@@ -176,12 +182,15 @@ def enter(
             refuse_changed_config(model)
             if any(name in kwargs for name in LABELS):
                 kwargs = keep_labels_inside(model, kwargs, pack)
+
         if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
             kwargs = {**kwargs, "use_cache": False}
+
     mask_ndim = model.__dict__.get(PLAIN_MASKS)
     shows_all = pack is not None and mask_ndim is not None
     if pack is not None and mask_ndim is not None:
         kwargs = {**kwargs, "attention_mask": all_slots(pack, mask_ndim)}
+
     STATE.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
 
@@ -191,9 +200,11 @@ def leave(model: Any, output: Any) -> Any:
     scope: Any = getattr(STATE, "scope", None)
     if scope is None or scope.module is not model:  # enter raised or did nothing
         return None
+
     STATE.scope = scope.outer
     if scope.pack is None or output is None:
         return None
+
     outermost = scope.outer is None or scope.outer.module is None
     if model._thd_pools or getattr(model, "pooler", None) is not None:
         return pool_each_sequence(model, scope.pack, output, outermost=outermost)
@@ -215,6 +226,7 @@ def call_announced(
     entered = enter(model, args, kwargs)
     if entered is None:
         return forward(*args, **kwargs)
+
     scope = current_scope()
     output: Any = None
     try:
@@ -224,6 +236,7 @@ def call_announced(
             output = forward(*entered[0], **entered[1])
     finally:
         pooled = leave(model, output)
+
     return output if pooled is None else pooled
 
 
@@ -298,12 +311,14 @@ def stock_models_around(model: Any) -> list[Any]:
     stock = {kind for kind in kinds if not issubclass(kind, Announcing)}
     if not stock:
         return []
+
     around: list[tuple[int, Any]] = []
     for outer in objects:
         if type(outer) in stock:
             inside = list(outer.modules())
             if any(inner is model for inner in inside):
                 around.append((len(inside), outer))
+
     return [outer for _, outer in sorted(around, key=lambda found: found[0], reverse=True)]
 
 

@@ -58,23 +58,28 @@ def thd_attention(
     """
     if READY not in module.__dict__ and getattr(module, "config", None) is not None:
         _refuse_unprepared(module)
+
     scope: Scope | None = getattr(STATE, "scope", None)
     if isinstance(attention_mask, UnreadMask):
         attention_mask = None
     if attention_mask is not None and scope is not None and scope.shows_all:
         attention_mask = None  # ours, see ``families/plain_masks.py``
+
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
         _refuse(module, attention_mask if decoded == _PLAIN_MASK else None, dropout, others)
+
     pack = boundaries
     if pack is None and (cu_seq_lens_q is None or scope is not None):
         pack = current_pack()
     if pack is not None and cu_seq_lens_q is not None and cu_seq_lens_q is not pack.offsets:
         pack = None  # the offsets belong to another pack, such as the images of a vision tower
+
     kind: tuple[Any, ...] | None = None
     if pack is not None and not compiling:
-        device, own = query.device, module.__dict__
+        device = query.device
+        own = module.__dict__
         kind = (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
             *(device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
@@ -89,6 +94,7 @@ def thd_attention(
             if known.sees_later:
                 _note_later(module)
             return known.attend(query, key, value, s_aux), None
+
     offsets = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = (is_causal, sliding_window, scaling, softcap)
     return _attend_first(module, (query, key, value, s_aux), offsets, layer, decoded, pack, kind), None
@@ -145,6 +151,7 @@ def _attend_first(
         _note_later(module)
     if pack is None or kind is None or query.shape[0] != 1:
         return _attend_unbound(query, key, value, call, options, s_aux)
+
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, call, sinks=s_aux, **_options(*options))
     pack.kernels[kind] = _BoundKernel(bound, sees_later, getattr(module, "config", None))
@@ -167,6 +174,7 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
             f"{type(module).__name__} was built with sliding_window={built} and now has {current}. Build the "
             "model from a config with the new window."
         )
+
     window = current if given == _UNSET else given
     if given == _UNSET and lost_window(module):
         raise ValueError(
@@ -174,6 +182,7 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
             "transformers. Use a release that `lightning-thd doctor` lists as tested, or padded rows with "
             "attn_implementation='eager'."
         )
+
     # If a decoder's config has is_causal=False, the window does not count the token itself: add it.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):
@@ -193,19 +202,24 @@ def _kernel_call(
     chunk: int | None,
 ) -> KernelCall:
     """Return the kernel call of a layer on a pack, on other offsets, or on rows of one sequence each."""
-    rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
+    rows = query.shape[0]
+    slots = query.shape[2]
+    slots_k = key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots:
         if slots_k != slots:
             _refuse_other_keys(module, query, key)
         return pack.call(module, causal=causal, chunk=chunk)
+
     if offsets[0] is not None:
         if slots != slots_k:
             _refuse_other_keys(module, query, key)
         call = _call_of_offsets(query, *offsets)
     else:
         call = _call_of_rows(module, query, key, pack, causal=causal)
+
     if chunk is None:
         return call
+
     longest = min(chunk, call.max_seqlen_q)
     cut = chunk_offsets(call.cu_seqlens_q, rows * slots, chunk)
     return KernelCall(cut, cut, longest, longest)
@@ -247,6 +261,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
             f"{type(module).__name__} has is_causal=False in a model that builds a causal and a "
             "bidirectional mask. Use padded rows with attn_implementation='eager'."
         )
+
     return stated
 
 
@@ -269,6 +284,7 @@ def _call_of_offsets(
         raise ValueError(
             f"A pack is one row [1, T], but attention got {query.shape[0]} rows together with cu_seq_lens_q."
         )
+
     if max_length_q is None:
         raise ValueError("Attention got cu_seq_lens_q without max_length_q. Call model(**batch.hf_kwargs()).")
     return KernelCall(
@@ -283,17 +299,21 @@ def _call_of_rows(
     module: nn.Module, query: Tensor, key: Tensor, pack: Boundaries | None, *, causal: bool
 ) -> KernelCall:
     """Return the call of rows without a pack or beside it: one sequence per row."""
-    rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
+    rows = query.shape[0]
+    slots = query.shape[2]
+    slots_k = key.shape[2]
     if causal and pack is not None:
         raise ValueError(
             f"{type(module).__name__} attends over {rows} x {slots} queries and {slots_k} keys while the "
             f"model works on a pack of {pack.slots} slots. Pass this layer the tokens of the pack only."
         )
+
     if causal and slots != slots_k:
         raise ValueError(
             f"{type(module).__name__} got {slots} queries and {slots_k} keys. Generation with a cache "
             "through 'thd' is not possible: pass use_cache=False."
         )
+
     return KernelCall(_row_offsets(rows, slots, query), _row_offsets(rows, slots_k, query), slots, slots_k)
 
 
@@ -302,22 +322,26 @@ def _row_offsets(rows: int, slots: int, like: Tensor) -> Tensor:
 
 
 def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
-    scope, name = current_scope(), type(module).__name__
+    scope = current_scope()
+    name = type(module).__name__
     if attention_mask is not None and scope is not None and scope.module is not None:
         raise ValueError(
             f"{name} makes its own attention mask, {tuple(attention_mask.shape)}, with a pattern that "
             "'thd' does not apply. Use attn_implementation='eager' for this model."
         )
+
     if attention_mask is not None:
         raise ValueError(
             f"{name} got an attention_mask of shape {tuple(attention_mask.shape)}. Pass attention_mask=None "
             "and cu_seq_lens_q, or use attn_implementation='eager'."
         )
+
     if dropout:
         config = getattr(module, "config", None)
         keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
         key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
         raise ValueError(f"{name} uses attention dropout {dropout}. Set {key} of the config to 0.0.")
+
     for given, value in others.items():
         if not (value is None or value is False or given in _INERT):
             raise ValueError(

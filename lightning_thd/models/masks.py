@@ -89,11 +89,13 @@ def thd_mask(
             "Pack the rows instead: THDBatch.from_padded(input_ids, attention_mask). To generate from "
             "left-padded rows, use rows of equal length, or model.set_attn_implementation('eager')."
         )
+
     # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain and not both_ways:
         found = _window_of_mask(mask_function, kind, q_length, config, device, own_functions=use_vmap)
         local_size = local_size or found
+
     longest = longest_sequence(q_length)
     if local_size is not None and longest > local_size and not _knows_window(scope, config):
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
@@ -103,6 +105,7 @@ def thd_mask(
             f"only its mask carries, so 'thd' cannot apply it to sequences of {longest}. Use sequences of at "
             f"most {local_size}, or attn_implementation='eager' on padded rows."
         )
+
     return None if plain else UnreadMask(type(config).__name__)
 
 
@@ -167,6 +170,7 @@ def _window_of_mask(
         return _window_of_own_mask(mask_function, kind, slots, config, device)
     if kind == BIDIRECTIONAL or shapes_are_static():  # a recorded step has no images, and cannot read
         return None
+
     queries = torch.arange(slots, device=device)
     distances = [2**power for power in range((slots - 1).bit_length())]
     earlier = torch.cat([queries[:-distance] for distance in distances])
@@ -189,6 +193,7 @@ def _window_of_own_mask(
     window: int | None = getattr(config, "sliding_window", None)
     is_plain = is_windowed = True
     start = 0
+
     for length in lengths:
         keys = torch.arange(start, start + length, device=device)
         for queries in keys.split(_ROWS_AT_ONCE):  # type: ignore[no-untyped-call]
@@ -198,6 +203,7 @@ def _window_of_own_mask(
             is_plain = is_plain and torch.equal(sees, plain)
             is_windowed = is_windowed and window is not None and torch.equal(sees, plain & (ages < window))
         start += length
+
     if not (is_plain or is_windowed):
         _refuse_pattern(config)
     return None if is_plain else window

@@ -31,6 +31,7 @@ def offload_inputs(models: Iterable[nn.Module], offload: bool | None) -> None:
     """
     if offload is not None:
         flags(offload=offload)
+
     for model in models:
         earlier = model.__dict__.get(_OFFLOAD)
         if offload is False and earlier:
@@ -56,6 +57,7 @@ def _wrap_checkpoints(model: nn.Module, *, asked: bool) -> None:
             "offload=True moves the inputs of checkpointed layers, but "
             f"{type(model).__name__} has none. Call model.gradient_checkpointing_enable() first."
         )
+
     way: _Way | None = None
     for layer in layers:
         # ``carry_packs`` has wrapped the checkpoint function; this one goes inside.
@@ -91,14 +93,18 @@ class _Sent:
     """A layer's input in pinned CPU memory, and on its way back once it is asked for."""
 
     def __init__(self, tensor: Tensor, way: _Way) -> None:
-        self._device, self._way = tensor.device, way
-        self._before, way.last = way.last, weakref.ref(self)
+        self._device = tensor.device
+        self._way = way
+        self._before = way.last
+        way.last = weakref.ref(self)
         self._host = _pinned(tensor)
         self._back: Tensor | None = None
         side = way.stream(tensor.device)
         side.wait_stream(torch.cuda.current_stream(tensor.device))
+
         with torch.cuda.stream(side):
             self._host.copy_(tensor, non_blocking=True)
+
         tensor.record_stream(side)
 
     def fetch(self) -> None:
@@ -111,7 +117,8 @@ class _Sent:
     def take(self) -> Tensor:
         """Return the input on the device, and start the way back of the one before it."""
         self.fetch()
-        back, self._back = self._back, None
+        back = self._back
+        self._back = None
         assert back is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._way.stream(self._device))
@@ -134,12 +141,14 @@ def _checkpoint_from_host(
     moves = isinstance(hidden, Tensor) and _is_on_device(hidden) and torch.is_grad_enabled()
     if not moves or torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)
+
     assert isinstance(hidden, Tensor)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "prepare(offload=True) copies layer inputs to CPU memory, which a CUDA graph cannot hold. Build "
             "the model without offload, or leave CUDAGraphCallback out."
         )
+
     place = hidden.data_ptr(), hidden.shape
 
     def pack(tensor: Tensor) -> Any:

@@ -110,6 +110,7 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     tokens: Tensor | None = None
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
+
     boundaries: Any = kwargs.get(BOUNDARIES)
     offsets: Any = kwargs.get("cu_seq_lens_q")
     tensors = isinstance(boundaries, Boundaries) and isinstance(offsets, Tensor)
@@ -117,17 +118,20 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
         boundaries = _moved_with(boundaries, offsets)
     if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)
+
     known = None if outer is None else outer.pack
     if offsets is not None:
         if known is not None and known.offsets is offsets:
             return known
         return _pack_from_kwargs(kwargs, tokens)
+
     if outer is not None:
         if outer.module is not None:
             return known
         # While a batch is announced, another model may be called on other rows.
         if known and (tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots)):
             return known
+
     return pack_from_positions(kwargs.get("position_ids"))
 
 
@@ -141,9 +145,11 @@ def _moved_with(boundaries: Boundaries, offsets: Tensor) -> Boundaries | None:
     own = tensors.get("offsets")
     if own is None or own.shape != offsets.shape:
         return None
+
     comparable = own.device == offsets.device and own.device.type == "cpu"
     if comparable and not torch.compiler.is_compiling() and not torch.equal(own, offsets):
         return None
+
     moved = {name: x.to(offsets.device) for name, x in tensors.items()}
     return boundaries.with_tensors({**moved, "offsets": offsets})
 
@@ -157,11 +163,13 @@ def _checked(boundaries: Any, kwargs: dict[str, Any], tokens: Tensor | None) -> 
     else:
         _require(kwargs, tokens, "max_length_q", "position_ids", came="cu_seq_lens_q")
         _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+
     if tokens is not None and tokens.shape[1] != boundaries.slots:
         raise ValueError(
             f"The boundaries are those of {boundaries.slots} slots, but the input has {tokens.shape[1]}. "
             "Call model(**batch.hf_kwargs())."
         )
+
     checked: Boundaries = boundaries
     return checked
 
@@ -173,6 +181,7 @@ def _require(kwargs: dict[str, Any], tokens: Tensor | None, *names: str, came: s
             f"A pack came with {came} but without "
             f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs())."
         )
+
     if tokens.shape[0] != 1:
         raise ValueError(
             f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
@@ -198,11 +207,14 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
             continue
         got = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise ValueError(f"{name} is {got}; wanted int32 offsets [S + 1], as batch.hf_kwargs() gives.")
+
     if offsets_k is None or offsets_k is offsets:
         return
+
     message = "cu_seq_lens_k is not cu_seq_lens_q. Pass the same offsets for both: batch.hf_kwargs()."
     if offsets_k.shape != offsets.shape:
         raise ValueError(message)
+
     same = (offsets_k == offsets).all()
     if same.device.type != "cpu" or torch.compiler.is_compiling():
         # A read would wait for the device, or break the graph.
@@ -215,6 +227,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Boundaries | None:
     """Build a pack from positions ``[T]`` or ``[1, T]`` that restart; refuse M-RoPE or rows that do."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
+
     position_ids = position_ids[None] if position_ids.ndim == 1 else position_ids
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0
     if torch.compiler.is_compiling():
@@ -224,6 +237,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Boundaries | None:
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",
         )
         return None
+
     if position_ids.ndim == 3:
         if bool((steps[0] < 0).any()):
             raise ValueError(
@@ -231,6 +245,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Boundaries | None:
                 "a pack, but they do not mark its boundaries. Pass batch.hf_kwargs()."
             )
         return None
+
     continues = (steps == 1).tolist()
     if all(all(row) for row in continues):
         return None
@@ -239,6 +254,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Boundaries | None:
             f"position_ids of shape {tuple(position_ids.shape)} restart inside a row. Lay all sequences end "
             "to end in one row, or pass rows that are one sequence each."
         )
+
     slots = position_ids.shape[-1]
     starts = [0, *(i + 1 for i, goes_on in enumerate(continues[0]) if not goes_on), slots]
     lengths = [end - start for start, end in pairwise(starts)]

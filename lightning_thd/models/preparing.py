@@ -68,6 +68,7 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
             f"{option} is for models of transformers, but {type(model).__name__} holds none. Pass the model "
             "after it is built, as at the end of configure_model, or leave the option out."
         )
+
     asked = [inner for inner in models if mentions_thd(inner.config)]
     if models and not asked:
         raise ValueError(
@@ -75,12 +76,15 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
             "so there is nothing to prepare. Build it with attn_implementation='thd', or call "
             "model.set_attn_implementation('thd')."
         )
+
     for inner in asked:
         if not keeps_own_attention(inner):
             _announce_packs(inner)
+
     for inner in asked:
         spread_thd(inner, follow=False)
         prepare_layers(inner)
+
     for outer in models:
         inside = (inner for inner in asked if any(child is inner for child in outer.modules()))
         inner = next(
@@ -88,6 +92,7 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
         )
         if inner is not None and not isinstance(outer, Announcing):
             refuse_model_around(outer, inner)
+
     tile_mlps(asked, mlp_tile)
     offload_inputs(asked, offload)
     return model
@@ -142,9 +147,11 @@ def watch_attention(base: Any) -> None:
         if chosen != NAME and not mentions_thd(self.config):
             watch_switching(self)
             return chosen
+
         for inner in self.modules():  # also models that share the config, which transformers skips
             if is_transformers_model(inner) and inner.config is self.config:
                 _announce_packs(inner)
+
         if any(True for _ in self.children()):  # else ``post_init`` does it when the layers are built
             if chosen == NAME:
                 _announce_around(self)

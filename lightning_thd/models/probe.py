@@ -119,6 +119,7 @@ def check_packing(
         port = Port(model, reference)
     if tuple(lengths) == LENGTHS:
         lengths = _default_lengths(model, run, vocab_size, seed, port, thorough=thorough)
+
     norms = averaging_norms(model)
 
     def measure() -> _Probe:
@@ -262,6 +263,7 @@ class _Probe:
                 f"{self.name} gives {len(logits)} rows for {num_slots} slots of {num_sequences} sequences. "
                 "Pass a forward= that gives one row for each."
             )
+
         if len(logits) == num_slots:
             return logits
         return logits[:num_sequences]
@@ -320,6 +322,7 @@ class _Probe:
         # Dynamic ropes keep the longest length that they have seen.
         shortest_first = sorted(range(len(lengths)), key=lambda index: lengths[index])
         stock: dict[int, Tensor] = {}
+
         try:
             with torch.no_grad():
                 for index in shortest_first:
@@ -330,6 +333,7 @@ class _Probe:
 
         with torch.no_grad():
             whole = self.logits(self.batch)
+
         if any(logits.shape[-1] != whole.shape[-1] for logits in stock.values()):
             self.skipped.append("stock eager attention: its logits are not what forward() returns")
             return
@@ -369,6 +373,7 @@ class _Probe:
         reference_grads: Any = torch.autograd.grad(torch.stack(totals).sum(), weights, allow_unused=True)
 
         zero = torch.zeros((), device=weights[0].device)  # the gradient of a weight that one of them ignores
+
         for ported_grad, reference_grad in zip(ported_grads, reference_grads, strict=True):
             if ported_grad is None and reference_grad is None:
                 continue
@@ -381,6 +386,7 @@ class _Probe:
         """Compare the gradients of parameters with and without a trailing pad."""
         if not self.grad:
             return
+
         weights = self._trained()
         size = sum(p.numel() for p in weights)
         if not weights or size > _MANY:
@@ -402,6 +408,7 @@ class _Probe:
             if plain_grad is not None and padded_grad is not None
         ]
         largest = max((plain_grad.abs().max().item() for plain_grad, _ in pairs), default=0.0)
+
         for plain_grad, padded_grad in pairs:
             scale = max(plain_grad.abs().max().item(), 1e-3 * largest, 1e-30)
             self.keep("pad_error", (plain_grad - padded_grad).abs().max().item() / scale, 0)
@@ -423,6 +430,7 @@ class _Probe:
         if not self.grad:
             yield
             return
+
         with embedding_of(self.model).register_forward_hook(cut):
             yield
 
@@ -513,6 +521,7 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
 
     # A leak between equal sequences may not be seen, so their first tokens differ.
     first_tokens = tokens[torch.randperm(len(tokens), **on_host)]
+
     for index, ids in enumerate(sequences):
         ids[0] = first_tokens[index % len(first_tokens)]
 
@@ -520,6 +529,7 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     if isinstance(mask, int) and 0 <= mask < size:  # a model may scale a sequence by its masked tokens
         for ids in sequences:
             ids[1 : len(ids) // 2 : 2] = mask
+
     batch = THDBatch.collate([{"input_ids": ids} for ids in sequences])
     return batch.to(embedding_of(model).weight.device)
 

@@ -51,6 +51,7 @@ def no_zero_weights(model: nn.Module) -> Generator[None]:
         for seed, parameter in enumerate(zeros):
             generator = torch.Generator(parameter.device).manual_seed(seed)
             parameter.normal_(0.0, _NOISE, generator=generator)
+
     try:
         yield
     finally:
@@ -79,10 +80,13 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
     if not rounded or not plain or sum(tensor.numel() for tensor in halves) > most:
         yield False
         return
-    held, default = [tensor.data for tensor in halves], torch.get_default_dtype()
+
+    held = [tensor.data for tensor in halves]
+    default = torch.get_default_dtype()
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
+
         try:
             torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets bfloat16
             for tensor in halves:
@@ -117,7 +121,8 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 # ---- Stock attention
 
 # In slots. Longer sequences make the probe slow on a CPU, so it lowers limits of REACH or more to _LOW.
-REACH, _LOW = 1024, 9
+REACH = 1024
+_LOW = 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
@@ -186,6 +191,7 @@ def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
         for entry in entries:
             if entry.get("rope_type") == "longrope":
                 yield entry, "original_max_position_embeddings", entry["original_max_position_embeddings"]
+
     for holder in (*attention_configs(model), *model.modules()):
         rotary = "dynamic" in str(vars(holder).get("rope_type"))
         for name, size in list(vars(holder).items()):
@@ -238,14 +244,17 @@ def first_differing_module(
     kinds = {name: type(module).__name__ for name, module in models[0].named_modules()}
     with _recorded(models[0], first_rows) as calls:
         first()
+
     with _recorded(models[1], second_rows) as others:
         second()
+
     for key, call in calls.items():  # in the order in which the calls ended: inner modules first
         other = others.get(key)
         if other is None:
             continue
         if _agree(call[0], other[0], tolerance) and not _agree(call[1], other[1], tolerance):
             return f"{key[0] or 'the model itself'} ({kinds[key[0]]})"
+
     return None
 
 

@@ -115,6 +115,7 @@ class PackingReport:
         for name, value, allowed in measured:
             if value is not None:
                 lines.append(f"  {name:<27} {value:.1e} (allowed {allowed:.0e})")
+
         lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
         lines += [f"  not looked at               {what}" for what in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
@@ -138,6 +139,7 @@ class PackingLeakError(RuntimeError):
             what = "differs from the reference"
         else:
             what = "gets different or non-finite gradients if a trailing pad is added"
+
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.batch_norms and report.same and not report.leaks:
             remedy = "Use norms of single tokens, such as LayerNorm, or running statistics in eval()"
@@ -149,6 +151,7 @@ class PackingLeakError(RuntimeError):
             remedy = f"{remedy}take positions from batch.position_ids"
         elif report.attention == "thd":
             remedy = "Check forward= and the first wrong module, or train this model on padded rows"
+
         super().__init__(
             f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
             f"{remedy}. {see('leaks')}"

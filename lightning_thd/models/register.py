@@ -52,10 +52,12 @@ def _register(table: str, install: Callable[[ModuleType], Callable[..., Any]], m
     entries = getattr(module, table, None)
     if entries is None:
         return  # transformers has no such table and refuses the name
+
     release = numbers(_installed())
     if release and is_older(_installed(), OLDEST):
         entries.register(NAME, _refusal("it is too old"))
         return
+
     try:
         entries.register(NAME, install(module))
     except (AttributeError, ImportError, TypeError, ValueError) as error:

@@ -45,6 +45,7 @@ def spread_thd(model: nn.Module, *, follow: bool) -> None:
         text = own
         if mentions_thd(inner.config):
             text = language_config(inner.config)._attn_implementation
+
         wanted = own
         if text == NAME or follow:
             wanted = text

@@ -42,6 +42,7 @@ def tile_mlps(models: Iterable[nn.Module], mlp_tile: int | None) -> None:
     """
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", least=1, advice="Pass the tokens of a tile: 2_048.")
+
     for model in (each for each in models if not is_tower(each)):
         earlier = model.__dict__.get(_TILE)
         if mlp_tile is not None and earlier not in (None, mlp_tile):
@@ -74,15 +75,18 @@ def _tile_model(model: nn.Module, tile: int) -> None:
             f"mlp_tile={tile} runs MLPs and experts that are modules of their own, but "
             f"{type(model).__name__} cannot: {why}. Leave mlp_tile out."
         )
+
     for name, block in blocks:
         if _TILE not in block.__dict__ and "forward" in vars(block):
             raise ValueError(
                 f"mlp_tile={tile}, but the forward of {name} ({type(block).__name__}) was replaced, by "
                 "tensor parallelism for example. Call prepare(model, mlp_tile=...) when the model is built."
             )
+
     for _, block in blocks:
         block.__dict__[_TILE] = tile
         adapt(block, _Tiled)
+
     model.__dict__[_TILE] = tile
 
 
@@ -116,6 +120,7 @@ class _Tiled(Adapter):
                 f"{type(self).__name__} returned a {type(outputs[0]).__name__}, wanted one tensor with a row "
                 "for each token. Build the model without mlp_tile."
             )
+
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
 

@@ -30,11 +30,13 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
     filled = _with_memory(module, device)
     if not filled:
         return
+
     names = {id(tensor): name for name, tensor in filled.items()}
     kept = [t for t in [*module.parameters(), *module.buffers()] if id(t) not in names]
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), _untouched(kept), _seeded(names, seed):
         _initialise(module, names, seed)
+
     held = {id(tensor) for *_, tensor in _held(module)}  # an initialiser may replace a buffer
     left = [name for name, tensor in filled.items() if id(tensor) in held and _is_unset(tensor)]
     if left:
@@ -102,22 +104,26 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         unset = [t for t in [*child.parameters(), *child.buffers()] if id(t) in names]
         if not unset:
             return
+
         is_model = hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None))
         own: Any = child if is_model else model
         added = getattr(child, "adapter_layer_names", ())  # children that PEFT has added
         for name, below in child.named_children():
             walk(below, f"{path}.{name}" if path else name, None if name in added else own)
+
         torch.manual_seed(_seed_of(f"{path}()", seed))
         if added:
             _initialise_adapters(child, path, adapters)
             return
         if own is not None:  # a block may set the weights of its children
             own._init_weights(child)
+
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         mine = [tensor for tensor in tensors if id(tensor) in names]
         reset: Any = getattr(child, "reset_parameters", None)
         if reset is not None and any(map(_is_unset, mine)):
             reset()
+
         for tensor in mine:
             if owners[id(tensor)] > 1:  # a tied weight is set only once, by its first owner
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -162,6 +168,7 @@ def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
     if not available("transformers"):
         yield
         return
+
     from transformers import initialization
 
     fills = {name: x for name, x in vars(initialization).items() if name.endswith("_") and name[:1] != "_"}
@@ -211,13 +218,15 @@ def postponed_reading() -> Generator[None]:
     from transformers.core_model_loading import LoadStateDictInfo
 
     kind: Any = PreTrainedModel
-    read, finish = kind._load_pretrained_model, kind._finalize_model_loading
+    read = kind._load_pretrained_model
+    finish = kind._finalize_model_loading
 
     def postpone(model: Any, state: Any, files: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         plain = state is None and options.hf_quantizer is None and options.device_map is None
         names = [str(file) for file in files or ()]
         if not plain or not names or not all(name.endswith(".safetensors") for name in names):
             return read(model, state, files, options, *args, **kwargs)
+
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         skeleton = copy.deepcopy(model)
@@ -238,7 +247,8 @@ def postponed_reading() -> Generator[None]:
     try:
         yield
     finally:
-        kind._load_pretrained_model, kind._finalize_model_loading = staticmethod(read), staticmethod(finish)
+        kind._load_pretrained_model = staticmethod(read)
+        kind._finalize_model_loading = staticmethod(finish)
 
 
 def read_weights(module: nn.Module) -> None:
@@ -256,6 +266,7 @@ def require_unchanged(module: nn.Module) -> None:
         unread = child.__dict__.get(_ATTRIBUTE)
         if unread is None:
             continue
+
         lost = [n for n, t in unread.tensors.items() if id(t) not in held and isinstance(t, nn.Parameter)]
         known = {id(tensor) for tensor in unread.tensors.values()}
         added = [n for n, p in child.named_parameters() if id(p) not in known and n in unread.tensors]
@@ -275,19 +286,23 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     kept = {name: tensor for name, tensor in unread.tensors.items() if id(tensor) in held and tensor.is_meta}
     skeleton: Any = unread.skeleton
     expected = list(skeleton.state_dict())
+
     for path, table, name, _ in _held(skeleton):
         if path not in kept:
             del table[name]
+
     given = skeleton, None, unread.files, unread.options
     found, _ = type(skeleton)._load_pretrained_model(*given, expected_keys=expected)
     _check_read(skeleton, found, kept)
     read: dict[int, Tensor] = {}
+
     for name, tensor in kept.items():
         new = _tensor(skeleton, name)
         if not new.is_meta:  # the new tensor gets the dtype and requires_grad of the old one
             data = new.detach().to(tensor.dtype)
             plain = not isinstance(tensor, nn.Parameter)
             read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
+
     for _, table, name, held_there in _held(module):
         if id(held_there) in read:
             table[name] = read[id(held_there)]
@@ -300,6 +315,7 @@ def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> Non
             f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
             "Load it with the config that it was saved with."
         )
+
     # A tied weight is read under only one of its names.
     read = {id(tensor) for name, tensor in kept.items() if not _tensor(skeleton, name).is_meta}
     persistent = set(skeleton.state_dict())

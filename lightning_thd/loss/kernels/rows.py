@@ -47,6 +47,7 @@ def _logits(row, bias, index, columns, scale, cap, heat, CAP: tl.constexpr, BIAS
     x = tl.load(row + index, mask=index < _padded(columns), other=0.0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + index, mask=index < columns, other=0.0).to(tl.float32)
+
     bend = x
     if CAP:
         tanh = 2.0 * tl.sigmoid(2.0 * scale / cap * x) - 1.0
@@ -54,6 +55,7 @@ def _logits(row, bias, index, columns, scale, cap, heat, CAP: tl.constexpr, BIAS
         x = tanh * (cap * heat)
     else:
         x = x * (scale * heat)
+
     return tl.where(index < columns, x, float("-inf")), bend
 
 
@@ -76,8 +78,10 @@ def _sweep(
         e = _exp(x)
         if ENTROPY:
             weighted = _exp(shift) * (weighted + mass * shift) + tl.sum(e * x)
+
         mass = _exp(shift) * mass + tl.sum(e)
         largest = above
+
     return largest, mass, weighted, total
 
 
@@ -97,9 +101,11 @@ def _spread(
             d = _exp(log_p) * (direct + slope * log_p)
         else:
             d = _exp(log_p) * direct
+
         d = (d + flat + tl.where(index == target_index, target, 0.0)) * factor
         if CAP:
             d *= bend
+
         tl.debug_barrier()  # all threads have read this block before one overwrites it
         tl.store(out + index, d.to(out.dtype.element_ty), mask=index < _padded(columns))
 
@@ -121,6 +127,7 @@ def _nll(
             index = start + tl.arange(0, BLOCK)
             zeros = tl.zeros([BLOCK], out.dtype.element_ty)
             tl.store(out_row + index, zeros, mask=index < _padded(columns))
+
         tl.store(losses + i, 0.0)
     else:
         there = y + tl.zeros([1], tl.int64)
@@ -139,6 +146,7 @@ def _nll(
         loss = (1.0 - smoothing) * (log_mass - (at_target - largest)) + z_loss * lse * lse
         if TOTAL:
             loss += smoothing * (lse - total / columns)
+
         tl.store(losses + i, w * loss)
 
         direct = w * (1.0 + 2.0 * z_loss * lse)

@@ -11,7 +11,8 @@ import torch
 # tokens x 152k vocabulary are 74 times 256 MiB, and two tiles of 128 MiB still keep a device busy.
 CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
-_CPU_COLUMNS, _ACCELERATOR_COLUMNS = 2048, 8192
+_CPU_COLUMNS = 2048
+_ACCELERATOR_COLUMNS = 8192
 
 
 def tile_shape(

@@ -40,18 +40,22 @@ class Divergence:
         """Compute a tile's part of the divergence and, unless "kl", of ``sum e^s g`` (see ``_slope``)."""
         q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
-            found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
-            return found, found
+            divergence = torch.where(q > 0, q * (t - s), 0.0).sum(1)
+            return divergence, divergence  # the second one is not read
+
         p = exponential(s, out=torch.empty_like(s))
         inner = torch.where(p > 0, p * self._slope(s, t), 0.0).sum(1)
         if self.kind == "reverse_kl":
             return inner, inner
+
         teachers = torch.where(q > 0, q * (t - self._mixture(s, t)), 0.0).sum(1)
         return self.beta * teachers + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
         """Return g, ``[c, v]``; the gradient for a row's student logits is ``e^s (g - sum e^s g)``."""
-        return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
+        if self.kind == "reverse_kl":
+            return s - t
+        return (1.0 - self.beta) * (s - self._mixture(s, t))
 
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
         """Return the gradient of student logits, ``[c, v]``; ``inner`` is ``sum e^s g``. Overwrites s."""
@@ -85,40 +89,51 @@ def divergence_and_gradients(
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
+
     for rows in head.row_tiles:
         lse = _open(stash, teacher, rows)[:, None]
         inner = losses.new_zeros(rows.stop - rows.start)
         if divergence.couples_columns:
             for columns in head.column_tiles:
                 t = teacher.logprobs(columns).to(losses.dtype)
-                parts = divergence.terms(stash.logits(columns) - lse, t)
-                losses[rows] += parts[0]
-                inner += parts[1]
+                part_of_loss, part_of_inner = divergence.terms(stash.logits(columns) - lse, t)
+                losses[rows] += part_of_loss
+                inner += part_of_inner
             if group is not None:
                 dist.all_reduce(inner, group=group)
+
         sums.open(rows)
         for columns in head.column_tiles:
-            t, z = teacher.logprobs(columns).to(losses.dtype), stash.logits(columns)
+            t = teacher.logprobs(columns).to(losses.dtype)
+            z = stash.logits(columns)
             s = z - lse
             if not divergence.couples_columns:
                 losses[rows] += divergence.terms(s, t)[0]
+
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
             if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
+
             logit_map = head.settings.logit_map  # chain rule: dz becomes the raw products' gradient
             dz.mul_(logit_map.scale / logit_map.temperature)
             if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
                 dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
+
             sums.add(dz, rows, columns)
+
         sums.close(rows)
-    del stash
-    found = sums.result()
+
+    del stash  # free its memory before the weight's gradient is rounded
+    gradients = sums.result()
     if group is not None:
         dist.all_reduce(losses, group=group)
-        if found.hidden is not None and not head.settings.partial_hidden:
-            dist.all_reduce(found.hidden, group=group)
+        if gradients.hidden is not None and not head.settings.partial_hidden:
+            dist.all_reduce(gradients.hidden, group=group)
+
     weighted = weights * losses
-    return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
+    if head.counts is not None:
+        weighted = torch.where(head.counts, weighted, 0.0)
+    return weighted.sum(), gradients
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:

@@ -89,8 +89,10 @@ class Head:
         self.hidden, self.weight, self.bias = operands
         # Bool ``[R]``. Hidden states of rows that are False are replaced by zeros; None if all rows count.
         self.counts = None if settings.ignore_index is None else targets != settings.ignore_index
-        self.settings, self.tile = settings, tile
-        rows, columns = self.hidden.shape[0], settings.columns
+        self.settings = settings
+        self.tile = tile
+        rows = self.hidden.shape[0]
+        columns = settings.columns
         self.row_tiles = [slice(i, min(i + tile[0], rows)) for i in range(0, rows, tile[0])]
         self.column_tiles = [slice(i, min(i + tile[1], columns)) for i in range(0, columns, tile[1])]
 
@@ -179,9 +181,12 @@ class GradientSums:
     """
 
     def __init__(self, head: Head, *, needs: Needs, rows_outside: bool) -> None:
-        self.head, self.rows_outside = head, rows_outside
-        settings, rows = head.settings, head.hidden.shape[0]
-        device, wide = head.hidden.device, settings.accumulator
+        self.head = head
+        self.rows_outside = rows_outside
+        settings = head.settings
+        rows = head.hidden.shape[0]
+        device = head.hidden.device
+        wide = settings.accumulator
         # The first tile overwrites a sum that tiles cover completely; other sums start at zero.
         blank = torch.empty if settings.columns else torch.zeros
         hidden_dtype = head.hidden.dtype if rows_outside else wide
@@ -193,6 +198,7 @@ class GradientSums:
             self._wide_weight = WideSum(head.weight, columns=settings.columns, width=head.tile[1], wide=wide)
         elif needs[1]:
             self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
+
         self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
         self._tile: Tensor | None = None
         # Without rows, or without columns on this rank, no product fills a tile: start it at 0.
@@ -202,7 +208,8 @@ class GradientSums:
         """Begin a tile of the outer loop; a gradient in a narrow dtype is summed in a wide tile."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None:
-            wide, tile = self.head.settings.accumulator, total[outer]
+            wide = self.head.settings.accumulator
+            tile = total[outer]
             self._tile = tile if tile.dtype == wide else self._blank(tile, dtype=wide)
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
@@ -245,6 +252,7 @@ class GradientSums:
         else:
             assert self._tile is not None
             total = self._tile
+
         accumulate(total, dx.t(), hidden, self.head.settings.compute, first=rows.start == 0)
 
     def close(self, outer: slice) -> None:
@@ -270,7 +278,8 @@ class WideSum:
 
     def __init__(self, like: Tensor, *, columns: int, width: int, wide: torch.dtype) -> None:
         self._narrow = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._columns, self._width = columns, width
+        self._columns = columns
+        self._width = width
         inside = columns // 2 // width * width if wide.itemsize == 2 * like.dtype.itemsize else 0
         room = self._narrow.view(-1)[: inside * 2 * like.shape[1]]
         self._front = room.view(wide).view(inside, like.shape[1])
@@ -285,7 +294,8 @@ class WideSum:
 
     def result(self) -> Tensor:
         """Round the sums to the narrow dtype; nothing can be added afterwards."""
-        narrow, inside = self._narrow, len(self._front)
+        narrow = self._narrow
+        inside = len(self._front)
         for start in range(0, inside, self._width):  # ascending: only rounded sums get overwritten
             rows = slice(start, start + self._width)
             narrow[rows] = self._front[rows].to(narrow.dtype)

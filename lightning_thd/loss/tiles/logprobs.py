@@ -29,7 +29,8 @@ from lightning_thd.loss.tiles.softmax import (
 # Largest relative error of rounding to bf16, which keeps eight significant bits.
 _ROUNDING = 2.0**-8
 # Allowed standard errors of a row's log-sum and entropy, in nats, so that actual errors stay below 0.01.
-_LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
+_LOG_SUM_ERROR = 2e-3
+_ENTROPY_ERROR = 8e-3
 
 
 def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
@@ -38,7 +39,9 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     if by_kernels(head):
         _fill_by_kernels(stats, head, targets, entropy=entropy, total=total)
         return stats
-    first, second = head.scratch(), head.scratch()
+
+    first = head.scratch()
+    second = head.scratch()
     for columns in head.column_tiles:
         w = head.weights(columns)
         for rows in head.row_tiles:
@@ -46,6 +49,7 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.settings.start - columns.start
             update_statistics(stats[:, rows], z, e, local, entropy=entropy, total=total)
+
     return stats
 
 
@@ -61,9 +65,12 @@ def gradients(
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     if exact is None and by_kernels(head):
         return _gradients_by_kernels(head, targets, lse, wanted, needs=needs)
+
     sums = GradientSums(head, needs=needs, rows_outside=False)
-    first, second = head.scratch(), head.scratch()
+    first = head.scratch()
+    second = head.scratch()
     narrow = None if exact is None else head.scratch(head.settings.compute)
+
     for i, columns in enumerate(head.column_tiles):
         w = head.weights(columns)
         sums.open(columns)
@@ -76,7 +83,9 @@ def gradients(
             local = targets[rows] - head.settings.start - columns.start
             dz = logit_gradient(head.settings.logit_map, z, e, local, lse[rows], wanted.at(rows))
             sums.add(dz, rows, columns)
+
         sums.close(columns)
+
     return sums.result()
 
 
@@ -87,7 +96,8 @@ def _fill_by_kernels(stats: Tensor, head: Head, targets: Tensor, *, entropy: boo
     head = _widened_tiles(head)
     buffer = RowBuffer(*_largest_tile(head), head.hidden.device)
     for columns in head.column_tiles:
-        width, weight = columns.stop - columns.start, head.weights(columns)
+        width = columns.stop - columns.start
+        weight = head.weights(columns)
         for rows in head.row_tiles:
             count = rows.stop - rows.start
             product(head.inputs(rows), weight, out=buffer.products(count, width))
@@ -110,14 +120,17 @@ def _gradients_by_kernels(
     """Compute ``gradients`` with one kernel for each tile, which overwrites the products."""
     from lightning_thd.loss.kernels.operators import RowBuffer, gradient_of_rows
 
-    head, compute = _widened_tiles(head), head.settings.compute
-    none = torch.zeros_like(lse)
+    head = _widened_tiles(head)
+    compute = head.settings.compute
+    zeros = torch.zeros_like(lse)
     factors = [lse, wanted.direct, wanted.slope, wanted.target, wanted.flat]
-    stacked = torch.stack([none if factor is None else factor for factor in factors])
+    stacked = torch.stack([zeros if factor is None else factor for factor in factors])
     sums = GradientSums(head, needs=needs, rows_outside=False)
     buffer = RowBuffer(*_largest_tile(head), head.hidden.device)
+
     for columns in head.column_tiles:
-        width, weight = columns.stop - columns.start, head.weights(columns)
+        width = columns.stop - columns.start
+        weight = head.weights(columns)
         sums.open(columns)
         for rows in head.row_tiles:
             count = rows.stop - rows.start
@@ -138,7 +151,9 @@ def _gradients_by_kernels(
             sums.add_bias(dx, columns)
             sums.add_hidden(dx, weight, rows, columns)
             sums.add_weight(dx, hidden, rows, columns)
+
         sums.close(columns)
+
     return sums.result()
 
 
@@ -174,35 +189,44 @@ def may_round(head: Head) -> bool:
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
     """Compute ``softmax_statistics``, and bool ``[tiles, R]``: the rows of each tile that are exact."""
-    tiles, wide = head.column_tiles, head.settings.accumulator
+    tiles = head.column_tiles
+    wide = head.settings.accumulator
     blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
-    each = blank.repeat(len(tiles), 1, 1)
-    nowhere, local = torch.full_like(targets, -1), targets - head.settings.start
-    first, second, narrow = head.scratch(), head.scratch(), head.scratch(head.settings.compute)
+    of_tiles = blank.repeat(len(tiles), 1, 1)
+    nowhere = torch.full_like(targets, -1)
+    local = targets - head.settings.start
+    first = head.scratch()
+    second = head.scratch()
+    narrow = head.scratch(head.settings.compute)
+
     for i, columns in enumerate(tiles):
         w = head.weights(columns)
         for rows in head.row_tiles:
             z = head.rounded_logits(head.inputs(rows), w, columns, narrow, first)
             e = second[: z.numel()].view_as(z)
-            update_statistics(each[i][:, rows], z, e, nowhere[rows], entropy=entropy, total=total)
-    exact = rounding_shows(each, [t.stop - t.start for t in tiles], entropy=entropy)
+            update_statistics(of_tiles[i][:, rows], z, e, nowhere[rows], entropy=entropy, total=total)
+
+    widths = [columns.stop - columns.start for columns in tiles]
+    exact = rounding_shows(of_tiles, widths, entropy=entropy)
     for i, columns in enumerate(tiles):
-        w, rows_there = head.weights(columns), exact[i].nonzero().squeeze(1)
-        for at in range(0, len(rows_there), head.tile[0]):
-            chosen = rows_there[at : at + head.tile[0]]
+        w = head.weights(columns)
+        exact_rows = exact[i].nonzero().squeeze(1)
+        for start in range(0, len(exact_rows), head.tile[0]):
+            chosen = exact_rows[start : start + head.tile[0]]
             z = _wide_logits(head, chosen, columns, w, first)
             e = second[: z.numel()].view_as(z)
-            found = blank_statistics(each, len(chosen), wide)
-            update_statistics(found, z, e, local[chosen] - columns.start, entropy=entropy, total=total)
-            each[i][:, chosen] = found
-    stats = merge_parts(each)
+            recomputed = blank_statistics(of_tiles, len(chosen), wide)
+            update_statistics(recomputed, z, e, local[chosen] - columns.start, entropy=entropy, total=total)
+            of_tiles[i][:, chosen] = recomputed
+
+    stats = merge_parts(of_tiles)
     for rows in head.row_tiles:
         tile = local[rows].clamp(0, head.settings.columns - 1) // head.tile[1]
         # In an exact tile the target's logit comes from the same product as the tile's largest logit, so both
         # have the same rounding.
-        found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)
+        is_exact = exact[:, rows].gather(0, tile[None]).squeeze(0)
         computed = target_logits(head, rows, local[rows])
-        stats[TARGET, rows] = torch.where(found_there, stats[TARGET, rows], computed)
+        stats[TARGET, rows] = torch.where(is_exact, stats[TARGET, rows], computed)
     return stats, exact
 
 
@@ -213,7 +237,8 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     sqrt(3)``, weighted by probabilities. In a tile, the root of the sum of p^2 is at most ``sqrt(largest p *
     sum of p)``. If the mean ``e^(z - max)`` of a tile is above 1/2, all errors may have one sign.
     """
-    tiles, whole = len(widths), merge_parts(each)
+    tiles = len(widths)
+    whole = merge_parts(each)
     log_sum = whole[SUM].log()
     log_p = each[:, MAX] - whole[MAX] - log_sum  # the likeliest token of each tile
     size = (each[:, MAX].abs() + 0.5) * _ROUNDING
@@ -236,7 +261,8 @@ def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
 
 def _widened(head: Head, rows: slice | Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return hidden states of some rows, and ``w``, rounded to the compute dtype and widened."""
-    compute, wide = head.settings.compute, head.settings.accumulator
+    compute = head.settings.compute
+    wide = head.settings.accumulator
     return head.counted(head.hidden, rows).to(compute).to(wide), w.to(compute).to(wide)
 
 
@@ -253,6 +279,7 @@ def _mixed_logits(
     chosen = exact[rows].nonzero().squeeze(1)
     if 2 * len(chosen) > rows.stop - rows.start:
         return _wide_logits(head, rows, columns, w, out)
+
     z = head.rounded_logits(head.inputs(rows), w, columns, kept, out)
     if len(chosen):
         wide = z.new_empty(len(chosen) * w.shape[0])

@@ -36,8 +36,8 @@ class Penalties:
     z_loss: float = 0.0  # factor of the squared lse, the log of the sum of a row's exponentiated logits
 
     def __post_init__(self) -> None:
-        given = self.label_smoothing, self.z_loss
-        if type(given[0]) is type(given[1]) is float and given == (0.0, 0.0):  # as in most steps
+        are_floats = type(self.label_smoothing) is type(self.z_loss) is float
+        if are_floats and self.label_smoothing == self.z_loss == 0.0:  # as in most steps
             return
         if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
@@ -57,10 +57,11 @@ class Penalties:
         direct = weights
         if self.z_loss:
             direct = direct * (1.0 + 2.0 * self.z_loss * lse)
-        flat = -weights * (self.label_smoothing / vocabulary) if self.label_smoothing else None
-        return RowGradients(
-            direct=direct, slope=None, target=-weights * (1.0 - self.label_smoothing), flat=flat
-        )
+        flat: Tensor | None = None
+        if self.label_smoothing:
+            flat = -weights * (self.label_smoothing / vocabulary)
+        target = -weights * (1.0 - self.label_smoothing)
+        return RowGradients(direct=direct, slope=None, target=target, flat=flat)
 
 
 def nll_and_gradients(
@@ -75,10 +76,12 @@ def nll_and_gradients(
     """Return the sum of ``weights * loss`` over rows, and gradients; ``seen`` ``[R]`` gets the summands."""
     if by_kernels(head):
         return _nll_by_kernels(head, targets, weights, needs, penalties=penalties, seen=seen)
+
     loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
     stash = WholeRows(head) if whole else Stash(head)
+
     for rows in head.row_tiles:
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
@@ -87,14 +90,18 @@ def nll_and_gradients(
         row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.settings.columns)
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
+
         loss += row_losses.sum()
         if seen is not None:
             seen[rows] = row_losses
+
         wanted = penalties.gradients(weights[rows], lse, head.settings.columns)
         sums.open(rows)
         for columns in head.column_tiles:
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
+
         sums.close(rows)
+
     del stash  # free its memory before the weight's gradient is rounded
     return loss, sums.result()
 
@@ -118,6 +125,7 @@ def _nll_by_kernels(
     weight = head.weights(whole)
     losses = weights.new_empty(weights.shape) if seen is None else seen
     buffer = RowBuffer(min(head.tile[0], len(targets)), settings.columns, head.hidden.device)
+
     for rows, hidden in _tiles_of_inputs(head):
         count = rows.stop - rows.start
         product(hidden, weight, out=buffer.products(count, settings.columns))
@@ -138,10 +146,13 @@ def _nll_by_kernels(
         sums.open(rows)
         sums.add_bias(dx, whole)
         sums.add_hidden(dx, weight, rows, whole)
+
         for columns in head.column_tiles:
             sums.add_weight(dx[:, columns], hidden, rows, columns)
+
         sums.close(rows)
         del dx
+
     del buffer  # free its memory before the weight's gradient is rounded
     return losses.sum(), sums.result()
 
@@ -172,7 +183,8 @@ class WholeRows:
     """The softmax of a few rows over all columns, by a few large kernels, which suit accelerators."""
 
     def __init__(self, head: Head) -> None:
-        self.head, self.columns = head, slice(0, head.settings.columns)
+        self.head = head
+        self.columns = slice(0, head.settings.columns)
         rows = min(head.tile[0], head.hidden.shape[0])
         self.kept = head.hidden.new_empty(rows * head.settings.columns, dtype=head.settings.accumulator)
         self.weight = head.weights(self.columns)
@@ -187,6 +199,7 @@ class WholeRows:
         stats[TARGET] = torch.where(here, z.gather(1, index).squeeze(1), 0.0)
         if total:
             stats[TOTAL] = z.sum(1)
+
         stats[MAX], top = z.max(1)
         self.softmax = torch.softmax(z, 1, out=z)
         stats[SUM] = self.softmax.gather(1, top[:, None]).squeeze(1).reciprocal()
@@ -194,7 +207,8 @@ class WholeRows:
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
         """Return the gradient of a tile's raw products, ``[c, v]``, in the dtype of their inputs."""
-        settings, p = self.head.settings, self.softmax[:, columns]
+        settings = self.head.settings
+        p = self.softmax[:, columns]
         factor = settings.logit_map.scale / settings.logit_map.temperature
         here, index = targets_here(targets - columns.start, p.shape[1])
         direct = (wanted.direct * factor)[:, None]
@@ -204,7 +218,9 @@ class WholeRows:
             dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=settings.compute))
         else:
             flat = (wanted.flat * factor)[:, None]
-            dx, at_target = (p * direct + flat).to(settings.compute), at_target + flat
+            dx = (p * direct + flat).to(settings.compute)
+            at_target = at_target + flat
+
         return dx.scatter_(1, index, at_target.to(settings.compute))
 
 
@@ -212,7 +228,8 @@ class Stash:
     """The logits of a few rows over all columns; a CPU with native bf16 keeps them as rounded products."""
 
     def __init__(self, head: Head) -> None:
-        self.head, settings = head, head.settings
+        self.head = head
+        settings = head.settings
         rows = min(head.tile[0], head.hidden.shape[0])
         dtype = settings.compute if settings.native else settings.accumulator
         self.kept = head.hidden.new_empty(rows * settings.columns, dtype=dtype)
@@ -222,17 +239,22 @@ class Stash:
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
         """Compute the logits of ``rows`` and return their statistics, ``[5, c]``."""
-        self.rows, head = rows, self.head
-        x, count = head.inputs(rows), rows.stop - rows.start
+        self.rows = rows
+        head = self.head
+        x = head.inputs(rows)
+        count = rows.stop - rows.start
         stats = blank_statistics(head.hidden, count, head.settings.accumulator)
+
         for columns in head.column_tiles:
-            kept, w = self.kept[columns.start * count :], head.weights(columns)
+            kept = self.kept[columns.start * count :]
+            w = head.weights(columns)
             if self.wide is None:
                 z = head.logits(x, w, columns, kept)
             else:
                 z = head.rounded_logits(x, w, columns, kept, self.wide)
             e = self.scratch[: z.numel()].view_as(z)
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
+
         return stats
 
     def logits(self, columns: slice) -> Tensor:

@@ -101,10 +101,16 @@ def exponential(x: Tensor, *, out: Tensor) -> Tensor:
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """Write ``a @ b.T``, ``[c, v]``, into ``out`` in its dtype; a is ``[c, k]``, b ``[v, k]``."""
     if a.dtype == out.dtype:
-        found = None if a.numel() * b.shape[0] < _WORTH_A_KERNEL else one_dnn_product(a, b.t())
-        return torch.mm(a, b.t(), out=out) if found is None else out.copy_(found)
+        result: Tensor | None = None
+        if a.numel() * b.shape[0] >= _WORTH_A_KERNEL:
+            result = one_dnn_product(a, b.t())
+        if result is None:
+            return torch.mm(a, b.t(), out=out)
+        return out.copy_(result)
+
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+
     # oneDNN sums in fp32 and rounds once. The product plus its rounding error is exact to 2^-17.
     high = torch.mm(a, b.t())
     low = torch.addmm(high, a, b.t(), beta=-1)
@@ -119,29 +125,27 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     """
     native = compute != total.dtype and is_native(compute, a.device)
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):
-        a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
-        rows = max(1, _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0])
-        for start in range(0, a.shape[0], rows):  # in parts, because oneDNN returns a new tensor
-            part, large = total[start : start + rows], a.numel() * b.shape[1] >= _WORTH_A_KERNEL
-            found = one_dnn_product(a[start : start + rows], b) if large else None
-            if found is None:  # not addmm_, in which torch counts no FLOPs
-                torch.addmm(part, a[start : start + rows], b, beta=0 if first else 1, out=part)
-            elif first:
-                part.copy_(found)
-            else:
-                part.add_(found)
+        _accumulate_wide(total, a.to(compute).to(total.dtype), b.to(compute).to(total.dtype), first=first)
         return
-    lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
-    a, b = (a if lift is None else a * lift).to(compute), b.to(compute)
+
+    lift: Tensor | None = None
+    if compute == torch.float16:
+        lift = _HALF_TOP / a.abs().amax().clamp_min(1e-30)
+        a = a * lift
+    a = a.to(compute)
+    b = b.to(compute)
+
     if a.is_cuda and lift is None and not torch._C._len_torch_dispatch_stack():  # modes cannot count addmm
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
         return
+
     if a.is_cuda:
         part = torch.mm(a, b, out_dtype=total.dtype)
     elif native:
         part = torch.mm(a, b)  # one tile's sum, rounded once as the model's own product would be
     else:
         part = torch.mm(a.to(total.dtype), b.to(total.dtype))
+
     if lift is not None:
         part = part / lift
     if first:
@@ -152,3 +156,23 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         rows = max(1, _PIECE // max(1, part.shape[1]))
         for start in range(0, total.shape[0], rows):
             total[start : start + rows].add_(part[start : start + rows])
+
+
+def _accumulate_wide(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add the product of two matrices in the accumulator's dtype to ``total``, or overwrite it."""
+    rows = a.shape[0]
+    if a.device.type == "cpu":  # in parts, because oneDNN returns a new tensor
+        rows = _SUMMED // max(1, b.shape[1])
+    rows = max(1, rows)
+    large = a.numel() * b.shape[1] >= _WORTH_A_KERNEL
+
+    for start in range(0, a.shape[0], rows):
+        part = total[start : start + rows]
+        factor = a[start : start + rows]
+        result = one_dnn_product(factor, b) if large else None
+        if result is None:  # not addmm_, in which torch counts no FLOPs
+            torch.addmm(part, factor, b, beta=0 if first else 1, out=part)
+        elif first:
+            part.copy_(result)
+        else:
+            part.add_(result)

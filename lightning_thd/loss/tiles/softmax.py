@@ -40,6 +40,7 @@ def update_statistics(
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
     if total:
         stats[TOTAL] += z.sum(1)
+
     largest = torch.maximum(stats[MAX], z.amax(1))
     base = largest.masked_fill(largest == -torch.inf, 0.0)  # -inf minus -inf is NaN
     shift = (stats[MAX] - base).clamp_min_(LOWEST)
@@ -49,6 +50,7 @@ def update_statistics(
         stats[WEIGHTED] = decay * (stats[WEIGHTED] + stats[SUM] * shift) + z.mul_(e).sum(1)
     else:
         exponential(torch.sub(z, base[:, None], out=e), out=e)
+
     stats[SUM] = decay * stats[SUM] + e.sum(1)
     stats[MAX] = largest
 
@@ -92,8 +94,10 @@ def logit_gradient(
         p = exponential(dz, out=torch.empty_like(dz) if capped else e)
         dz.clamp_min_(LOWEST)  # p is 0 there
         dz.mul_((wanted.slope * factor)[:, None]).add_(direct).mul_(p)
+
     if wanted.flat is not None:
         dz.add_((wanted.flat * factor)[:, None])
+
     here, index = targets_here(targets, dz.shape[1])
     extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
     dz.scatter_(1, index, dz.gather(1, index) + extra)
@@ -135,6 +139,7 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
     key = (id(group), dist.get_world_size(group))
     if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
         return
+
     sizes = [int(size) for size in columns.tolist()]
     if len(set(sizes)) > 1:
         raise ValueError(
@@ -142,4 +147,5 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
             "Pad the vocabulary to a multiple of the group (model.resize_token_embeddings(pad_to_multiple_of="
             f"{len(sizes)})) and pass valid_vocab_size."
         )
+
     _EQUAL_SHARDS.add(key)

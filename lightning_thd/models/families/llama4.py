@@ -57,6 +57,7 @@ class ScaledBySequence(Adapter):
         named = {**dict(zip(self._thd_names, args, strict=False)), **kwargs}
         if pack is None or named.get(self._thd_cache) is not None:
             return forward(self, **named)
+
         slots = torch.arange(pack.slots, device=pack.offsets.device)
         counted = starts_at_zero(pack)
         shard = pack.shard
@@ -65,6 +66,7 @@ class ScaledBySequence(Adapter):
                 limit = self.floor_scale
                 pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
             counted = torch.zeros_like(slots)  # below the limit all positions have the same scale
+
         return forward(self, **{**named, self._thd_cache: _CacheOfOffsets(counted - slots)})
 
 

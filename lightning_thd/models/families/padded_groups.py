@@ -51,11 +51,13 @@ def padded_rows(
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] > 0]
+
     while len(order):
         longest = int(sizes[order[0]])
         smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
         count = int(np.count_nonzero(sizes[order] >= smallest))  # ``order`` is by decreasing length
-        members, order = order[:count], order[count:]
+        members = order[:count]
+        order = order[count:]
         offsets = np.arange(longest)
         inside = offsets < sizes[members, None]
         yield members, np.where(inside, starts[members, None] + offsets, starts[-1])
@@ -78,7 +80,9 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
             f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} slots. "
             "Install the fused kernels of the layer (mamba-ssm, causal-conv1d, flash-linear-attention)."
         )
-    starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens)
+
+    starts = cu_seqlens[:-1].long()
+    lengths = torch.diff(cu_seqlens)
     offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
     sources = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, slots)
     members = torch.repeat_interleave(lengths, output_size=slots)
@@ -106,11 +110,13 @@ def run_grouped(
         regroup = of_tokens(functools.partial(_rows_of, source), slots)
         grouped = {name: regroup(value) for name, value in kwargs.items()}
         outputs.append(function(*map(regroup, args), **grouped))
+
     if isinstance(outputs[0], tuple):
         parts = list(zip(*outputs, strict=True))
         tokens = len(parts) if several else 1
         joined = [_join(part, groups.back) for part in parts[:tokens]]
         return *joined, *(None for _ in parts[tokens:])
+
     return _join(outputs, groups.back)
 
 

@@ -61,16 +61,20 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
             f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. "
             "Feed it padded rows, or pool the hidden states of its base model by batch.unpack()."
         )
-    pooled, hidden = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
+
+    pooled = getattr(output, "pooler_output", None)
+    hidden = getattr(output, "last_hidden_state", None)
     pooler = getattr(model, "pooler", None)
     if pooled is None or pooler is None or hidden is None or hidden.shape[:2] != (1, pack.slots):
         return None
+
     albert = isinstance(pooler, torch.nn.Linear) and hasattr(model, "pooler_activation")
     if not albert and not _reads_first_token(pooler, hidden):
         raise ValueError(
             f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
         )
+
     pack.refuse_prefixes(model, "its pooler reads the first token of every sequence")
     starts = pack.offsets[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
@@ -106,6 +110,7 @@ def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
         named = [(f"output {i}", value) for i, value in enumerate(outputs)]
     elif isinstance(output, dict):
         named = [(name, x) for name, x in output.items() if any(part in name for part in _POOLED_OUTPUTS)]
+
     for name, value in named:
         if not isinstance(value, Tensor) or value.ndim not in (1, 2) or not value.is_floating_point():
             continue
@@ -130,17 +135,22 @@ def classify(
             f"{type(model).__name__} computes one row per sequence, which needs a base model and whole, "
             "not empty sequences. Train it without context parallelism, CUDA graphs and empty sequences."
         )
-    labels, as_tuple = given.pop("labels", None), given.pop("return_dict", None) is False
+
+    labels = given.pop("labels", None)
+    as_tuple = given.pop("return_dict", None) is False
     outputs: list[Any] = []
     with base.register_forward_hook(lambda _, __, output: outputs.append(output)):
         output = forward(**given)
+
     logits = output.logits
     shared = pack.prefixes
     lengths = pack.real_lengths if shared is None else shared.lengths
     padded = pack.lengths if shared is None else shared.lengths
-    padding_id, ids = _padding_id(model), given.get("input_ids")
+    padding_id = _padding_id(model)
+    ids = given.get("input_ids")
     if ids is None:  # the model got embeddings, so any id but padding will do
         ids = torch.full((1, pack.slots), padding_id + 1, device=logits.device)
+
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
         source = places if shared is None else shared.slots_of(places, pack.slots)
@@ -149,6 +159,7 @@ def classify(
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
             part = forward(input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
+
     loss = None if labels is None else _loss(model, rows, labels)
     output = type(output)(**{**output, "loss": loss, "logits": rows})  # output.loss = ... would put it last
     return output.to_tuple() if as_tuple else output
@@ -162,10 +173,14 @@ def _padding_id(model: Any) -> int:
 @contextmanager
 def _base_returns(model: Any, output: Any) -> Generator[None]:
     """Make the base model return ``output``, and the head expect ``_padding_id``, inside this context."""
-    scope, base, text = current_scope(), model.base_model, model.config.get_text_config()
+    scope = current_scope()
+    base = model.base_model
+    text = model.config.get_text_config()
     assert scope is not None
-    pad, text.pad_token_id = text.pad_token_id, _padding_id(model)
+    pad = text.pad_token_id
+    text.pad_token_id = _padding_id(model)
     base.__dict__["forward"] = lambda *_, **__: output
+
     try:
         with scoped(Scope(None, scope.outer, module=model, families=scope.families)):
             yield
@@ -195,7 +210,9 @@ def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
             f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
             "Pass at most one per sequence."
         )
+
     if not labels.shape[0]:  # an empty microbatch: the mean over no labels would be NaN
         return rows.sum() * 0.0
+
     loss: Tensor = ForSequenceClassificationLoss(labels, rows[: labels.shape[0]], model.config)
     return loss

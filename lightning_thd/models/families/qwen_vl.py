@@ -35,6 +35,7 @@ def adapt_layers(model: nn.Module) -> None:
     """Adapt a vision tower and its attention layers."""
     if not _CHECKED_FROM <= release() <= NEWEST:
         return
+
     for tower in model.modules():
         name = kind_of(tower, _TOWERS)
         if name is None:
@@ -102,4 +103,5 @@ def _run_tower(
             edge = self.window_size // self.patch_size // merge * merge
             longest = max(min(edge, height) * min(edge, width) for height, width in areas)
             kwargs.setdefault("max_window_seqlen", longest)
+
     return forward(self, hidden_states, grid_thw, **kwargs)

@@ -47,11 +47,14 @@ def register_family(
     """
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type={model_type!r}; wanted the model_type of a config, such as 'llama'.")
+
     names = [recurrent_layers] if isinstance(recurrent_layers, str) else list(recurrent_layers)
     if adapt is not None and not callable(adapt):
         raise TypeError(f"adapt is a {type(adapt).__name__}; wanted a function of a model.")
+
     for name in names:
         recurrent.MIXERS.setdefault(name, None)
+
     if adapt is not None:
         functions = _REGISTERED.setdefault(model_type, [])
         if adapt not in functions:

@@ -27,9 +27,11 @@ def adapt_layers(model: Any) -> None:
     """Adapt the rotary embeddings of a model whose config has a rope that depends on length."""
     if not any(_depends_on_length(kind) for kind in _rope_types(model.config)):
         return
+
     rotary = [module for module in model.modules() if _is_rotary(module)]
     for module in rotary:
         adapt(module, RopeBySequence)
+
     if not rotary and any(True for _ in model.parameters()):
         kinds = sorted({kind for kind in _rope_types(model.config) if _depends_on_length(kind)})
         raise ValueError(
@@ -86,10 +88,12 @@ def _rotate(
         limit = parameters["original_max_position_embeddings"]
     else:
         limit = self.original_max_seq_len
+
     # If no sequence exceeds the limit, one call is right for all. A trailing pad may exceed it.
     if pack.longest <= limit:
         most = pack.longest_entry
         return run(position_ids if most <= limit else position_ids.clamp(max=limit - 1))
+
     pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
     if pack.shard is not None or shapes_are_static():
         where = "in a recorded step" if pack.shard is None else "under context parallelism"
@@ -97,11 +101,13 @@ def _rotate(
             f"{type(self).__name__} has other frequencies for sequences longer than {limit} tokens, and "
             f"lengths are unknown {where}. Use sequences of at most {limit} tokens."
         )
+
     if position_ids.shape[-1] != pack.slots:
         raise ValueError(
             f"{type(self).__name__} got {position_ids.shape[-1]} positions for a pack of {pack.slots} "
             f"slots, which cannot be assigned to sequences. Use sequences of at most {limit} tokens."
         )
+
     return _one_by_one(run, pack, position_ids, limit)
 
 
@@ -115,6 +121,7 @@ def _one_by_one(
     short = position_ids.masked_fill(is_long, 0)
     if lengths != pack.lengths:  # padding slots may have positions beyond the limit
         short = short.clamp(max=limit - 1)
+
     whole: Tensor | tuple[Tensor, ...] = run(short)
     for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
         if length > limit:
@@ -124,6 +131,7 @@ def _one_by_one(
                 whole = _place(part, whole, end)
             else:
                 whole = tuple(_place(new, old, end) for new, old in zip(part, whole, strict=True))
+
     return whole
 
 
@@ -143,6 +151,7 @@ def _reset_frequencies(rotary: Any, prefix: str, device: torch.device) -> None:
             f"transformers, no {missing[0]}, so 'thd' cannot compute those of each sequence. Use a release "
             "that `lightning-thd doctor` lists as tested, or another type of rope."
         )
+
     setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
     original = getattr(rotary, f"{prefix}original_inv_freq")
     rotary.register_buffer(f"{prefix}inv_freq", original.to(device), persistent=False)

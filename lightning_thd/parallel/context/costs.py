@@ -43,7 +43,8 @@ class LayerSizes:
         """Return the bytes that a rank receives when Ulysses exchanges rows for heads; cp must divide H."""
         kv_heads = self.kv_heads
         if kv_heads % cp:  # every rank receives the key-value heads that its query heads need
-            per_kv_head, per_rank = self.heads // kv_heads, self.heads // cp
+            per_kv_head = self.heads // kv_heads
+            per_rank = self.heads // cp
             kv_heads = self.heads if per_kv_head % per_rank else cp
         row_bytes = (self.heads + kv_heads) * (self.head_size + self.value_size) * self.element_bytes
         return (cp - 1) * slots * row_bytes // cp
@@ -59,6 +60,7 @@ def cheapest_way(
     """
     if sizes.heads % cp:
         return "needed"
+
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S
     needed_s = needed_rows * sizes.key_bytes / BYTES_PER_S + (LATENCY_S if needed_rows else 0.0)
     # Ulysses makes four exchanges: queries, keys, values and the output.

@@ -44,7 +44,9 @@ class ShardLayout:
         whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
         whole_number(rank, "rank", most=cp - 1, advice=f"Ranks of cp={cp} count from 0.")
         self.padded_lengths = tuple(int(length) for length in padded_lengths)
-        self.cp, self.rank, self.group = cp, rank, group
+        self.cp = cp
+        self.rank = rank
+        self.group = group
         self.layout: Layout = layout
         self.communication: Communication = communication
         self.device = torch.device(device)
@@ -74,7 +76,8 @@ class ShardLayout:
         """Return int64 ``[T]`` that puts a pack in the order of all shards; None if that is pack order."""
         if self.layout == "contiguous":
             return None
-        ranks, lengths = range(self.cp), self.padded_lengths
+        ranks = range(self.cp)
+        lengths = self.padded_lengths
         shards = (partition.rank_indices(lengths, rank=rank, **self.cut) for rank in ranks)
         found: Tensor = self.once("gathered", lambda: self.put(np.concatenate(list(shards))))
         return found
@@ -165,6 +168,7 @@ class ShardBoundaries(Boundaries):
                 whole.sequence_lengths, layout.padded_lengths, rank=layout.rank, **layout.cut
             )
             real_offsets = layout.put(offsets_of(real))
+
         boundaries = cls(
             offsets=layout.cu_seqlens,
             slots=layout.local_slots,

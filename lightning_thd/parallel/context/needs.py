@@ -48,12 +48,14 @@ def plan_block(
     """Plan the call of a rank's queries on the keys of ``source``; None if the queries see none of them."""
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
+
     # The distance between the rank's queries and the source's keys differs from sequence to sequence, but a
     # kernel call has only one window.
     assert left < 0, "a window needs the striped partition"
     q_lengths, visible, first = _visible(padded_lengths, cp, rank, source, layout, causal=causal)
     right = 0 if causal and rank == source else -1
-    first_rows, slots = partition.firsts_of(q_lengths), int(q_lengths.sum())
+    first_rows = partition.firsts_of(q_lengths)
+    slots = int(q_lengths.sum())
     return _block(first_rows, q_lengths, first, visible, -1, right, slots)
 
 
@@ -72,6 +74,7 @@ def needed_rows(
         options: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
         block = plan_block(padded_lengths, rank=rank, source=source, **options)
         return np.empty(0, np.int64) if block is None else _unique(block.kv_rows)
+
     seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
     return np.flatnonzero(seen[partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)])
 
@@ -104,6 +107,7 @@ def plan_exchange(
     where = np.full(sum(map(len, owned)), -1, dtype=np.int64)
     where[owned[rank]] = np.arange(len(owned[rank]))
     next_row = len(owned[rank])
+
     for other in others:
         rows = needed_rows(padded_lengths, rank=rank, source=other, **options)
         where[owned[other][rows]] = np.arange(next_row, next_row + len(rows))
@@ -125,6 +129,7 @@ def need_counts(
     owner = np.empty(int(np.sum(padded_lengths)), dtype=np.int64)
     for rank in range(cp):
         owner[partition.rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)] = rank
+
     options: dict[str, Any] = {"layout": layout, "causal": causal, "left": left}
     for rank in range(cp):
         if layout == "striped":
@@ -132,6 +137,7 @@ def need_counts(
             counts[rank] = list(map(len, rows))
         else:
             counts[rank] = np.bincount(owner[_seen(padded_lengths, cp, rank, **options)], minlength=cp)
+
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -159,6 +165,7 @@ def _visible(
         return held, held, first
     if not causal:
         return partition.held_lengths(padded_lengths, cp=cp, rank=rank, layout=layout), held, first
+
     queries = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     keys = partition.pieces_of_rank(padded_lengths, cp=cp, rank=source, layout=layout)
     # Pieces of two ranks never overlap, so queries see the whole of every source piece that begins earlier.
@@ -178,7 +185,8 @@ def _striped_block(
 ) -> Block | None:
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
-    own_left, own_right = -1, -1
+    own_left = -1
+    own_right = -1
     if causal:
         later = int(source > rank)  # 1 if the source's row i is after this rank's row i, so hidden from it
         k_stop = np.maximum(q_stop - later, k_first)
@@ -188,6 +196,7 @@ def _striped_block(
             if own_left < 0:
                 return None
             k_first = np.maximum(k_first, np.minimum(q_first - later - own_left, k_stop))
+
     slots = int(np.sum(padded_lengths)) // cp
     return _block(q_first, q_stop - q_first, k_first, k_stop - k_first, own_left, own_right, slots)
 
@@ -199,6 +208,7 @@ def _block(
     kept = (q_lengths > 0) & (kv_lengths > 0)
     if not kept.any():
         return None
+
     q_rows = ranges(q_first[kept], (q_first + q_lengths)[kept])
     return Block(
         q_rows=None if len(q_rows) == slots else q_rows,
@@ -258,9 +268,11 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
     """Return a call per source rank with visible keys, ``gathered`` from all ranks or ``exchanged``."""
 
     def make() -> list[BlockCall]:
-        calls, slots = [], layout.local_slots
+        calls = []
+        slots = layout.local_slots
         options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
         where = None if gathered else exchanged(layout, causal=causal, left=left).where
+
         for source in range(layout.cp):
             block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
             if block is None:
@@ -270,6 +282,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
             else:
                 rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
             calls.append(_block_call(block, rows))
+
         found: list[BlockCall] = layout.put(calls)
         return found
 
@@ -287,7 +300,8 @@ def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep
 
 
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
-    to, source = (layout.rank + distance) % layout.cp, (layout.rank - distance) % layout.cp
+    to = (layout.rank + distance) % layout.cp
+    source = (layout.rank - distance) % layout.cp
     options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
     block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
     where: Ints = np.arange(layout.local_slots)

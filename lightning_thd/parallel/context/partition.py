@@ -37,8 +37,10 @@ def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int6
             continue
         chunk = length // (2 * cp)
         for rank in range(cp):
-            first, second = rank * chunk, (2 * cp - 1 - rank) * chunk
+            first = rank * chunk
+            second = (2 * cp - 1 - rank) * chunk
             held[rank] += [(i, first, first + chunk), (i, second, second + chunk)]
+
     _deal(padded_lengths, sorted(short, key=lambda i: (-padded_lengths[i], i)), held)
     return tuple(np.array(sorted(own), dtype=np.int64).reshape(-1, 3).T for own in held)
 
@@ -51,9 +53,11 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
     for i in short:
         if not lengths[i]:
             continue
+
         full = []
         while work and room[work[0][1]] < lengths[i]:
             full.append(heapq.heappop(work))
+
         if work:
             before, rank = work[0]
             heapq.heapreplace(work, (before + lengths[i] ** 2, rank))
@@ -61,8 +65,10 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
             room[rank] -= lengths[i]
         else:
             unplaced.append(i)
+
         for entry in full:
             heapq.heappush(work, entry)
+
     for i in unplaced:
         start = 0
         for rank in range(len(held)):
@@ -108,6 +114,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
         start = np.stack([rank * chunk, (2 * cp - 1 - rank) * chunk], 1).ravel()
         stop = start + np.repeat(chunk, 2)
         sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), 2)
+
     held = stop > start
     return Pieces(sequence[held], start[held], stop[held])
 
@@ -202,6 +209,7 @@ def causal_work(
         pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
         pairs = (pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) // 2
         work[rank] = per_slot * pieces.lengths.sum() + per_pair * pairs.sum()
+
     return work
 
 
@@ -225,6 +233,7 @@ def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
         raise ValueError(f"rank={rank} of cp={cp}; wanted cp of 1 or more, and rank from 0 to cp - 1.")
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")
+
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     total = int(lengths.sum())
     chunks = layout in ("dual_chunk", "mixed")
@@ -233,10 +242,12 @@ def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
             f"A pack of {total} slots cannot be cut into {cp} equal shards; wanted a multiple of {cp}. "
             f"{_ADVICE}"
         )
+
     if chunks and (lengths % (2 * cp)).any():
         i = int(np.flatnonzero(lengths % (2 * cp))[0])
         raise ValueError(
             f"Sequence {i} has {lengths[i]} slots; layout={layout!r} over {cp} context-parallel ranks "
             f"wants a multiple of {2 * cp}. {_ADVICE}"
         )
+
     return lengths

@@ -61,13 +61,16 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
                 f"A plan shares a microbatch over {degree} ranks, but groups exist only of {sorted(groups)} "
                 "ranks. Raise max_context_parallel_size, or plan with the sharing of the strategy."
             )
+
         if degree == 1:
             traffic.count("slots", batch.input_ids.shape[-1])
             parts.append(batch)
             continue
+
         shard = shard_batch(batch, group=groups[degree], **options)
         # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
         parts.append(shard.replace(stats=part_of(batch.stats, degree, groups[degree].rank())))
+
     return THDStep(parts)
 
 
@@ -97,6 +100,7 @@ def make_degree_groups(
         # NCCL needs all ranks in a group's first collective; the first exchange may be between only two.
         dist.all_reduce(torch.zeros(1, device=device), group=own)
         groups[degree] = own
+
     return groups
 
 

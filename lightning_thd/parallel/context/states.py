@@ -94,10 +94,12 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
     spans = sends & (every.place > 0)
     needs = [_needed(every, r) for r in range(cp)]
     moved = np.zeros((cp, cp, 2), dtype=np.int64)
+
     for r in range(cp):
         for column, which in enumerate((needs[r], needs[r] & spans)):
             moved[r, :, column] = np.bincount(every.rank[which], minlength=cp)
         moved[r, r] = 0
+
     own = every.rank == rank
     openers, spanners = (np.flatnonzero(own & which) for which in (sends & ~spans, spans))
     state_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the states that this rank knows
@@ -105,7 +107,8 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
     change_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the changes it knows
     _number(change_of, spanners)
     sent = [np.flatnonzero(own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
-    send_states, send_changes = [state_of[i] for i in sent], [change_of[i[spans[i]]] for i in sent]
+    send_states = [state_of[i] for i in sent]
+    send_changes = [change_of[i[spans[i]]] for i in sent]
     received = [np.flatnonzero(needs[rank] & (every.rank == s) & ~own) for s in range(cp)]
     _number(state_of, np.concatenate(received))
     _number(change_of, np.concatenate([i[spans[i]] for i in received]))
@@ -153,11 +156,14 @@ def _join(every: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple
     position = np.empty(len(furthest), dtype=np.int64)
     position[sequences] = np.arange(len(sequences))
     first = np.searchsorted(every.sequence, np.arange(len(furthest)))
-    steps, offsets = [], [0]
+    steps = []
+    offsets = [0]
+
     for place in range(int(furthest.max(initial=0))):
         stretch = first[sequences[furthest[sequences] > place]] + place
         steps.append(Step(state_of[stretch], change_of[stretch] if place else change_of[:0]))
         offsets.append(offsets[-1] + len(stretch))
+
     ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
     begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]
     return steps, begin + position[every.sequence[ordered]]

@@ -23,7 +23,9 @@ def count(what: str, number: int = 1) -> None:
 
 def read_and_reset() -> Traffic:
     """Return the counts since the last call, and reset them."""
-    received, slots, total = _counts.pop("bytes", 0), _counts.pop("slots", 0), _counts.total()
+    received = _counts.pop("bytes", 0)
+    slots = _counts.pop("slots", 0)
+    total = _counts.total()
     shares = {way: calls / total for way, calls in sorted(_counts.items())}
     _counts.clear()
     return Traffic(received, slots, shares)
