@@ -79,21 +79,22 @@ def thd_attention(
     kind: tuple[Any, ...] | None = None
     if pack is not None and not compiling:
         device = query.device
-        own = module.__dict__
+        attributes = module.__dict__
         kind = (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
             *(device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
             *(is_causal, sliding_window, scaling, softcap, *decoded),
-            *(type(module), own.get("is_causal"), own.get("sliding_window"), own.get(NOTES[0])),
-            *(own.get("is_cross_attention"), id(own.get("config")), () if scope is None else scope.masks),
+            *(type(module), attributes.get("is_causal"), attributes.get("sliding_window")),
+            *(attributes.get(NOTES[0]), attributes.get("is_cross_attention"), id(attributes.get("config"))),
+            () if scope is None else scope.masks,
         )
-        known = pack.kernels.get(kind)
-        if known is not None:
-            if known.sees_later:
+        kernel = pack.kernels.get(kind)
+        if kernel is not None:
+            if kernel.sees_later:
                 _note_later(module)
-            return known.attend(query, key, value, s_aux), None
+            return kernel.attend(query, key, value, s_aux), None
 
     offsets = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = (is_causal, sliding_window, scaling, softcap)
@@ -120,8 +121,10 @@ def _refuse_unprepared(module: nn.Module) -> None:
 def _decode_mask(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
     """Decode a mask: its window, its chunk, whether all keys are visible; else ``_PLAIN_MASK``."""
     window, chunk = decode_limit(attention_mask)
-    shown = shows_all(attention_mask, current_pack())
-    return (window, chunk, shown) if shown or window is not None or chunk is not None else _PLAIN_MASK
+    all_visible = shows_all(attention_mask, current_pack())
+    if all_visible or window is not None or chunk is not None:
+        return window, chunk, all_visible
+    return _PLAIN_MASK
 
 
 def _attend_first(
@@ -138,8 +141,11 @@ def _attend_first(
     is_causal, sliding_window, scaling, softcap = layer
     mask_window, chunk, both_ways = decoded
     causal = not both_ways and _is_causal(module, is_causal)
-    window = _window(module, sliding_window, causal=causal) if mask_window is None else mask_window
+    window = mask_window
+    if window is None:
+        window = _window(module, sliding_window, causal=causal)
     options = (causal, window, scaling, softcap)
+
     if offsets[0] is not None and pack is None and hasattr(type(module), "_thd_tower"):
         images = _call_of_offsets(query, offsets[0], None, offsets[2], None)
         return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
@@ -166,17 +172,18 @@ def _note_later(module: nn.Module) -> None:
         scope = scope.outer
 
 
-def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None:
+def _window(module: nn.Module, argument: int | None, *, causal: bool) -> int | None:
     """Return a layer's window; refuse a layer whose window has changed since it was built."""
     current = getattr(module, "sliding_window", None)
-    if current != (built := module.__dict__.get(NOTES[0], current)):
+    built = module.__dict__.get(NOTES[0], current)
+    if current != built:
         raise ValueError(
             f"{type(module).__name__} was built with sliding_window={built} and now has {current}. Build the "
             "model from a config with the new window."
         )
 
-    window = current if given == _UNSET else given
-    if given == _UNSET and lost_window(module):
+    window = current if argument == _UNSET else argument
+    if argument == _UNSET and lost_window(module):
         raise ValueError(
             f"{type(module).__name__} passes no sliding_window to its attention in this release of "
             "transformers. Use a release that `lightning-thd doctor` lists as tested, or padded rows with "
@@ -184,11 +191,10 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
         )
 
     # If a decoder's config has is_causal=False, the window does not count the token itself: add it.
-    late = not causal and window is not None and getattr(module, "config", None) is not None
-    if late and not getattr(module.config, "is_causal", True):
-        assert window is not None
-        window += 1
-    return window
+    config = getattr(module, "config", None)
+    if window is None or causal or config is None:
+        return window
+    return window if getattr(config, "is_causal", True) else window + 1
 
 
 def _kernel_call(
@@ -229,7 +235,9 @@ def _options(
     causal: bool, window: int | None, scaling: float | None, softcap: float | None
 ) -> dict[str, Any]:
     """Return the options of ``varlen_attention``; a window extends to both sides if not causal."""
-    sides = window if causal or window is None else (window - 1, window - 1)
+    sides: int | tuple[int, int] | None = window
+    if window is not None and not causal:
+        sides = (window - 1, window - 1)
     return {"causal": causal, "window": sides, "scale": scaling, "softcap": softcap}
 
 
@@ -241,6 +249,7 @@ def _attend_unbound(
     options: tuple[Any, ...],
     s_aux: Tensor | None,
 ) -> Tensor:
+    """Attend by a call that no other layer shares; return ``[B, T, H, E]``."""
     rows, _, slots, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out_THD = attend_call(q_THD, k_THD, v_THD, call, sinks=s_aux, **_options(*options))
@@ -251,11 +260,12 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     """Return whether later keys are hidden, by the model's masks if of one kind, else by the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope: Scope | None = getattr(STATE, "scope", None)
-    asked = () if scope is None else scope.masks
-    if not asked or getattr(module, "is_cross_attention", False):
+    masks = () if scope is None else scope.masks
+    if not masks or getattr(module, "is_cross_attention", False):
         return stated
-    if len(asked) == 1:
-        return asked[0] == CAUSAL
+    if len(masks) == 1:
+        return masks[0] == CAUSAL
+
     if not stated and scope is not None and scope.pack is not None:
         raise ValueError(
             f"{type(module).__name__} has is_causal=False in a model that builds a causal and a "
@@ -279,6 +289,7 @@ def _call_of_offsets(
     max_length_q: int | None,
     max_length_k: int | None,
 ) -> KernelCall:
+    """Return the call for transformers' arguments; keys have the offsets of queries by default."""
     assert cu_seq_lens_q is not None
     if query.shape[0] != 1:
         raise ValueError(
@@ -287,12 +298,10 @@ def _call_of_offsets(
 
     if max_length_q is None:
         raise ValueError("Attention got cu_seq_lens_q without max_length_q. Call model(**batch.hf_kwargs()).")
-    return KernelCall(
-        cu_seq_lens_q,
-        cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
-        max_length_q,
-        max_length_q if max_length_k is None else max_length_k,
-    )
+
+    cu_seqlens_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    max_seqlen_kv = max_length_q if max_length_k is None else max_length_k
+    return KernelCall(cu_seq_lens_q, cu_seqlens_kv, max_length_q, max_seqlen_kv)
 
 
 def _call_of_rows(
@@ -318,6 +327,7 @@ def _call_of_rows(
 
 
 def _row_offsets(rows: int, slots: int, like: Tensor) -> Tensor:
+    """Return the offsets of rows of equal length."""
     return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * slots
 
 
@@ -342,9 +352,9 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
         key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
         raise ValueError(f"{name} uses attention dropout {dropout}. Set {key} of the config to 0.0.")
 
-    for given, value in others.items():
-        if not (value is None or value is False or given in _INERT):
+    for argument, value in others.items():
+        if not (value is None or value is False or argument in _INERT):
             raise ValueError(
-                f"{name} passes {given} to its attention, which 'thd' does not apply. Leave it out of the "
+                f"{name} passes {argument} to its attention, which 'thd' does not apply. Leave it out of the "
                 "call and of the samples, or use attn_implementation='eager'."
             )

@@ -44,9 +44,9 @@ _NOISE = 0.02  # standard deviation of transformers' usual initialisation
 @contextmanager
 def no_zero_weights(model: nn.Module) -> Generator[None]:
     """Fill unsharded parameters that are all zero with small noise inside this context."""
-    plain = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
-    held = [p for p in plain if p.numel() and not (p.is_meta or p.is_inference())]
-    zeros = [p for p in held if not p.detach().any()]
+    unsharded = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
+    writable = [p for p in unsharded if p.numel() and not (p.is_meta or p.is_inference())]
+    zeros = [p for p in writable if not p.detach().any()]
     with torch.no_grad():
         for seed, parameter in enumerate(zeros):
             generator = torch.Generator(parameter.device).manual_seed(seed)
@@ -149,32 +149,45 @@ def logits_of(output: Any) -> Tensor:
     """Return a model's logits in rows, or its last hidden states if it has no head."""
     output = getattr(output, "logits", getattr(output, "last_hidden_state", output))
     logits: Tensor = output[0] if isinstance(output, tuple) else output
-    return logits[0] if logits.ndim == 3 else logits[:, None] if logits.ndim == 1 else logits
+    if logits.ndim == 3:
+        return logits[0]
+    if logits.ndim == 1:
+        return logits[:, None]
+    return logits
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
     """Return a length beyond all limits below ``REACH``, or no length if ``longest`` is beyond them."""
-    near = [size for _, _, size in _limits(model) if longest <= size < REACH]
-    return [max(near) + 5] if near else []
+    within_reach = [size for _, _, size in _limits(model) if longest <= size < REACH]
+    return [max(within_reach) + 5] if within_reach else []
 
 
 @contextmanager
 def lowered_limits(model: nn.Module) -> Generator[None]:
     """Lower large windows, chunks and rope limits inside this context, for packed and stock runs alike."""
-    far = [(holder, name, size) for holder, name, size in _limits(model) if size >= REACH]
-    noted = [(x, name, x.__dict__[name]) for x in model.modules() for name in NOTES if name in x.__dict__]
+    large = [(holder, name, size) for holder, name, size in _limits(model) if size >= REACH]
+    notes = [
+        (module, name, module.__dict__[name])
+        for module in model.modules()
+        for name in NOTES
+        if name in module.__dict__
+    ]
     try:
-        for holder, name, _ in far:
+        for holder, name, _ in large:
             _set(holder, name, _LOW)
-        for module, name, _ in noted if far else ():  # notes hold the old limits
-            del module.__dict__[name]
+        if large:  # notes hold the old limits
+            for module, name, _ in notes:
+                del module.__dict__[name]
         yield
     finally:
-        for holder, name, value in (*far, *noted):
-            _set(holder.__dict__ if name in NOTES else holder, name, value)
+        for holder, name, size in large:
+            _set(holder, name, size)
+        for module, name, value in notes:
+            module.__dict__[name] = value
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
+    """Set an entry of a dict, or an attribute of another object."""
     if isinstance(holder, dict):
         holder[name] = value
     else:
@@ -201,15 +214,15 @@ def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
 
 def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configs of layers that use the model's attention; a vision tower may use another."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
-    chosen = getattr(root, "_attn_implementation_internal", None)
+    attention_of_model = getattr(root, "_attn_implementation_internal", None)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        own = getattr(config, "_attn_implementation_internal", None)
-        if own is not None and (own == chosen or config is root):
-            found[id(config)] = config
-    return list(found.values())
+        attention = getattr(config, "_attn_implementation_internal", None)
+        if attention is not None and (attention == attention_of_model or config is root):
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 # ---- The first module that leaks
@@ -248,12 +261,13 @@ def first_differing_module(
     with _recorded(models[1], second_rows) as others:
         second()
 
-    for key, call in calls.items():  # in the order in which the calls ended: inner modules first
-        other = others.get(key)
-        if other is None:
+    for key, (inputs, outputs) in calls.items():  # in the order in which calls ended: inner modules first
+        if key not in others:
             continue
-        if _agree(call[0], other[0], tolerance) and not _agree(call[1], other[1], tolerance):
-            return f"{key[0] or 'the model itself'} ({kinds[key[0]]})"
+        other_inputs, other_outputs = others[key]
+        if _agree(inputs, other_inputs, tolerance) and not _agree(outputs, other_outputs, tolerance):
+            name, _ = key
+            return f"{name or 'the model itself'} ({kinds[name]})"
 
     return None
 
@@ -275,10 +289,11 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = (*args, *kwargs.values())
+            inputs = (*args, *kwargs.values())
             if not slots:  # the embedding's call ends first, and its input is the T ids
-                slots.extend([value.numel() for value in given if isinstance(value, Tensor)][:1])
-            calls[name, counts[name]] = _token_rows(given, slots, rows), _token_rows((output,), slots, rows)
+                slots.extend([value.numel() for value in inputs if isinstance(value, Tensor)][:1])
+            call = (_token_rows(inputs, slots, rows), _token_rows((output,), slots, rows))
+            calls[name, counts[name]] = call
             counts[name] += 1
 
         return hook
@@ -291,16 +306,18 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
 def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[Tensor]:
     """Return the given rows of all floating-point tensors that have a dimension of T slots."""
-    found: list[Tensor] = []
+    rows_of_tensors: list[Tensor] = []
     for value in _tensors(values):
         dim = next((d for d, size in enumerate(value.shape) if slots and size == slots[0]), None)
         if dim is not None and value.is_floating_point():
-            token_rows = value.detach().movedim(dim, 0)[rows.to(value.device)]
-            found.append(token_rows.reshape(len(rows), -1).float().cpu())  # a model may add a batch dimension
-    return found
+            selected = value.detach().movedim(dim, 0)[rows.to(value.device)]
+            flat = selected.reshape(len(rows), -1)  # a model may add a batch dimension
+            rows_of_tensors.append(flat.float().cpu())
+    return rows_of_tensors
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Yield all tensors in values, dicts, lists and tuples of any depth."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -100,8 +100,10 @@ class PackingReport:
         return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:
-        built = "" if self.attention is None else f" ({self.layers} layers, attention {self.attention})"
-        measured = (
+        built = ""
+        if self.attention is not None:
+            built = f" ({self.layers} layers, attention {self.attention})"
+        checks = (
             ("leak into other sequences", self.leak, self.leak_tolerance),
             ("packed against alone", self.error, self.tolerance),
             ("gradient leak", self.gradient_leak, self.leak_tolerance),
@@ -112,12 +114,12 @@ class PackingReport:
             ("gradient of the reference", self.port_gradient, self.port_tolerance),
         )
         lines = [f"{self.model}{built}, lengths {self.lengths}"]
-        for name, value, allowed in measured:
+        for name, value, allowed in checks:
             if value is not None:
                 lines.append(f"  {name:<27} {value:.1e} (allowed {allowed:.0e})")
 
         lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
-        lines += [f"  not looked at               {what}" for what in self.skipped]
+        lines += [f"  not looked at               {check}" for check in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
         return "\n".join(lines)
 

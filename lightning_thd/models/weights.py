@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -32,33 +33,36 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
         return
 
     names = {id(tensor): name for name, tensor in filled.items()}
-    kept = [t for t in [*module.parameters(), *module.buffers()] if id(t) not in names]
+    tensors = [*module.parameters(), *module.buffers()]
+    has_values = [tensor for tensor in tensors if id(tensor) not in names]
     cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), torch.no_grad(), _untouched(kept), _seeded(names, seed):
+    with torch.random.fork_rng(devices=cuda), torch.no_grad(), _untouched(has_values), _seeded(names, seed):
         _initialise(module, names, seed)
 
-    held = {id(tensor) for *_, tensor in _held(module)}  # an initialiser may replace a buffer
-    left = [name for name, tensor in filled.items() if id(tensor) in held and _is_unset(tensor)]
-    if left:
+    present = {id(tensor) for *_, tensor in _entries(module)}  # an initialiser may replace a buffer
+    unset = [name for name, tensor in filled.items() if id(tensor) in present and _is_unset(tensor)]
+    if unset:
         raise ValueError(
-            f"{type(module).__name__} holds {left[:4]} on the meta device, and the modules that own them "
+            f"{type(module).__name__} holds {unset[:4]} on the meta device, and the modules that own them "
             "have no _init_weights() or reset_parameters() that sets them. Write one."
         )
 
 
 def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Replace tensors on the meta device by memory that is marked as unset; shared tensors stay shared."""
-    made: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for path, table, name, tensor in _held(module):
-        if tensor is not None and tensor.is_meta:
-            if id(tensor) not in made:
-                made[id(tensor)] = found[path] = _like(tensor, device)
-            table[name] = made[id(tensor)]
-    return found
+    replacements: dict[int, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    for path, table, name, tensor in _entries(module):
+        if tensor is None or not tensor.is_meta:
+            continue
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = _like(tensor, device)
+            filled[path] = replacements[id(tensor)]
+        table[name] = replacements[id(tensor)]
+    return filled
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor | None]]:
+def _entries(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor | None]]:
     """Yield, for every parameter and buffer, its path, the dict that holds it, its key there, and itself."""
     for path, child in module.named_modules():
         for table in (child._parameters, child._buffers):
@@ -73,9 +77,11 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
         data.fill_(_unset(data.dtype))
     if not isinstance(tensor, nn.Parameter):
         return data
-    made = nn.Parameter(data, tensor.requires_grad)
-    made.__dict__.update({k: v for k, v in vars(tensor).items() if k != "_is_hf_initialized"})
-    return made
+
+    parameter = nn.Parameter(data, tensor.requires_grad)
+    attributes = {name: value for name, value in vars(tensor).items() if name != "_is_hf_initialized"}
+    parameter.__dict__.update(attributes)
+    return parameter
 
 
 def _unset(dtype: torch.dtype) -> float | int:
@@ -84,12 +90,14 @@ def _unset(dtype: torch.dtype) -> float | int:
 
 
 def _is_unset(tensor: Tensor) -> bool:
+    """Return whether an entry of a tensor was never written."""
     if not tensor.numel():
         return False
     if tensor.dtype == torch.bool:  # no value can mark it, but every write in place raises its version
         return tensor._version == 0
     mark = _unset(tensor.dtype)
-    return bool((tensor.isnan() if mark != mark else tensor == mark).any())
+    is_marked = tensor.isnan() if math.isnan(mark) else tensor == mark
+    return bool(is_marked.any())
 
 
 def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
@@ -105,26 +113,26 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         if not unset:
             return
 
-        is_model = hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None))
-        own: Any = child if is_model else model
+        if hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None)):
+            model = child
         added = getattr(child, "adapter_layer_names", ())  # children that PEFT has added
         for name, below in child.named_children():
-            walk(below, f"{path}.{name}" if path else name, None if name in added else own)
+            walk(below, f"{path}.{name}" if path else name, None if name in added else model)
 
         torch.manual_seed(_seed_of(f"{path}()", seed))
         if added:
             _initialise_adapters(child, path, adapters)
             return
-        if own is not None:  # a block may set the weights of its children
-            own._init_weights(child)
+        if model is not None:  # a block may set the weights of its children
+            model._init_weights(child)
 
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        mine = [tensor for tensor in tensors if id(tensor) in names]
+        drawn = [tensor for tensor in tensors if id(tensor) in names]
         reset: Any = getattr(child, "reset_parameters", None)
-        if reset is not None and any(map(_is_unset, mine)):
+        if reset is not None and any(map(_is_unset, drawn)):
             reset()
 
-        for tensor in mine:
+        for tensor in drawn:
             if owners[id(tensor)] > 1:  # a tied weight is set only once, by its first owner
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
@@ -145,6 +153,7 @@ def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> N
 
 
 def _seed_of(name: str, seed: int) -> int:
+    """Return the seed of a weight or module: 63 bits, as generators take them."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -171,8 +180,11 @@ def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
 
     from transformers import initialization
 
-    fills = {name: x for name, x in vars(initialization).items() if name.endswith("_") and name[:1] != "_"}
-    before = {name: call for name, call in fills.items() if callable(call)}
+    originals = {
+        name: value
+        for name, value in vars(initialization).items()
+        if name.endswith("_") and not name.startswith("_") and callable(value)
+    }
 
     def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
         def filling(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,12 +195,12 @@ def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
         return filling
 
     try:
-        for name, call in before.items():
+        for name, call in originals.items():
             setattr(initialization, name, seeded(call))
         with initialization.guard_torch_init_functions():
             yield
     finally:
-        for name, call in before.items():
+        for name, call in originals.items():
             setattr(initialization, name, call)
 
 
@@ -233,14 +245,14 @@ def postponed_reading() -> Generator[None]:
         versions = {name: tensor._version for name, tensor in tensors.items()}
         model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
         fields = LoadStateDictInfo.__dataclass_fields__
-        found: dict[str, Any] = {name: {} if "errors" in name else set() for name in fields}
-        return LoadStateDictInfo(**found), None
+        nothing_read: dict[str, Any] = {name: {} if "errors" in name else set() for name in fields}
+        return LoadStateDictInfo(**nothing_read), None
 
-    def finish_later(model: Any, options: Any, found: Any) -> Any:
+    def finish_later(model: Any, options: Any, info: Any) -> Any:
         if model.__dict__.get(_ATTRIBUTE) is None:
-            return finish(model, options, found)
+            return finish(model, options, info)
         model.tie_weights(recompute_mapping=False)
-        return found
+        return info
 
     kind._load_pretrained_model = staticmethod(postpone)
     kind._finalize_model_loading = staticmethod(finish_later)
@@ -267,12 +279,21 @@ def require_unchanged(module: nn.Module) -> None:
         if unread is None:
             continue
 
-        lost = [n for n, t in unread.tensors.items() if id(t) not in held and isinstance(t, nn.Parameter)]
-        known = {id(tensor) for tensor in unread.tensors.values()}
-        added = [n for n, p in child.named_parameters() if id(p) not in known and n in unread.tensors]
-        shapes = {n: _tensor(unread.skeleton, n).shape for n in unread.tensors}
-        all_of = unread.tensors.items()
-        written = [n for n, t in all_of if t._version != unread.versions[n] or t.shape != shapes[n]]
+        built = {id(tensor) for tensor in unread.tensors.values()}
+        added = [
+            name
+            for name, parameter in child.named_parameters()
+            if id(parameter) not in built and name in unread.tensors
+        ]
+        written: list[str] = []
+        lost: list[str] = []
+        for name, tensor in unread.tensors.items():
+            built_shape = _tensor(unread.skeleton, name).shape
+            if tensor._version != unread.versions[name] or tensor.shape != built_shape:
+                written.append(name)
+            if id(tensor) not in held and isinstance(tensor, nn.Parameter):
+                lost.append(name)
+
         if written or (lost and added):
             raise ValueError(
                 f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
@@ -287,29 +308,33 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     skeleton: Any = unread.skeleton
     expected = list(skeleton.state_dict())
 
-    for path, table, name, _ in _held(skeleton):
+    for path, table, name, _ in _entries(skeleton):
         if path not in kept:
             del table[name]
 
-    given = skeleton, None, unread.files, unread.options
-    found, _ = type(skeleton)._load_pretrained_model(*given, expected_keys=expected)
-    _check_read(skeleton, found, kept)
-    read: dict[int, Tensor] = {}
+    info, _ = type(skeleton)._load_pretrained_model(
+        skeleton, None, unread.files, unread.options, expected_keys=expected
+    )
+    _check_read(skeleton, info, kept)
 
+    replacements: dict[int, Tensor] = {}
     for name, tensor in kept.items():
-        new = _tensor(skeleton, name)
-        if not new.is_meta:  # the new tensor gets the dtype and requires_grad of the old one
-            data = new.detach().to(tensor.dtype)
-            plain = not isinstance(tensor, nn.Parameter)
-            read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
+        read = _tensor(skeleton, name)
+        if read.is_meta:
+            continue
+        data = read.detach().to(tensor.dtype)  # the model's own dtype and requires_grad stay
+        if isinstance(tensor, nn.Parameter):
+            data = nn.Parameter(data, tensor.requires_grad)
+        replacements[id(tensor)] = data
 
-    for _, table, name, held_there in _held(module):
-        if id(held_there) in read:
-            table[name] = read[id(held_there)]
+    for _, table, name, present in _entries(module):
+        if id(present) in replacements:
+            table[name] = replacements[id(present)]
 
 
-def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
-    wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
+def _check_read(skeleton: nn.Module, info: Any, kept: dict[str, Tensor]) -> None:
+    """Raise for tensors that do not fit the model, and warn of those that the files do not hold."""
+    wrong = [*map(str, info.mismatched_keys), *map(str, info.conversion_errors), *info.error_msgs]
     if wrong:
         raise ValueError(
             f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
@@ -321,13 +346,17 @@ def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> Non
     persistent = set(skeleton.state_dict())
     missing = [name for name, tensor in kept.items() if id(tensor) not in read and name in persistent]
     if missing:
-        what = f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values."
-        warnings.warn(what, THDWarning, stacklevel=2)
+        warnings.warn(
+            f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values.",
+            THDWarning,
+            stacklevel=2,
+        )
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    path, _, own = name.rpartition(".")
-    owner = module.get_submodule(path)
-    found = owner._parameters.get(own, owner._buffers.get(own))
-    assert found is not None
-    return found
+def _tensor(module: nn.Module, path: str) -> Tensor:
+    """Return the parameter or buffer of a module at a path such as "layers.0.weight"."""
+    owner_path, _, name = path.rpartition(".")
+    owner = module.get_submodule(owner_path)
+    tensor = owner._parameters.get(name, owner._buffers.get(name))
+    assert tensor is not None
+    return tensor

@@ -97,8 +97,11 @@ def _reads_first_token(pooler: Any, hidden: Tensor) -> bool:
 
 def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
     """Pool rows ``[N, L, D]`` to ``[N, D]`` as the base model does."""
-    albert = isinstance(base.pooler, torch.nn.Linear)
-    pooled: Tensor = base.pooler_activation(base.pooler(hidden[:, 0])) if albert else base.pooler(hidden)
+    pooled: Tensor
+    if isinstance(base.pooler, torch.nn.Linear):  # ALBERT keeps the pooler's activation beside it
+        pooled = base.pooler_activation(base.pooler(hidden[:, 0]))
+    else:
+        pooled = base.pooler(hidden)
     return pooled
 
 
@@ -128,7 +131,7 @@ def classify(
     model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack
 ) -> Any:
     """Run a sequence classifier or reward model, and return one output per sequence of its pack."""
-    given = {**dict(zip(model._thd_parameters, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(model._thd_parameters, args, strict=False)), **kwargs}
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
@@ -136,24 +139,25 @@ def classify(
             "not empty sequences. Train it without context parallelism, CUDA graphs and empty sequences."
         )
 
-    labels = given.pop("labels", None)
-    as_tuple = given.pop("return_dict", None) is False
+    labels = arguments.pop("labels", None)
+    as_tuple = arguments.pop("return_dict", None) is False
     outputs: list[Any] = []
     with base.register_forward_hook(lambda _, __, output: outputs.append(output)):
-        output = forward(**given)
+        output = forward(**arguments)
 
     logits = output.logits
-    shared = pack.prefixes
-    lengths = pack.real_lengths if shared is None else shared.lengths
-    padded = pack.lengths if shared is None else shared.lengths
+    prefixes = pack.prefixes
+    lengths = pack.real_lengths if prefixes is None else prefixes.lengths
+    padded_lengths = pack.lengths if prefixes is None else prefixes.lengths
     padding_id = _padding_id(model)
-    ids = given.get("input_ids")
+    ids = arguments.get("input_ids")
     if ids is None:  # the model got embeddings, so any id but padding will do
         ids = torch.full((1, pack.slots), padding_id + 1, device=logits.device)
 
-    rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
-        source = places if shared is None else shared.slots_of(places, pack.slots)
+    # The head runs again on padded rows of its base model's output, so that it picks each sequence's token.
+    rows = torch.empty(len(padded_lengths), logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    for members, places in uploaded(list(padded_rows(lengths, padded_lengths)), logits.device):
+        source = places if prefixes is None else prefixes.slots_of(places, pack.slots)
         real = source < pack.slots
         token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], padding_id)
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
@@ -166,6 +170,7 @@ def classify(
 
 
 def _padding_id(model: Any) -> int:
+    """Return the id of padding in a model's config; -1, which is no token, without one."""
     pad = model.config.get_text_config().pad_token_id
     return -1 if pad is None else int(pad)
 
@@ -190,15 +195,17 @@ def _base_returns(model: Any, output: Any) -> Generator[None]:
 
 
 def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
+    """Return the base model's output of a pack as padded rows; ``source`` gives each place its slot."""
+
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != (1, pack.slots):
             return None
         return torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])[source]
 
-    made = type(output)(**{name: rows(value) for name, value in output.items()})
-    if getattr(base, "pooler", None) is not None and hasattr(made, "pooler_output"):
-        made.pooler_output = _run_pooler(base, made.last_hidden_state)
-    return made
+    padded = type(output)(**{name: rows(value) for name, value in output.items()})
+    if getattr(base, "pooler", None) is not None and hasattr(padded, "pooler_output"):
+        padded.pooler_output = _run_pooler(base, padded.last_hidden_state)
+    return padded
 
 
 def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:

@@ -71,15 +71,20 @@ def needed_rows(
 ) -> Ints:
     """List the rows of ``source``'s shard whose keys a rank's queries see: int64, ascending and unique."""
     if layout == "striped" or left < 0:
-        options: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
-        block = plan_block(padded_lengths, rank=rank, source=source, **options)
-        return np.empty(0, np.int64) if block is None else _unique(block.kv_rows)
+        block = plan_block(
+            padded_lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left
+        )
+        if block is None:
+            return np.empty(0, np.int64)
+        return _unique(block.kv_rows)
 
-    seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
-    return np.flatnonzero(seen[partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)])
+    is_seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
+    slots_of_source = partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)
+    return np.flatnonzero(is_seen[slots_of_source])
 
 
 def _unique(rows: Ints) -> Ints:
+    """Return the rows in ascending order, each once."""
     marked = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)  # faster than a sort
     marked[rows] = True
     return np.flatnonzero(marked)
@@ -103,15 +108,16 @@ def plan_exchange(
     counts = need_counts(padded_lengths, **options)
     others = [other for other in range(cp) if other != rank]
     sent = [needed_rows(padded_lengths, rank=other, source=rank, **options) for other in others]
-    owned = [partition.rank_indices(padded_lengths, cp=cp, rank=r, layout=layout) for r in range(cp)]
-    where = np.full(sum(map(len, owned)), -1, dtype=np.int64)
-    where[owned[rank]] = np.arange(len(owned[rank]))
-    next_row = len(owned[rank])
+    slots_of = [partition.rank_indices(padded_lengths, cp=cp, rank=r, layout=layout) for r in range(cp)]
 
+    where = np.full(sum(map(len, slots_of)), -1, dtype=np.int64)
+    where[slots_of[rank]] = np.arange(len(slots_of[rank]))
+    next_row = len(slots_of[rank])
     for other in others:
         rows = needed_rows(padded_lengths, rank=rank, source=other, **options)
-        where[owned[other][rows]] = np.arange(next_row, next_row + len(rows))
+        where[slots_of[other][rows]] = np.arange(next_row, next_row + len(rows))
         next_row += len(rows)
+
     return Exchange(
         send_rows=np.concatenate([np.empty(0, np.int64), *sent]),
         send_counts=counts[:, rank].tolist(),
@@ -159,62 +165,70 @@ def _visible(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, layout: Layout, *, causal: bool
 ) -> tuple[Ints, Ints, Ints]:
     """Return, per sequence of a call, the numbers of queries and visible keys, and the first key's row."""
-    held = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
-    first = partition.firsts_of(held)
+    source_lengths = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
+    first = partition.firsts_of(source_lengths)
     if rank == source:
-        return held, held, first
+        return source_lengths, source_lengths, first
     if not causal:
-        return partition.held_lengths(padded_lengths, cp=cp, rank=rank, layout=layout), held, first
+        q_lengths = partition.held_lengths(padded_lengths, cp=cp, rank=rank, layout=layout)
+        return q_lengths, source_lengths, first
 
     queries = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     keys = partition.pieces_of_rank(padded_lengths, cp=cp, rank=source, layout=layout)
     # Pieces of two ranks never overlap, so queries see the whole of every source piece that begins earlier.
     stride = int(max(padded_lengths, default=0)) + 1
     earlier = np.searchsorted(keys.sequence * stride + keys.start, queries.sequence * stride + queries.start)
-    before = np.concatenate([[0], np.cumsum(keys.lengths)])
-    visible = before[earlier] - first[queries.sequence]
-    same = np.zeros(len(visible), dtype=bool)  # pieces that see the same keys as the piece before are joined
-    same[1:] = (np.diff(queries.sequence) == 0) & (np.diff(visible) == 0)
-    call = np.cumsum(~same) - 1
-    lengths = np.bincount(call, queries.lengths, minlength=0).astype(np.int64)
-    return lengths, visible[~same], first[queries.sequence[~same]]
+    keys_until = np.concatenate([[0], np.cumsum(keys.lengths)])
+    visible = keys_until[earlier] - first[queries.sequence]
+
+    # Pieces that see the same keys as the piece before them are joined to one sequence of the call.
+    joins = np.zeros(len(visible), dtype=bool)
+    joins[1:] = (np.diff(queries.sequence) == 0) & (np.diff(visible) == 0)
+    sequence_of_call = np.cumsum(~joins) - 1
+    lengths = np.bincount(sequence_of_call, queries.lengths, minlength=0).astype(np.int64)
+    return lengths, visible[~joins], first[queries.sequence[~joins]]
 
 
 def _striped_block(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, *, causal: bool, left: int
 ) -> Block | None:
+    """Plan a block of a striped partition; all its rows are ``cp`` slots apart, so it can have a window."""
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
-    own_left = -1
-    own_right = -1
+    left_rows = -1  # the window of the call, in rows of the shard
+    right_rows = -1
     if causal:
         later = int(source > rank)  # 1 if the source's row i is after this rank's row i, so hidden from it
         k_stop = np.maximum(q_stop - later, k_first)
-        own_right = 0
+        right_rows = 0
         if left >= 0:
-            own_left = (left + source - rank) // cp - later
-            if own_left < 0:
+            left_rows = (left + source - rank) // cp - later
+            if left_rows < 0:
                 return None
-            k_first = np.maximum(k_first, np.minimum(q_first - later - own_left, k_stop))
+            k_first = np.maximum(k_first, np.minimum(q_first - later - left_rows, k_stop))
 
     slots = int(np.sum(padded_lengths)) // cp
-    return _block(q_first, q_stop - q_first, k_first, k_stop - k_first, own_left, own_right, slots)
+    return _block(q_first, q_stop - q_first, k_first, k_stop - k_first, left_rows, right_rows, slots)
 
 
 def _block(
     q_first: Ints, q_lengths: Ints, k_first: Ints, kv_lengths: Ints, left: int, right: int, slots: int
 ) -> Block | None:
     """Build a block without the sequences that have no query or no key; None if no sequence is left."""
-    kept = (q_lengths > 0) & (kv_lengths > 0)
-    if not kept.any():
+    takes_part = (q_lengths > 0) & (kv_lengths > 0)
+    if not takes_part.any():
         return None
 
-    q_rows = ranges(q_first[kept], (q_first + q_lengths)[kept])
+    q_first = q_first[takes_part]
+    q_lengths = q_lengths[takes_part]
+    k_first = k_first[takes_part]
+    kv_lengths = kv_lengths[takes_part]
+    q_rows = ranges(q_first, q_first + q_lengths)
     return Block(
         q_rows=None if len(q_rows) == slots else q_rows,
-        q_lengths=q_lengths[kept],
-        kv_rows=ranges(k_first[kept], (k_first + kv_lengths)[kept]),
-        kv_lengths=kv_lengths[kept],
+        q_lengths=q_lengths,
+        kv_rows=ranges(k_first, k_first + kv_lengths),
+        kv_lengths=kv_lengths,
         left=left,
         right=right,
     )
@@ -283,8 +297,8 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
                 rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
             calls.append(_block_call(block, rows))
 
-        found: list[BlockCall] = layout.put(calls)
-        return found
+        uploaded_calls: list[BlockCall] = layout.put(calls)
+        return uploaded_calls
 
     return layout.once(("blocks", causal, left, gathered), make)
 
@@ -300,21 +314,36 @@ def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep
 
 
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
+    """Plan the step in which keys come from the rank ``distance`` before this one; arrays are on the host."""
     to = (layout.rank + distance) % layout.cp
     source = (layout.rank - distance) % layout.cp
     options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
     block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
     where: Ints = np.arange(layout.local_slots)
-    sent = received = np.empty(0, np.int64)
+    sent = np.empty(0, np.int64)
+    received = np.empty(0, np.int64)
     if distance:
         sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **options)
         received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **options)
         where[received] = np.arange(len(received))
-    return RingStep(to, source, sent, len(received), None if block is None else _block_call(block, where))
+
+    call = None if block is None else _block_call(block, where)
+    return RingStep(to, source, sent, len(received), call)
 
 
 def _block_call(block: Block, where: Ints) -> BlockCall:
-    rows: tuple[Any, Any] = block.q_rows, where[block.kv_rows]
-    offsets: tuple[Any, Any] = offsets_of(block.q_lengths), offsets_of(block.kv_lengths)
-    longest = int(block.q_lengths.max()), int(block.kv_lengths.max())
-    return BlockCall(*rows, *offsets, *longest, block.left, block.right)
+    """Return a block's call as host arrays, which are uploaded together; ``where`` is each key's row."""
+    q_rows: Any = block.q_rows
+    keys: Any = where[block.kv_rows]
+    cu_seqlens_q: Any = offsets_of(block.q_lengths)
+    cu_seqlens_kv: Any = offsets_of(block.kv_lengths)
+    return BlockCall(
+        q_rows,
+        keys,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        int(block.q_lengths.max()),
+        int(block.kv_lengths.max()),
+        block.left,
+        block.right,
+    )
