@@ -40,6 +40,7 @@ def refuse_own_attention(model: Any) -> None:
             f"{type(model).__name__} has its own attention, from a dictionary of classes that has no 'thd'. "
             f"{_PADDED_ROWS}"
         )
+
     names = [cls.__name__ for cls in _attention_classes(type(model))]
     has_tower = model.config.get_text_config() is not model.config
     images_only = has_tower and bool(names) and all("Vision" in name for name in names)
@@ -136,6 +137,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
         is_layer = found.module is not found.owner
         aware = aware or (is_layer and _asks_for_attention(type(found.module).__module__))
         _refuse_layer(found)
+
     if not aware:
         raise ValueError(
             f"{type(model).__name__} has no layer that knows about packs: no attention that reads "
@@ -155,7 +157,8 @@ def refuse_early_release(model_type: str, installed: str) -> None:
 
 
 def _refuse_layer(found: _Found) -> None:
-    module, kind = found.module, type(found.module).__name__
+    module = found.module
+    kind = type(found.module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
         raise ValueError(
@@ -164,6 +167,7 @@ def _refuse_layer(found: _Found) -> None:
             f"causal, call lightning_thd.models.register_family(model_type, recurrent_layers=[{kind!r}]) "
             "before the model is built, and verify it with lightning_thd.models.check_packing(model)."
         )
+
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
         raise ValueError(f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
@@ -172,6 +176,7 @@ def _refuse_layer(found: _Found) -> None:
             f"{found.name} ({kind}) joins each token with its two neighbours. Build the model "
             "with trigram_input=False, or feed it padded rows."
         )
+
     if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
         return
     if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
@@ -259,8 +264,10 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"{kind} got a pack. An encoder-decoder has two sequences per sample: feed it padded rows."
         )
+
     if "MultipleChoice" in kind:
         raise ValueError(f"{kind} got a pack. It compares several sequences per sample: feed it padded rows.")
+
     mask = kwargs.get("attention_mask")
     # A multimodal model passes its masks to its text model, one per layer type; with "thd" none is a tensor.
     ours = isinstance(mask, dict) and all(x is None or isinstance(x, UnreadMask) for x in mask.values())
@@ -268,14 +275,17 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"{kind} got a pack and an attention_mask. Pass None, and pad by THDBatch.collate(..., pad_to=)."
         )
+
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in _CACHES):
         name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
         raise ValueError(
             f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: generate "
             f"with model.set_attn_implementation('eager'). {see('generation')}"
         )
+
     if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
         _refuse_plain_positions(model, kwargs.get("position_ids"))
+
     adapters = getattr(model, "peft_config", None)
     for name, config in adapters.items() if isinstance(adapters, dict) else ():
         method = getattr(config, "peft_type", None)
@@ -285,6 +295,7 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
             raise ValueError(
                 f"The adapter {name!r} ({method}) is not known to change each token independently. Use LoRA."
             )
+
         for option in ("alora_invocation_tokens", "velora_config"):
             if getattr(config, option, None) is not None and _takes_part(model, name):
                 raise ValueError(
@@ -324,12 +335,14 @@ def refuse_losing_adapters(wrapper: Any) -> None:
     for name, config in configs.items() if isinstance(configs, dict) else ():
         if name not in active:
             continue
+
         kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
         if getattr(config, "is_prompt_learning", False) and not adds_no_tokens:
             raise ValueError(
                 f"The adapter {name!r} ({kind}) puts virtual tokens before every row, and a pack is one "
                 "row. Use LoRA, or feed this model padded rows."
             )
+
         if getattr(config, "orth_reg_weight", 0.0):
             raise ValueError(
                 f"The adapter {name!r} ({kind}) adds a penalty to the loss (orth_reg_weight="
@@ -356,6 +369,7 @@ def refuse_noted(model: Any, kwargs: dict[str, Any], pack: Pack | None) -> None:
             f"{name} got the input_ids of a pack of {sequences} sequences, and not where they begin, so "
             "their tokens would see each other. Call model(**batch.hf_kwargs())."
         )
+
     labels = kwargs.get("labels")
     if labels is None or kwargs.get("shift_labels") is not None or not sequences_in(labels, "targets"):
         return
@@ -376,11 +390,13 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             f"{type(model).__name__} got a pack and {of_a_row}, which describes a whole row. Leave it out "
             "and compute the loss of every sequence from batch.unpack()."
         )
+
     labels = kwargs.get("labels")
     if labels is not None and "ForSequenceClassification" not in type(model).__name__:
         pack.refuse_prefixes(model, "its own loss would count the slots of a prefix only once")
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs
+
     kind = _loss_kind(model)
     if kind in _IN_PLACE:
         return kwargs
@@ -389,11 +405,13 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
             f"sequences. Compute the loss from the logits. {see('labels')}"
         )
+
     if pack.shard is not None:
         raise ValueError(
             f"{type(model).__name__} got labels and one rank's shard of a pack, whose last target is on "
             "another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
         )
+
     _refuse_shifted(model, kwargs.get("input_ids"), labels)
     starts = pack.offsets[:-1].long()
     first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)

@@ -96,6 +96,7 @@ class Recurrent(Adapter):
         pack = current_pack() and model_pack()  # current_pack raises if a recomputation lost its pack
         if pack is None:
             return forward(self, *args, **kwargs)
+
         tokens = args[0] if args else kwargs[self._thd_tokens]
         kwargs = {
             name: None if isinstance(value, UnreadMask) else value
@@ -105,10 +106,12 @@ class Recurrent(Adapter):
         scope = current_scope()
         if scope is not None and scope.shows_all and "attention_mask" in kwargs:
             kwargs["attention_mask"] = None  # ours, see ``families/plain_masks.py``
+
         _refuse(self, tokens, pack, kwargs)
         shard = pack.shard
         if shard is not None and pack.prefixes is None and self._thd_carried and shard.layout != "striped":
             return run_carried(self, functools.partial(forward, self), args, kwargs, OverRanks(shard))
+
         again = functools.partial(Recurrent._thd_run, self, forward)
         if shard is not None:
             return run_on_pack(again, args, kwargs, shard)
@@ -116,9 +119,11 @@ class Recurrent(Adapter):
             return run_carried(self, functools.partial(forward, self), args, kwargs, Branches(pack))
         if pack.prefixes is not None:
             return run_on_paths(again, args, kwargs, pack)
+
         kernels = self._thd_kernels
         if kernels is not None and can_run(kernels, tokens):
             return forward(self, *args, **kwargs, **boundaries(kernels, pack, self._thd_original))
+
         with functions_in_torch(self._thd_original, tokens):
             return _grouped(functools.partial(forward, self), args, kwargs, several=self._thd_several)
 

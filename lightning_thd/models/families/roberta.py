@@ -47,6 +47,7 @@ def adapt_layers(model: nn.Module) -> None:
 
 
 def _has_unknown_table(module: nn.Module) -> bool:
+    """Return whether a module has a table of positions with a row for padding."""
     return any(
         "position" in name and isinstance(child, nn.Embedding) and child.padding_idx is not None
         for name, child in module.named_children()
@@ -64,16 +65,20 @@ class PaddedPositions(Adapter):
         pack = model_pack()
         if pack is None:
             return forward(self, *args, **kwargs)
-        named = {**dict(zip(self._thd_names, args, strict=False)), **kwargs}
-        input_ids = named.get("input_ids")
-        named["position_ids"] = padded_positions(input_ids, named.get("position_ids"), self.padding_idx, pack)
+
+        arguments = {**dict(zip(self._thd_names, args, strict=False)), **kwargs}
+        input_ids = arguments.get("input_ids")
+        position_ids = arguments.get("position_ids")
+        arguments["position_ids"] = padded_positions(input_ids, position_ids, self.padding_idx, pack)
         if input_ids is not None and getattr(self, "token_dropout", False):
-            embeds = named.get("inputs_embeds")
-            embeds = self.word_embeddings(input_ids) if embeds is None else embeds
             pack.refuse_shard(self, "its token_dropout counts the masked tokens of whole sequences")
-            embeds = _without_masked(embeds, input_ids == self.mask_token_id, pack)
-            named |= {"input_ids": None, "inputs_embeds": embeds}
-        return forward(self, **named)
+            embeds = arguments.get("inputs_embeds")
+            if embeds is None:
+                embeds = self.word_embeddings(input_ids)
+            arguments["inputs_embeds"] = _without_masked(embeds, input_ids == self.mask_token_id, pack)
+            arguments["input_ids"] = None
+
+        return forward(self, **arguments)
 
 
 def padded_positions(
@@ -81,27 +86,43 @@ def padded_positions(
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
     if input_ids is None:
-        return (starts_at_zero(pack)[None] if position_ids is None else position_ids) + (padding_idx + 1)
-    real = input_ids[0].ne(padding_idx).long()
+        if position_ids is None:
+            position_ids = starts_at_zero(pack)[None]
+        return position_ids + (padding_idx + 1)
+
     if pack.shard is not None and pack.prefixes is not None:
         raise ValueError(
             "A model with RoBERTa's positions got one rank's shard of a pack whose sequences share prefixes. "
             "Set share_prefixes=False or context_parallel_size=1."
         )
-    tokens, offsets, taken = real, pack.offsets, None
-    if (shard := pack.shard) is not None:  # the first tokens of a sequence may be on another rank
-        tokens, offsets, taken = gather_pack(real, shard), shard.pack_offsets, shard.own
-    elif pack.prefixes is not None:  # or in the slots of another sequence
-        tokens, offsets = real.index_select(0, pack.prefixes.keys), pack.prefixes.cu_seqlens_kv
-        moved = (pack.prefixes.cu_seqlens_kv - pack.offsets)[1:].index_select(0, pack.seq_idx[0].long())
-        taken = torch.arange(pack.slots, device=moved.device) + moved
-    before = tokens.cumsum(0) - tokens
-    first = before.index_select(0, offsets[:-1].long().clamp(max=len(tokens) - 1))
-    counted = before - first.repeat_interleave(offsets.diff(), output_size=len(tokens)) + 1
-    counted = counted if taken is None else counted.index_select(0, taken)
+
+    real = input_ids[0].ne(padding_idx).long()  # 1 for a token, 0 for padding
+    counts, offsets, rows_of_slots = _whole_sequences(real, pack)
+    earlier = counts.cumsum(0) - counts
+    starts = offsets[:-1].long().clamp(max=len(counts) - 1)
+    earlier_sequences = earlier.index_select(0, starts)
+    positions = earlier - earlier_sequences.repeat_interleave(offsets.diff(), output_size=len(counts)) + 1
+
+    if rows_of_slots is not None:
+        positions = positions.index_select(0, rows_of_slots)
     if position_ids is not None:  # those of a long trailing pad stay within the table
-        counted = torch.minimum(counted, position_ids[0] + 1)
-    return (counted * real + padding_idx)[None]
+        positions = torch.minimum(positions, position_ids[0] + 1)
+    return (positions * real + padding_idx)[None]
+
+
+def _whole_sequences(real: Tensor, pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the values of whole sequences, their offsets, and each slot's row among them; None means all."""
+    shard = pack.shard
+    if shard is not None:  # the first tokens of a sequence may be on another rank
+        return gather_pack(real, shard), shard.pack_offsets, shard.own
+
+    prefixes = pack.prefixes
+    if prefixes is not None:  # or in the slots of another sequence
+        added = (prefixes.cu_seqlens_kv - pack.offsets)[1:].index_select(0, pack.seq_idx[0].long())
+        rows_of_slots = torch.arange(pack.slots, device=added.device) + added
+        return real.index_select(0, prefixes.keys), prefixes.cu_seqlens_kv, rows_of_slots
+
+    return real, pack.offsets, None
 
 
 # The share of tokens that ESM masked in its training, a constant of its modeling file.
@@ -110,12 +131,13 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     """Zero ESM's masked tokens, and scale each sequence by 0.88 / (its share of tokens not masked)."""
-    members, offsets = pack.seq_idx[0].long(), pack.offsets
-    lengths = (offsets if pack.real_offsets is None else pack.real_offsets).diff()
+    members = pack.seq_idx[0].long()
+    offsets = pack.offsets if pack.real_offsets is None else pack.real_offsets
+    lengths = offsets.diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
-    seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
+    factors = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
     embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
-    return (embeds * seen.index_select(0, members)[None, :, None]).to(embeds.dtype)
+    return (embeds * factors.index_select(0, members)[None, :, None]).to(embeds.dtype)
 
 
 def starts_at_zero(pack: Pack) -> Tensor:

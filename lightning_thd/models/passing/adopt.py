@@ -106,6 +106,7 @@ def scan_state_space(
     kept = _kernel_options(carrier, options, refused=("z", "initial_states"))
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
+
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     heads, size = x.shape[-2:]
@@ -203,6 +204,7 @@ def run_carried(
     running = _Running(carrier, [])
     with _replaced(module, functools.partial(_carrying, running)):
         out = function(*args, **kwargs)
+
     called = sorted(running.called)
     wanted = sorted(layer._thd_carried)
     if called != wanted:
@@ -210,6 +212,7 @@ def run_carried(
             f"A recurrent layer on {carrier.where} called {called}, but {wanted} carry its "
             f"state. Another kernel replaces them (use_kernels=True?). {carrier.instead}"
         )
+
     return out
 
 
@@ -291,10 +294,12 @@ def convolve(
     rows, reach = carrier.near(x_1CN[0].transpose(0, 1), weight.shape[-1] - 1)
     taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
     outputs = []
+
     for source in reach.sources:
         grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
         out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **kept)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
+
     own: Tensor = torch.cat(outputs).index_select(0, reach.own)
     return own.transpose(0, 1)[None]
 

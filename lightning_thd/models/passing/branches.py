@@ -51,6 +51,7 @@ def cut_at_branches(query_lengths: tuple[int, ...], branches: tuple[int, ...]) -
     parents[np.searchsorted(first, begins)] = ends  # -1 for slot -1, which is before all
 
     levels = np.zeros(len(first), dtype=np.int64)
+
     for stretch, parent in enumerate(parents.tolist()):  # a parent comes before its children
         if parent >= 0:
             levels[stretch] = levels[parent] + 1
@@ -85,6 +86,7 @@ class Branches:
         padded = with_blank(inputs)
         outputs: list[Tensor] = []
         states: list[Tensor] = []  # those of the branch points so far
+
         for run in plan.runs:
             entering = None
             if run.entering is not None:
@@ -92,6 +94,7 @@ class Branches:
             state = run_rows(recurrence, padded, run.rows, entering, outputs)
             if run.kept is not None:
                 states.append(state.index_select(0, run.kept))
+
         return torch.cat(outputs).index_select(0, plan.back)
 
     def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
@@ -103,12 +106,14 @@ class Branches:
 
 
 def _plan(boundaries: Boundaries) -> _Plan:
-    prefixes, device = boundaries.prefixes, boundaries.offsets.device
+    prefixes = boundaries.prefixes
+    device = boundaries.offsets.device
     stretches = cut_at_branches(prefixes.query_lengths, prefixes.branches)
     places = np.full(len(stretches.first), -1)  # each kept state has one, in the order of levels
     is_branch = np.isin(np.arange(len(places)), stretches.parents)
 
     runs: list[Any] = []
+
     for level in range(int(stretches.levels.max()) + 1):
         of_level = np.flatnonzero(stretches.levels == level)
         kind = np.stack([stretches.first[of_level], stretches.lengths[of_level]])
@@ -124,6 +129,7 @@ def _plan(boundaries: Boundaries) -> _Plan:
     *tensors, on_device = uploaded([*arrays, back], device)
     remaining = iter(tensors)
     on_runs = []
+
     for (_, _), entering, kept in runs:
         rows = Rows(next(remaining), next(remaining))
         enters = None if entering is None else next(remaining)
@@ -159,7 +165,8 @@ def run_on_paths(
 
     This computes a prefix again for each leaf that goes on from it, in this layer only.
     """
-    prefixes, scope = boundaries.prefixes, current_scope()
+    prefixes = boundaries.prefixes
+    scope = current_scope()
     assert scope is not None
     keys = prefixes.keys.shape[0]
     paths = Boundaries(
@@ -169,6 +176,7 @@ def run_on_paths(
         lengths=prefixes.key_lengths,
     )
     on_paths = Scope(paths, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
+
     with scoped(on_paths):
         gathered = of_tokens(lambda x: x.index_select(1, prefixes.keys), boundaries.slots)
         out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})

@@ -157,12 +157,15 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> T
     spanned = [recurrence.span(_gather(padded, rows)) for rows in plan.spanning]
     entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], layout)
     num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
+
     for rows, one in zip(plan.spanning, spanned, strict=True):
         with torch.autocast(inputs[0].device.type, enabled=False):  # states keep the precision of the kernel
             read = one.read(entering.index_select(0, rows.members))
         outputs.append((one.out + read.to(one.out.dtype)).flatten(0, 1))
+
     for rows in plan.closing:
         run_rows(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
+
     for rows in plan.whole:
         run_rows(recurrence, padded, rows, None, outputs)
     return keep_path(torch.cat(outputs).index_select(0, plan.back), entering)
@@ -206,7 +209,9 @@ def _entering_states(
     changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in changed)])
     if plan.host.moved.any():  # the same on every rank, so all ranks exchange states or none does
         received = _exchange(recurrence, plan, states, changes, like, layout)
-        states, changes = torch.cat([states, received[0]]), torch.cat([changes, received[1]])
+        states = torch.cat([states, received[0]])
+        changes = torch.cat([changes, received[1]])
+
     carried: list[Tensor] = []  # the states after each step along the sequences
     with torch.autocast(like.device.type, enabled=False):
         for left_by, changed_by in plan.steps:
@@ -215,6 +220,7 @@ def _entering_states(
                 before = carried[-1][: len(left_by)]
                 state = state + recurrence.carry(changes.index_select(0, changed_by), before)
             carried.append(state)
+
     return torch.cat([*carried, states[:0]]).index_select(0, plan.entering)
 
 
@@ -234,13 +240,15 @@ def _exchange(
         torch.cat([states.index_select(0, s).flatten(), changes.index_select(0, c).flatten()])
         for s, c in zip(plan.send_states, plan.send_changes, strict=True)
     ]
-    state, change = math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)
+    state = math.prod(recurrence.state_shape)
+    change = math.prod(recurrence.change_shape)
     counted = list(zip(plan.host.receive_states, plan.host.receive_changes, strict=True))
     sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
     sent = keep_path(torch.cat(parts), like)  # so that all ranks run the exchange of backward, or none does
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
     traffic.count("states")
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
+
     for part, (states_of, changes_of) in zip(torch.split(received, sizes), counted, strict=True):
         first, second = torch.split(part, [states_of * state, changes_of * change])
         found[0].append(first.view(states_of, *recurrence.state_shape))
@@ -249,7 +257,8 @@ def _exchange(
 
 
 def _plan(layout: ShardLayout) -> _Plan:
-    plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
+    plan = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank)
+    slots = layout.local_slots
     kinds = [rows_of_kind(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
     back = places_in([rows for kind in kinds for _, rows in kind], slots)

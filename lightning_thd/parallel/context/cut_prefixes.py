@@ -50,11 +50,13 @@ def cut_leaves(query_lengths: tuple[int, ...], *, cp: int, rank: int, layout: La
     ends = np.cumsum(lengths)
     stretches = partition.pieces_of_rank([int(ends[-1])], cp=cp, rank=rank, layout=layout)
     parts = []
+
     for start, stop in zip(stretches.start.tolist(), stretches.stop.tolist(), strict=True):
         first = np.clip(start - (ends - lengths), 0, lengths)
         last = np.clip(stop - (ends - lengths), 0, lengths)
         held = np.flatnonzero(last > first)
         parts.append((held, first[held], last[held]))
+
     return Fragments(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -78,11 +80,13 @@ class SharedLayout(ShardLayout):
                 f"context_parallel_communication={communication!r} with sequences that share prefixes, "
                 f"whose keys every rank gathers. {wanted}"
             )
+
         if layout == "striped":
             raise ValueError(
                 "context_parallel_layout='striped' with sequences that share prefixes, which are cut into "
                 "stretches of slots. Use 'dual_chunk', 'mixed' or 'contiguous', or share_prefixes=False."
             )
+
         super().__init__(
             (whole.slots,),
             cp=cp,
@@ -105,13 +109,15 @@ class SharedLayout(ShardLayout):
         return self.once(("call", left), lambda: self._call(left))
 
     def _call(self, left: int) -> KernelCall:
-        prefixes, (leaf, start, stop) = self.whole.prefixes, self.fragments
+        prefixes = self.whole.prefixes
+        (leaf, start, stop) = self.fragments
         queries = np.asarray(prefixes.query_lengths, dtype=np.int64)[leaf]
         keys = np.asarray(prefixes.key_lengths, dtype=np.int64)
         held = keys[leaf] - queries  # slots of the path before the leaf
         first_key = np.zeros_like(held) if left < 0 else np.maximum(held + start - left, 0)
         path = (np.cumsum(keys) - keys)[leaf]  # where each leaf's path begins among all keys
-        q_lengths, kv_lengths = stop - start, held + stop - first_key
+        q_lengths = stop - start
+        kv_lengths = held + stop - first_key
 
         places = ranges(path + first_key, path + held + stop)
         where = partition.restore_indices(self.padded_lengths, **self.cut)
@@ -155,7 +161,9 @@ def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
     rows, slots, numbers, places = layout.put((held, of_rows[held], numbers, places))
     targets = whole.targets.index_select(0, rows)
     if not len(held):  # one row, whose target is ignored
-        slots, targets = whole.slots.new_zeros(1), whole.targets.new_full((1,), IGNORE_INDEX)
+        slots = whole.slots.new_zeros(1)
+        targets = whole.targets.new_full((1,), IGNORE_INDEX)
+
     of_tokens = places.index_select(0, whole.token_slots)
     state = {name: getattr(whole, name) for name in Prefixes.__slots__}
     changed = {

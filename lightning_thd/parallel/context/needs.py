@@ -113,6 +113,7 @@ def plan_exchange(
     where = np.full(sum(map(len, slots_of)), -1, dtype=np.int64)
     where[slots_of[rank]] = np.arange(len(slots_of[rank]))
     next_row = len(slots_of[rank])
+
     for other in others:
         rows = needed_rows(padded_lengths, rank=rank, source=other, **options)
         where[slots_of[other][rows]] = np.arange(next_row, next_row + len(rows))
