@@ -93,8 +93,8 @@ def thd_mask(
     # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain and not both_ways:
-        found = _window_of_mask(mask_function, kind, q_length, config, device, own_functions=use_vmap)
-        local_size = local_size or found
+        window = _window_of_mask(mask_function, kind, q_length, config, device, own_functions=use_vmap)
+        local_size = local_size or window
 
     longest = longest_sequence(q_length)
     if local_size is not None and longest > local_size and not _knows_window(scope, config):
@@ -125,6 +125,8 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
         return False
     if pack is not None and pack.shown_mask is mask:
         return True
+
+    # A mask that is added to the scores hides nothing if it is 0.
     shown = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
     if shown and pack is not None:
         pack.note_shown(mask)  # all layers get the same mask
@@ -133,14 +135,17 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
 
 def encode_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
     """Encode a window in the shape of an empty mask, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
-    return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
+    shape = (0, 0, size) if chunk else (0, size)
+    return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
     """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; other shapes hold neither."""
     if mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None
-    return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
+    if mask.ndim == 2:
+        return mask.shape[1], None
+    return None, mask.shape[2]
 
 
 # ---- Masks with a pattern
@@ -191,7 +196,8 @@ def _window_of_own_mask(
     scope: Scope | None = getattr(STATE, "scope", None)
     lengths = (slots,) if scope is None or scope.pack is None else scope.pack.lengths
     window: int | None = getattr(config, "sliding_window", None)
-    is_plain = is_windowed = True
+    is_plain = True
+    is_windowed = window is not None
     start = 0
 
     for length in lengths:
@@ -201,7 +207,8 @@ def _window_of_own_mask(
             plain = ages >= 0 if kind == CAUSAL else torch.ones_like(ages, dtype=torch.bool)
             sees = _sees(mask_function, queries[:, None], keys)
             is_plain = is_plain and torch.equal(sees, plain)
-            is_windowed = is_windowed and window is not None and torch.equal(sees, plain & (ages < window))
+            if is_windowed and window is not None:
+                is_windowed = torch.equal(sees, plain & (ages < window))
         start += length
 
     if not (is_plain or is_windowed):
@@ -210,9 +217,10 @@ def _window_of_own_mask(
 
 
 def _sees(mask_function: Callable[..., Any], queries: Tensor, keys: Tensor) -> Tensor:
+    """Return whether queries see keys, for indices that broadcast."""
     row = torch.zeros((), dtype=torch.long, device=queries.device)
-    seen = torch.as_tensor(mask_function(row, row, queries, keys), device=queries.device)
-    return seen.bool().expand((queries - keys).shape)
+    sees = torch.as_tensor(mask_function(row, row, queries, keys), device=queries.device)
+    return sees.bool().expand((queries - keys).shape)
 
 
 def _refuse_pattern(config: Any) -> NoReturn:
@@ -240,6 +248,7 @@ def learn_masks(model: nn.Module) -> None:
 
 
 def _knows_window(scope: Scope | None, config: Any) -> bool:
+    """Return whether the layers of the running model apply their window without a mask."""
     if getattr(config, "model_type", "") in _PASSES_WINDOW:
         return True
     return scope is not None and bool(getattr(scope.module, _HOLDS_WINDOW, False))
@@ -254,4 +263,6 @@ def lost_window(module: nn.Module) -> bool:
 def longest_sequence(q_length: int) -> int:
     """Return the length of the longest sequence of the running pack, or ``q_length`` without one."""
     scope: Scope | None = getattr(STATE, "scope", None)
-    return q_length if scope is None or scope.pack is None else scope.pack.longest
+    if scope is None or scope.pack is None:
+        return q_length
+    return scope.pack.longest

@@ -117,7 +117,7 @@ _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 _EXACT_FROM: Final = {"moshi": (5, 18), "longcat_flash": (5, 18)}
 
 
-class _Found(NamedTuple):
+class _Named(NamedTuple):
     """A module of the language model, and the innermost PreTrainedModel that calls it."""
 
     name: str
@@ -130,13 +130,13 @@ def refuse_unknown_layers(model: nn.Module) -> None:
     installed = str(getattr(sys.modules.get("transformers"), "__version__", ""))
     refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
     aware = False
-    for found in _language_modules(model):
-        if isinstance(found.module, Recurrent):
+    for named in _language_modules(model):
+        if isinstance(named.module, Recurrent):
             aware = True
             continue
-        is_layer = found.module is not found.owner
-        aware = aware or (is_layer and _asks_for_attention(type(found.module).__module__))
-        _refuse_layer(found)
+        is_layer = named.module is not named.owner
+        aware = aware or (is_layer and _asks_for_attention(type(named.module).__module__))
+        _refuse_layer(named)
 
     if not aware:
         raise ValueError(
@@ -156,13 +156,14 @@ def refuse_early_release(model_type: str, installed: str) -> None:
         )
 
 
-def _refuse_layer(found: _Found) -> None:
-    module = found.module
-    kind = type(found.module).__name__
+def _refuse_layer(named: _Named) -> None:
+    """Refuse a layer that is known to mix neighbouring tokens, or positions that cannot restart."""
+    name, module, owner = named
+    kind = type(module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
         raise ValueError(
-            f"{found.name} ({kind}) mixes tokens by a convolution or a state, which may carry "
+            f"{name} ({kind}) mixes tokens by a convolution or a state, which may carry "
             "over into the next sequence of a pack. Feed this model padded rows; or, if the layer is "
             f"causal, call lightning_thd.models.register_family(model_type, recurrent_layers=[{kind!r}]) "
             "before the model is built, and verify it with lightning_thd.models.check_packing(model)."
@@ -170,26 +171,29 @@ def _refuse_layer(found: _Found) -> None:
 
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
-        raise ValueError(f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
+        raise ValueError(f"{name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
     if getattr(module, "trigram_input", False):
         raise ValueError(
-            f"{found.name} ({kind}) joins each token with its two neighbours. Build the model "
+            f"{name} ({kind}) joins each token with its two neighbours. Build the model "
             "with trigram_input=False, or feed it padded rows."
         )
 
     if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
         return
-    if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
+    if "position_ids" not in inspect.signature(type(owner).forward).parameters:
         raise ValueError(
-            f"{found.name} ({kind}) counts positions along the whole row, and {type(found.owner).__name__} "
+            f"{name} ({kind}) counts positions along the whole row, and {type(owner).__name__} "
             "takes no position_ids to restart them. Feed this model padded rows."
         )
 
 
 def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
-    names = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
-    cut = zip(names, getattr(weight, "placements", ()), strict=False)
-    return any(("tp" in name or "tensor" in name) and not at.is_replicate() for name, at in cut)
+    """Return whether ranks of a tensor-parallel axis hold different parts of a weight."""
+    axes = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
+    for axis, placement in zip(axes, getattr(weight, "placements", ()), strict=False):
+        if ("tp" in axis or "tensor" in axis) and not placement.is_replicate():
+            return True
+    return False
 
 
 def _asks_for_attention(name: str) -> bool:
@@ -197,20 +201,23 @@ def _asks_for_attention(name: str) -> bool:
     return ".modeling_" in name and hasattr(sys.modules.get(name), _ATTENTION_TABLE)
 
 
-def _language_modules(model: Any) -> Iterator[_Found]:
+def _language_modules(model: Any) -> Iterator[_Named]:
     """Yield the language model's modules, but no towers with another config and nothing inside mixers."""
     families = (type(model.config), type(model.config.get_text_config(decoder=True)))
-    stack = [_Found("", model, model)]
+    stack = [_Named("", model, model)]
     while stack:
-        found = stack.pop()
-        yield found
-        if isinstance(found.module, Recurrent):
+        named = stack.pop()
+        yield named
+        if isinstance(named.module, Recurrent):
             continue
-        for name, child in found.module.named_children():
-            inner = hasattr(child, "config") and hasattr(child, "get_input_embeddings")
-            if not inner or type(child.config) in families:
-                path = f"{found.name}.{name}" if found.name else name
-                stack.append(_Found(path, child, child if inner else found.owner))
+
+        for name, child in named.module.named_children():
+            is_model = hasattr(child, "config") and hasattr(child, "get_input_embeddings")
+            if is_model and type(child.config) not in families:
+                continue
+            path = f"{named.name}.{name}" if named.name else name
+            owner = child if is_model else named.owner
+            stack.append(_Named(path, child, owner))
 
 
 # ---- In every call
@@ -225,24 +232,30 @@ def note_construction(model: Any) -> None:
         for module in model.modules()
         if hasattr(module, "sliding_window")
     ]
-    kept = ["layer_types", *(("sliding_window", "local_attention") if any(windows) else ())]
-    model.__dict__.setdefault(NOTES[1], (kept, copy.deepcopy(_read_late(model.config, kept))))
+    names = ["layer_types"]
+    if any(windows):
+        names += ["sliding_window", "local_attention"]
+    model.__dict__.setdefault(NOTES[1], (names, copy.deepcopy(_read_late(model.config, names))))
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:
-    found: list[Any] = [getattr(config, name, None) for name in names]
+    """Return the values of a config and, as nested lists, of the configs inside it."""
+    values: list[Any] = [getattr(config, name, None) for name in names]
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return found + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]
+    return values + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]
 
 
 def refuse_changed_config(model: Any) -> None:
     """Refuse a config that was changed after the layers were built from it."""
-    names, before = model.__dict__.get(NOTES[1], ([], None))
-    if names and (now := _read_late(model.config, names)) != before:
+    names, at_construction = model.__dict__.get(NOTES[1], ([], None))
+    if not names:
+        return
+    present = _read_late(model.config, names)
+    if present != at_construction:
         raise ValueError(
             f"The config of {type(model).__name__} was changed after the model was built: {', '.join(names)} "
-            f"were {before} and are {now}, and layers keep the values they were built with. Build the model "
-            "from the changed config, for example from_pretrained(..., sliding_window=...)."
+            f"were {at_construction} and are {present}, and layers keep the values they were built with. "
+            "Build the model from the changed config, for example from_pretrained(..., sliding_window=...)."
         )
 
 
@@ -422,13 +435,14 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
 def _loss_kind(model: Any) -> str | None:
     """Return transformers' name of the loss that a model computes from labels, if it is known."""
     # Older classes, such as those of BERT and GPT-2, have "LMHead" in their names.
-    kind: str | None = (
-        "ForCausalLM" if "LMHead" in type(model).__name__ else getattr(model, "loss_type", None)
-    )
+    if "LMHead" in type(model).__name__:
+        return "ForCausalLM"
+    kind: str | None = getattr(model, "loss_type", None)
     return kind
 
 
 def _next_tokens(name: str) -> str:
+    """Return the error for labels that are shifted already."""
     return (
         f"{name} got labels with a pack: the labels are the next tokens already, as "
         "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels too, "
@@ -437,12 +451,14 @@ def _next_tokens(name: str) -> str:
 
 
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
-    rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
-    if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
+    """Raise if labels are the next tokens, which the model would shift once more; reads no device."""
+    ids = host_values(input_ids) if isinstance(input_ids, Tensor) else None
+    targets = host_values(labels) if isinstance(labels, Tensor) else None
+    if ids is None or targets is None or ids.shape != targets.shape:
         return  # the values are on a device, or traced
-    ids, given = (row.reshape(-1) for row in rows if row is not None)
+
     try:
         # Labels of the model's own tokens are their ids or -100, so one that is the next token says enough.
-        refuse_shifted([(ids, given)], "labels=", least=1)
+        refuse_shifted([(ids.reshape(-1), targets.reshape(-1))], "labels=", least=1)
     except ValueError as err:
         raise ValueError(_next_tokens(type(model).__name__)) from err

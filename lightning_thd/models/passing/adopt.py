@@ -83,6 +83,8 @@ class OverRanks(NamedTuple):
 
 
 class _Running(NamedTuple):
+    """A layer that runs with our functions."""
+
     carrier: Carrier
     called: list[str]  # names of the functions that the layer has called
 
@@ -107,8 +109,12 @@ def scan_state_space(
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
 
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = functional.softplus(dt)
+    dt = dt.clamp(*dt_limit)
+
     heads, size = x.shape[-2:]
     recurrence = StateSpace(
         scan=functools.partial(original, **kept),
@@ -241,23 +247,26 @@ _PACKAGES: Final = ("causal_conv1d", "mamba_ssm", "fla")
 def _replaced(module: Any, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
     """Put other functions into a modeling file of transformers, for as long as one layer runs."""
     with _REPLACING:
-        own = {name: getattr(module, name) for name in _KERNELS if callable(getattr(module, name, None))}
-        for name, original in own.items():
+        originals = {
+            name: getattr(module, name) for name in _KERNELS if callable(getattr(module, name, None))
+        }
+        for name, original in originals.items():
             setattr(module, name, make(name, original))
         try:
             yield
         finally:
-            for name, original in own.items():
+            for name, original in originals.items():
                 setattr(module, name, original)
 
 
 def _in_torch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs an installed kernel only on tensors that are not on the host."""
-    own = inspect.unwrap(original)
+    in_torch = inspect.unwrap(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
-        function = original if told or args[0].device.type not in ("cpu", "meta") else own
+        on_host = args[0].device.type in ("cpu", "meta")
+        has_boundaries = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
+        function = in_torch if on_host and not has_boundaries else original
         return function(*args, **kwargs)
 
     return run
@@ -292,16 +301,16 @@ def convolve(
     """Run a causal convolution, weight ``[C, W]``, over stretches ``[1, C, N]``; on a shard, a collective."""
     kept = _kernel_options(carrier, options, refused=("initial_states", "final_states_out"))
     rows, reach = carrier.near(x_1CN[0].transpose(0, 1), weight.shape[-1] - 1)
-    taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
-    outputs = []
+    read = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
 
+    outputs = []
     for source in reach.sources:
-        grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
+        grid = read.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
         out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **kept)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
-    own: Tensor = torch.cat(outputs).index_select(0, reach.own)
-    return own.transpose(0, 1)[None]
+    out_NC: Tensor = torch.cat(outputs).index_select(0, reach.own)
+    return out_NC.transpose(0, 1)[None]
 
 
 def _reach(layout: ShardLayout, left: int) -> Reach:
@@ -309,8 +318,10 @@ def _reach(layout: ShardLayout, left: int) -> Reach:
     plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
     grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
     ends = np.cumsum(plan.kv_lengths)
-    own = partition.ranges(ends - plan.q_lengths, ends)
-    *sources, here = layout.put([*grids, places_in(grids, int(plan.kv_lengths.sum()))[own]])
+    own_rows = partition.ranges(ends - plan.q_lengths, ends)
+    own_places = places_in(grids, int(plan.kv_lengths.sum()))[own_rows]
+    *sources, own = layout.put([*grids, own_places])
+
     keys = needs.needed_call(layout, causal=True, left=left).keys
     assert keys is not None
-    return Reach(keys, tuple(sources), here)
+    return Reach(keys, tuple(sources), own)

@@ -203,68 +203,78 @@ def _entering_states(
     # Ranks without stretches need empty tensors of the same dtype.
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     empty = like.new_zeros(0, dtype=dtype)
-    left = [*_in_order(opened, plan.opening), *_in_order([one.state for one in spanned], plan.spanning)]
-    states = torch.cat([empty.view(0, *recurrence.state_shape), *(x.to(dtype) for x in left)])
-    changed = _in_order([one.change for one in spanned], plan.spanning)
-    changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in changed)])
+    final_states = _in_order(opened, plan.opening)
+    final_states += _in_order([group.state for group in spanned], plan.spanning)
+    states = torch.cat([empty.view(0, *recurrence.state_shape), *(x.to(dtype) for x in final_states)])
+    all_changes = _in_order([group.change for group in spanned], plan.spanning)
+    changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in all_changes)])
+
     if plan.host.moved.any():  # the same on every rank, so all ranks exchange states or none does
-        received = _exchange(recurrence, plan, states, changes, like, layout)
-        states = torch.cat([states, received[0]])
-        changes = torch.cat([changes, received[1]])
+        received_states, received_changes = _exchange(recurrence, plan, states, changes, like, layout)
+        states = torch.cat([states, received_states])
+        changes = torch.cat([changes, received_changes])
 
     carried: list[Tensor] = []  # the states after each step along the sequences
     with torch.autocast(like.device.type, enabled=False):
-        for left_by, changed_by in plan.steps:
-            state = states.index_select(0, left_by)
+        for state_rows, change_rows in plan.steps:
+            state = states.index_select(0, state_rows)
             if carried:
-                before = carried[-1][: len(left_by)]
-                state = state + recurrence.carry(changes.index_select(0, changed_by), before)
+                entering = carried[-1][: len(state_rows)]
+                state = state + recurrence.carry(changes.index_select(0, change_rows), entering)
             carried.append(state)
 
     return torch.cat([*carried, states[:0]]).index_select(0, plan.entering)
 
 
-def _in_order(found: list[Tensor], rows: Sequence[Rows]) -> list[Tensor]:
+def _in_order(results: list[Tensor], groups: Sequence[Rows]) -> list[Tensor]:
     """Concatenate the results of groups in the order of their stretches; an empty list without groups."""
-    if not found:
+    if not results:
         return []
-    members = torch.cat([one.members for one in rows])
-    return [torch.cat(found).index_select(0, torch.argsort(members))]
+    members = torch.cat([group.members for group in groups])
+    return [torch.cat(results).index_select(0, torch.argsort(members))]
 
 
 def _exchange(
     recurrence: Recurrence, plan: _Plan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
 ) -> tuple[Tensor, Tensor]:
+    """Send states and changes to the ranks that need them; return those of other ranks, rank 0's first."""
     assert layout.group is not None
-    parts = [
-        torch.cat([states.index_select(0, s).flatten(), changes.index_select(0, c).flatten()])
-        for s, c in zip(plan.send_states, plan.send_changes, strict=True)
-    ]
-    state = math.prod(recurrence.state_shape)
-    change = math.prod(recurrence.change_shape)
-    counted = list(zip(plan.host.receive_states, plan.host.receive_changes, strict=True))
-    sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
-    sent = keep_path(torch.cat(parts), like)  # so that all ranks run the exchange of backward, or none does
-    received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
-    traffic.count("states")
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    sent_parts = []
+    for state_rows, change_rows in zip(plan.send_states, plan.send_changes, strict=True):
+        sent_states = states.index_select(0, state_rows).flatten()
+        sent_changes = changes.index_select(0, change_rows).flatten()
+        sent_parts.append(torch.cat([sent_states, sent_changes]))
 
-    for part, (states_of, changes_of) in zip(torch.split(received, sizes), counted, strict=True):
-        first, second = torch.split(part, [states_of * state, changes_of * change])
-        found[0].append(first.view(states_of, *recurrence.state_shape))
-        found[1].append(second.view(changes_of, *recurrence.change_shape))
-    return torch.cat(found[0]), torch.cat(found[1])
+    state_size = math.prod(recurrence.state_shape)
+    change_size = math.prod(recurrence.change_shape)
+    counts = list(zip(plan.host.receive_states, plan.host.receive_changes, strict=True))
+    sizes = [num_states * state_size + num_changes * change_size for num_states, num_changes in counts]
+
+    # keep_path: so that all ranks run the exchange of backward, or none does
+    sent = keep_path(torch.cat(sent_parts), like)
+    received = exchange_rows(sent, [len(part) for part in sent_parts], sizes, layout.group)
+    traffic.count("states")
+
+    all_states: list[Tensor] = []
+    all_changes: list[Tensor] = []
+    for part, (num_states, num_changes) in zip(torch.split(received, sizes), counts, strict=True):
+        flat_states, flat_changes = torch.split(part, [num_states * state_size, num_changes * change_size])
+        all_states.append(flat_states.view(num_states, *recurrence.state_shape))
+        all_changes.append(flat_changes.view(num_changes, *recurrence.change_shape))
+    return torch.cat(all_states), torch.cat(all_changes)
 
 
 def _plan(layout: ShardLayout) -> _Plan:
+    """Plan the stretches and exchanges of a shard; all arrays are uploaded at once."""
     plan = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank)
     slots = layout.local_slots
     kinds = [rows_of_kind(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
     back = places_in([rows for kind in kinds for _, rows in kind], slots)
-    sent = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
-    *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
-    opening, spanning, closing, whole = ([Rows(*each) for each in kind] for kind in groups)
+
+    on_host = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
+    *groups, back, send_states, send_changes, steps, entering = layout.put(on_host)
+    opening, spanning, closing, whole = ([Rows(*group) for group in kind] for kind in groups)
     return _Plan(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 

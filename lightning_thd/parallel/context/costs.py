@@ -62,7 +62,9 @@ def cheapest_way(
         return "needed"
 
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S
-    needed_s = needed_rows * sizes.key_bytes / BYTES_PER_S + (LATENCY_S if needed_rows else 0.0)
+    needed_s = needed_rows * sizes.key_bytes / BYTES_PER_S
+    if needed_rows:
+        needed_s += LATENCY_S
     # Ulysses makes four exchanges: queries, keys, values and the output.
     ulysses_s = sizes.ulysses_bytes(slots, cp) / BYTES_PER_S + 4 * LATENCY_S
     return "ulysses" if ulysses_s <= needed_s + kernel_s else "needed"

@@ -54,11 +54,11 @@ class ShardLayout:
         self.sequences: int | None = None  # their number without the pad, if the caller knows it
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
-        own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
+        slots_of_rank = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.own: Tensor  # int64 ``[N]``, the slots of the pack that this rank holds
         self.cu_seqlens: Tensor  # int32 ``[S + 1]``, the offsets of the sequences in the shard
-        self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
+        self.own, self.cu_seqlens = self.put((slots_of_rank, offsets_of(self.held)))
         self.used = False  # whether a layer has asked for this layout
         self.cache: dict[Any, Any] = {}
 
@@ -67,26 +67,36 @@ class ShardLayout:
         """Return int64 ``[T]`` that puts the concatenated shards in pack order; None if they are in order."""
         if self.layout == "contiguous":
             return None
-        lengths = self.padded_lengths
-        found: Tensor = self.once("restore", lambda: self.put(partition.restore_indices(lengths, **self.cut)))
-        return found
+
+        def make() -> Tensor:
+            restore: Tensor = self.put(partition.restore_indices(self.padded_lengths, **self.cut))
+            return restore
+
+        return self.once("restore", make)
 
     @property
     def gathered(self) -> Tensor | None:
         """Return int64 ``[T]`` that puts a pack in the order of all shards; None if that is pack order."""
         if self.layout == "contiguous":
             return None
-        ranks = range(self.cp)
-        lengths = self.padded_lengths
-        shards = (partition.rank_indices(lengths, rank=rank, **self.cut) for rank in ranks)
-        found: Tensor = self.once("gathered", lambda: self.put(np.concatenate(list(shards))))
-        return found
+
+        def make() -> Tensor:
+            lengths = self.padded_lengths
+            shards = [partition.rank_indices(lengths, rank=rank, **self.cut) for rank in range(self.cp)]
+            order: Tensor = self.put(np.concatenate(shards))
+            return order
+
+        return self.once("gathered", make)
 
     @property
     def pack_offsets(self) -> Tensor:
         """Return int32 ``[S + 1]``, the offsets of the sequences in the whole pack."""
-        found: Tensor = self.once("offsets", lambda: self.put(offsets_of(np.asarray(self.padded_lengths))))
-        return found
+
+        def make() -> Tensor:
+            offsets: Tensor = self.put(offsets_of(np.asarray(self.padded_lengths)))
+            return offsets
+
+        return self.once("offsets", make)
 
     def pack_boundaries(self) -> Boundaries:
         """Return the boundaries of the whole pack, whose entries are the sequences with their padding."""
@@ -111,8 +121,9 @@ class ShardLayout:
     def make_call(self, where: partition.Ints, *, causal: bool, left: int) -> KernelCall:
         """Build the kernel call; ``where`` has the row of every slot of the pack among the exchanged keys."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
-        on_host = where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
-        rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
+        rows, cu_seqlens_q, cu_seqlens_kv = self.put(
+            (where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths))
+        )
         return KernelCall(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
@@ -127,8 +138,8 @@ class ShardLayout:
         """Return the result of ``make``, which is called once per batch and key; layers share the result."""
         if key not in self.cache:
             self.cache[key] = make()
-        found: _T = self.cache[key]
-        return found
+        result: _T = self.cache[key]
+        return result
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -212,13 +223,14 @@ class ShardBoundaries(Boundaries):
     def require(self, need: Need, layer: object) -> None:
         """Raise ValueError if a layer that needs something does not run on a shard."""
         if need == "both_ways" and self.real_offsets is not None:
-            why = "lets tokens see later tokens, and context parallelism pads sequences"
-            self.refuse_shard(layer, why)
+            self.refuse_shard(layer, "lets tokens see later tokens, and context parallelism pads sequences")
 
     def refuse_shard(self, layer: object, why: str) -> None:
         """Raise ValueError, because a layer cannot run on one rank's shard of a pack."""
-        what = f"{type(layer).__name__} got one rank's shard of a pack, and {why}"
-        raise ValueError(f"{what}. Train this model without context parallelism.")
+        raise ValueError(
+            f"{type(layer).__name__} got one rank's shard of a pack, and {why}. Train this model without "
+            "context parallelism."
+        )
 
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because offsets of a shard say nothing about the keys on other ranks."""

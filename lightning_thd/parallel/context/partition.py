@@ -41,8 +41,9 @@ def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int6
             second = (2 * cp - 1 - rank) * chunk
             held[rank] += [(i, first, first + chunk), (i, second, second + chunk)]
 
-    _deal(padded_lengths, sorted(short, key=lambda i: (-padded_lengths[i], i)), held)
-    return tuple(np.array(sorted(own), dtype=np.int64).reshape(-1, 3).T for own in held)
+    longest_first = sorted(short, key=lambda i: (-padded_lengths[i], i))
+    _deal(padded_lengths, longest_first, held)
+    return tuple(np.array(sorted(stretches), dtype=np.int64).reshape(-1, 3).T for stretches in held)
 
 
 def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]]) -> None:
@@ -54,13 +55,14 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
         if not lengths[i]:
             continue
 
+        # Look past ranks without room, from the least busy on, and put them back afterwards.
         full = []
         while work and room[work[0][1]] < lengths[i]:
             full.append(heapq.heappop(work))
 
         if work:
-            before, rank = work[0]
-            heapq.heapreplace(work, (before + lengths[i] ** 2, rank))
+            work_of_rank, rank = work[0]
+            heapq.heapreplace(work, (work_of_rank + lengths[i] ** 2, rank))
             held[rank].append((i, 0, lengths[i]))
             room[rank] -= lengths[i]
         else:
@@ -72,11 +74,11 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
     for i in unplaced:
         start = 0
         for rank in range(len(held)):
-            taken = min(room[rank], lengths[i] - start)
-            if taken:
-                held[rank].append((i, start, start + taken))
-                room[rank] -= taken
-                start += taken
+            slots = min(room[rank], lengths[i] - start)
+            if slots:
+                held[rank].append((i, start, start + slots))
+                room[rank] -= slots
+                start += slots
 
 
 Ints: TypeAlias = NDArray[np.int64]

@@ -38,9 +38,10 @@ class Stretches(NamedTuple):
         sequence, start, length, row, rank = np.concatenate(columns, axis=1)
         order = np.lexsort((start, sequence))
         sequence = sequence[order]
-        fresh = np.ones(len(order), dtype=bool)
-        fresh[1:] = np.diff(sequence) > 0
-        firsts = np.flatnonzero(fresh)
+
+        is_first = np.ones(len(order), dtype=bool)
+        is_first[1:] = np.diff(sequence) > 0
+        firsts = np.flatnonzero(is_first)
         counts = np.diff(np.append(firsts, len(order)))
         place = np.arange(len(order)) - np.repeat(firsts, counts)
         last = place == np.repeat(counts, counts) - 1
@@ -48,13 +49,15 @@ class Stretches(NamedTuple):
 
 
 def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
+    """Return a rank's stretches as columns: sequence, first slot in it, length, row in the shard, rank."""
     pieces = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     rows = np.cumsum(pieces.lengths) - pieces.lengths
-    fresh = np.ones(len(rows), dtype=bool)
-    fresh[1:] = (np.diff(pieces.sequence) > 0) | (pieces.start[1:] != pieces.stop[:-1])
-    i = np.flatnonzero(fresh)
-    length = np.add.reduceat(pieces.lengths, i) if len(i) else np.empty(0, np.int64)
-    return np.stack([pieces.sequence[i], pieces.start[i], length, rows[i], np.full(len(i), rank)])
+    begins = np.ones(len(rows), dtype=bool)  # whether a piece does not go on from the one before it
+    begins[1:] = (np.diff(pieces.sequence) > 0) | (pieces.start[1:] != pieces.stop[:-1])
+    first = np.flatnonzero(begins)
+    length = np.add.reduceat(pieces.lengths, first) if len(first) else np.empty(0, np.int64)
+    ranks = np.full(len(first), rank)
+    return np.stack([pieces.sequence[first], pieces.start[first], length, rows[first], ranks])
 
 
 class Step(NamedTuple):
@@ -89,35 +92,42 @@ class StatePlan:
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
     """Plan the exchange of the states that enter each rank's stretches, for any layout but striped."""
-    every = Stretches.of(padded_lengths, cp=cp, layout=layout)
-    sends = ~every.last
-    spans = sends & (every.place > 0)
-    needs = [_needed(every, r) for r in range(cp)]
-    moved = np.zeros((cp, cp, 2), dtype=np.int64)
+    stretches = Stretches.of(padded_lengths, cp=cp, layout=layout)
+    # Stretches that another one continues send their states; of these, spanning ones send changes too.
+    sends = ~stretches.last
+    spans = sends & (stretches.place > 0)
+    needs = [_needed(stretches, r) for r in range(cp)]
 
+    moved = np.zeros((cp, cp, 2), dtype=np.int64)
     for r in range(cp):
-        for column, which in enumerate((needs[r], needs[r] & spans)):
-            moved[r, :, column] = np.bincount(every.rank[which], minlength=cp)
+        moved[r, :, 0] = np.bincount(stretches.rank[needs[r]], minlength=cp)
+        moved[r, :, 1] = np.bincount(stretches.rank[needs[r] & spans], minlength=cp)
         moved[r, r] = 0
 
-    own = every.rank == rank
-    openers, spanners = (np.flatnonzero(own & which) for which in (sends & ~spans, spans))
-    state_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the states that this rank knows
+    is_own = stretches.rank == rank
+    openers = np.flatnonzero(is_own & sends & ~spans)
+    spanners = np.flatnonzero(is_own & spans)
+    # For each stretch, the index of its state, and of its change, among those that this rank knows.
+    state_of = np.full(len(is_own), -1, dtype=np.int64)
+    change_of = np.full(len(is_own), -1, dtype=np.int64)
     _number(state_of, np.concatenate([openers, spanners]))
-    change_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the changes it knows
     _number(change_of, spanners)
-    sent = [np.flatnonzero(own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
-    send_states = [state_of[i] for i in sent]
-    send_changes = [change_of[i[spans[i]]] for i in sent]
-    received = [np.flatnonzero(needs[rank] & (every.rank == s) & ~own) for s in range(cp)]
+
+    sent = [np.flatnonzero(is_own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
+    send_states = [state_of[of_rank] for of_rank in sent]
+    send_changes = [change_of[of_rank[spans[of_rank]]] for of_rank in sent]
+
+    # What arrives is numbered after the rank's own.
+    received = [np.flatnonzero(needs[rank] & (stretches.rank == s) & ~is_own) for s in range(cp)]
     _number(state_of, np.concatenate(received))
-    _number(change_of, np.concatenate([i[spans[i]] for i in received]))
-    steps, entering = _join(every, np.flatnonzero(own), state_of, change_of)
+    _number(change_of, np.concatenate([of_rank[spans[of_rank]] for of_rank in received]))
+
+    steps, entering = _join(stretches, np.flatnonzero(is_own), state_of, change_of)
     return StatePlan(
-        whole=_rows(every, own & every.last & (every.place == 0)),
-        opening=_rows(every, own & sends & ~spans),
-        spanning=_rows(every, own & spans),
-        closing=_rows(every, own & every.last & (every.place > 0)),
+        whole=_rows(stretches, is_own & stretches.last & (stretches.place == 0)),
+        opening=_rows(stretches, is_own & sends & ~spans),
+        spanning=_rows(stretches, is_own & spans),
+        closing=_rows(stretches, is_own & stretches.last & (stretches.place > 0)),
         send_states=send_states,
         send_changes=send_changes,
         receive_states=moved[rank, :, 0].tolist(),
@@ -128,42 +138,47 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
     )
 
 
-def _needed(every: Stretches, rank: int) -> Mask:
+def _needed(stretches: Stretches, rank: int) -> Mask:
     """Mark the stretches that lie before a rank's last stretch of the same sequence."""
-    furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
-    own = every.rank == rank
-    np.maximum.at(furthest, every.sequence[own], every.place[own])
-    marked: Mask = every.place < furthest[every.sequence]
+    furthest = np.zeros(int(stretches.sequence.max(initial=-1)) + 1, dtype=np.int64)
+    is_own = stretches.rank == rank
+    np.maximum.at(furthest, stretches.sequence[is_own], stretches.place[is_own])
+    marked: Mask = stretches.place < furthest[stretches.sequence]
     return marked
 
 
 def _number(index_of: Ints, stretches: Ints) -> None:
+    """Give stretches the next indices, in their order."""
     first = int(index_of.max(initial=-1)) + 1
     index_of[stretches] = np.arange(first, first + len(stretches))
 
 
-def _rows(every: Stretches, which: Mask) -> Ints:
-    return np.stack([every.row[which], every.length[which]])
+def _rows(stretches: Stretches, marked: Mask) -> Ints:
+    """Return first rows and lengths of the marked stretches."""
+    return np.stack([stretches.row[marked], stretches.length[marked]])
 
 
-def _join(every: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple[list[Step], Ints]:
+def _join(stretches: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple[list[Step], Ints]:
     """Return the steps along the sequences that a rank continues, and ``StatePlan.entering``."""
-    enters = own[every.place[own] > 0]
-    furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(furthest, every.sequence[enters], every.place[enters])
+    continuing = own[stretches.place[own] > 0]
+    furthest = np.zeros(int(stretches.sequence.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(furthest, stretches.sequence[continuing], stretches.place[continuing])
     # The sequences of step i are the first ones of step i - 1, because sequences with more steps come first.
     sequences = np.argsort(-furthest, kind="stable")[: np.count_nonzero(furthest)]
     position = np.empty(len(furthest), dtype=np.int64)
     position[sequences] = np.arange(len(sequences))
-    first = np.searchsorted(every.sequence, np.arange(len(furthest)))
+    first = np.searchsorted(stretches.sequence, np.arange(len(furthest)))
+
     steps = []
     offsets = [0]
 
     for place in range(int(furthest.max(initial=0))):
-        stretch = first[sequences[furthest[sequences] > place]] + place
-        steps.append(Step(state_of[stretch], change_of[stretch] if place else change_of[:0]))
-        offsets.append(offsets[-1] + len(stretch))
+        of_step = first[sequences[furthest[sequences] > place]] + place
+        changes = change_of[of_step] if place else change_of[:0]
+        steps.append(Step(state_of[of_step], changes))
+        offsets.append(offsets[-1] + len(of_step))
 
-    ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
-    begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]
-    return steps, begin + position[every.sequence[ordered]]
+    is_last = stretches.last[continuing]
+    spanning_first = np.concatenate([continuing[~is_last], continuing[is_last]])
+    begin = np.array(offsets, dtype=np.int64)[stretches.place[spanning_first] - 1]
+    return steps, begin + position[stretches.sequence[spanning_first]]
