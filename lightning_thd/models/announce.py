@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -98,9 +97,10 @@ class Announcing(Adapter):
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Switch the attention as transformers does, on all models around a language model with "thd" too."""
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
-        named = isinstance(attn_implementation, dict)
-        asked = attn_implementation.get("") if named else attn_implementation
-        spread_thd(self, follow=asked is None)
+        attention = attn_implementation
+        if isinstance(attention, dict):  # one for each sub-config, "" for the model itself
+            attention = attention.get("")
+        spread_thd(self, follow=attention is None)
 
     def warn_if_padding_and_no_attention_mask(self: Any, input_ids: Any, attention_mask: Any) -> None:
         """Leave out transformers' warning of padding ids without a mask, which would read the device."""
@@ -139,7 +139,10 @@ def enter(
     # Name positional arguments. If the first is a batch, the call runs a whole training step: keep them.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
-        args, kwargs = ((), named) if named is not None else (args, kwargs)
+        if named is not None:
+            args = ()
+            kwargs = named
+
     if outer is not None and outer.families:
         # an outer model may pass its masks to an inner model
         families = outer.families
@@ -149,14 +152,18 @@ def enter(
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
         if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
-            return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS}
+            return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
 
         text = None
     else:
+        # get_text_config takes long, and a config without inner configs is its own text config.
         kind: Any = type(config)
-        plain = not torch.compiler.is_compiling() and not kind_holds_text_config(kind)
-        plain = plain and TEXT_CONFIGS.isdisjoint(vars(config))
-        text = config if plain else config.get_text_config(decoder=True)
+        is_text = (
+            not torch.compiler.is_compiling()
+            and not kind_holds_text_config(kind)
+            and TEXT_CONFIGS.isdisjoint(vars(config))
+        )
+        text = config if is_text else config.get_text_config(decoder=True)
         families = (type(config), type(text))
         masks = ()
 
@@ -168,6 +175,7 @@ def enter(
         pack = find_pack(outer, args, kwargs)
     if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
         kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
+
     if text is not None and not torch.compiler.is_compiling():
         refuse_noted(model, kwargs, pack)
     if pack is not None:
@@ -227,13 +235,14 @@ def call_announced(
     if entered is None:
         return forward(*args, **kwargs)
 
+    args, kwargs = entered
     scope = current_scope()
     output: Any = None
     try:
         if model._thd_classifies and scope is not None and scope.pack is not None:
-            output = classify(model, forward, entered[0], entered[1], scope.pack)
+            output = classify(model, forward, args, kwargs, scope.pack)
         else:
-            output = forward(*entered[0], **entered[1])
+            output = forward(*args, **kwargs)
     finally:
         pooled = leave(model, output)
 
@@ -241,6 +250,7 @@ def call_announced(
 
 
 def _other_attention(model: Any, attention: str | None) -> str:
+    """Return the error for a language model that runs another attention than the model around it."""
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
         "with which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
@@ -273,6 +283,7 @@ def _refuse_wrong_layers(model: Any, *, outermost: bool) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(model_id: int, outermost: bool) -> str | None:
+    """Do as ``_unknown_layers`` while a model is compiled, which passes numbers but no models."""
     model = _MODELS.get(model_id)
     if model is None:  # a copy that its class made without ``__setstate__``
         return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
@@ -282,6 +293,7 @@ def _reason_of(model_id: int, outermost: bool) -> str | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the objects of the process
 def _unknown_layers(model: Any, outermost: bool) -> str | None:
+    """Prepare the layers of a model; return why they cannot run on packs, or None."""
     try:
         prepare_layers(model)
         refuse_unknown_layers(model)
@@ -319,13 +331,18 @@ def stock_models_around(model: Any) -> list[Any]:
             if any(inner is model for inner in inside):
                 around.append((len(inside), outer))
 
-    return [outer for _, outer in sorted(around, key=lambda found: found[0], reverse=True)]
+    around.sort(key=lambda entry: entry[0], reverse=True)  # most modules first
+    return [outer for _, outer in around]
 
 
 def _parameter_names(model_class: Any) -> tuple[str, ...]:
-    parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]
-    known = itertools.takewhile(lambda x: x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters)
-    return tuple(parameter.name for parameter in known)
+    """Return the names of a forward's positional parameters, without self."""
+    names = []
+    for parameter in list(inspect.signature(model_class.forward).parameters.values())[1:]:
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            break
+        names.append(parameter.name)
+    return tuple(names)
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

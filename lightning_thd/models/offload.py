@@ -40,7 +40,7 @@ def offload_inputs(models: Iterable[nn.Module], offload: bool | None) -> None:
                 "Leave it out, or build the model again."
             )
         if offload or earlier:
-            _wrap_checkpoints(model, asked=bool(offload))
+            _wrap_checkpoints(model, required=bool(offload))
             model.__dict__[_OFFLOAD] = True
 
 
@@ -50,9 +50,10 @@ def offloads(module: nn.Module | None) -> bool:
     return any(child.__dict__.get(_OFFLOAD, False) for child in modules)
 
 
-def _wrap_checkpoints(model: nn.Module, *, asked: bool) -> None:
+def _wrap_checkpoints(model: nn.Module, *, required: bool) -> None:
+    """Put the copies into the checkpoint of every layer that has one; all layers share one side stream."""
     layers = [child for child in model.modules() if _CHECKPOINT in child.__dict__]
-    if asked and not layers:
+    if required and not layers:
         raise ValueError(
             "offload=True moves the inputs of checkpointed layers, but "
             f"{type(model).__name__} has none. Call model.gradient_checkpointing_enable() first."
@@ -95,7 +96,7 @@ class _Sent:
     def __init__(self, tensor: Tensor, way: _Way) -> None:
         self._device = tensor.device
         self._way = way
-        self._before = way.last
+        self._previous = way.last
         way.last = weakref.ref(self)
         self._host = _pinned(tensor)
         self._back: Tensor | None = None
@@ -123,9 +124,10 @@ class _Sent:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._way.stream(self._device))
         back.record_stream(current)
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.fetch()
+
+        previous = None if self._previous is None else self._previous()
+        if previous is not None:
+            previous.fetch()
         return back
 
 
@@ -149,14 +151,16 @@ def _checkpoint_from_host(
             "the model without offload, or leave CUDAGraphCallback out."
         )
 
-    place = hidden.data_ptr(), hidden.shape
+    address = hidden.data_ptr()
+    shape = hidden.shape
 
     def pack(tensor: Tensor) -> Any:
-        is_input = (tensor.data_ptr(), tensor.shape) == place
-        return _Sent(tensor.detach(), way) if is_input else tensor
+        if tensor.data_ptr() == address and tensor.shape == shape:
+            return _Sent(tensor.detach(), way)
+        return tensor
 
-    def unpack(held: Any) -> Tensor:
-        tensor: Tensor = held.take() if isinstance(held, _Sent) else held
+    def unpack(packed: Any) -> Tensor:
+        tensor: Tensor = packed.take() if isinstance(packed, _Sent) else packed
         return tensor
 
     with saved_tensors_hooks(pack, unpack):

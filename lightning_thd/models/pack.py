@@ -70,12 +70,12 @@ def current_scope() -> Scope | None:
 @contextmanager
 def scoped(scope: Scope) -> Generator[None]:
     """Put ``scope`` on top of the stack inside this context."""
-    before = current_scope()
+    outer = current_scope()
     STATE.scope = scope
     try:
         yield
     finally:
-        STATE.scope = before
+        STATE.scope = outer
 
 
 @contextmanager
@@ -102,14 +102,17 @@ def current_pack() -> Boundaries | None:
 def model_pack() -> Boundaries | None:
     """Return the pack that a running model with "thd" has announced; None in all other models."""
     scope: Scope | None = getattr(STATE, "scope", None)
-    return None if scope is None or scope.module is None else scope.pack
+    if scope is None or scope.module is None:
+        return None
+    return scope.pack
 
 
 def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundaries | None:
     """Return the pack that a model is called on, or None for plain rows."""
     tokens: Tensor | None = None
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
-        tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
+        if isinstance(value, Tensor) and value.ndim >= 2:
+            tokens = value
 
     boundaries: Any = kwargs.get(BOUNDARIES)
     offsets: Any = kwargs.get("cu_seq_lens_q")
@@ -119,18 +122,17 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)
 
-    known = None if outer is None else outer.pack
+    outer_pack = None if outer is None else outer.pack
     if offsets is not None:
-        if known is not None and known.offsets is offsets:
-            return known
+        if outer_pack is not None and outer_pack.offsets is offsets:
+            return outer_pack
         return _pack_from_kwargs(kwargs, tokens)
 
-    if outer is not None:
-        if outer.module is not None:
-            return known
-        # While a batch is announced, another model may be called on other rows.
-        if known and (tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots)):
-            return known
+    if outer is not None and outer.module is not None:
+        return outer_pack
+    # While a batch is announced, another model may be called on other rows.
+    if outer_pack is not None and (tokens is None or tokens.shape[:2] == (1, outer_pack.slots)):
+        return outer_pack
 
     return pack_from_positions(kwargs.get("position_ids"))
 
@@ -142,15 +144,16 @@ def _moved_with(boundaries: Boundaries, offsets: Tensor) -> Boundaries | None:
     leave the boundaries as they are.
     """
     tensors = boundaries.tensors()
-    own = tensors.get("offsets")
-    if own is None or own.shape != offsets.shape:
+    own_offsets = tensors.get("offsets")
+    if own_offsets is None or own_offsets.shape != offsets.shape:
         return None
 
-    comparable = own.device == offsets.device and own.device.type == "cpu"
-    if comparable and not torch.compiler.is_compiling() and not torch.equal(own, offsets):
+    # Values on a device are not compared, because a read would wait for it.
+    on_host = own_offsets.device == offsets.device and own_offsets.device.type == "cpu"
+    if on_host and not torch.compiler.is_compiling() and not torch.equal(own_offsets, offsets):
         return None
 
-    moved = {name: x.to(offsets.device) for name, x in tensors.items()}
+    moved = {name: tensor.to(offsets.device) for name, tensor in tensors.items()}
     return boundaries.with_tensors({**moved, "offsets": offsets})
 
 
@@ -175,6 +178,7 @@ def _checked(boundaries: Any, kwargs: dict[str, Any], tokens: Tensor | None) -> 
 
 
 def _require(kwargs: dict[str, Any], tokens: Tensor | None, *names: str, came: str) -> None:
+    """Raise if a pack lacks arguments or tokens, or is no single row; ``came`` is the argument it came by."""
     missing = [name for name in names if kwargs.get(name) is None]
     if missing or tokens is None:
         raise ValueError(
@@ -190,6 +194,7 @@ def _require(kwargs: dict[str, Any], tokens: Tensor | None, *names: str, came: s
 
 
 def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Boundaries:
+    """Return the boundaries of transformers' arguments, which have no lengths on the host."""
     _require(kwargs, tokens, "max_length_q", "position_ids", came="cu_seq_lens_q")
     assert tokens is not None
     _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
@@ -201,6 +206,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Boundari
 
 
 def _check_offsets(offsets: Any, offsets_k: Any) -> None:
+    """Raise if offsets are no int32 vector, or if those of keys differ from those of queries."""
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
         is_tensor = isinstance(value, Tensor)
         if (is_tensor and value.ndim == 1 and value.dtype == torch.int32) or value is None:

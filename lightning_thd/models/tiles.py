@@ -43,7 +43,9 @@ def tile_mlps(models: Iterable[nn.Module], mlp_tile: int | None) -> None:
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", least=1, advice="Pass the tokens of a tile: 2_048.")
 
-    for model in (each for each in models if not is_tower(each)):
+    for model in models:
+        if is_tower(model):
+            continue
         earlier = model.__dict__.get(_TILE)
         if mlp_tile is not None and earlier not in (None, mlp_tile):
             raise ValueError(
@@ -62,15 +64,24 @@ def tile_of(module: nn.Module | None) -> int | None:
 
 
 def _tile_model(model: nn.Module, tile: int) -> None:
-    towers = (child for child in model.modules() if hasattr(child, "config") and is_tower(child))
-    seen_by_towers = {part for tower in towers for part in tower.modules()}
-    parts = [(name, child) for name, child in model.named_modules() if child not in seen_by_towers]
-    blocks = [(name, child) for name, child in parts if _works_by_token(child)]
-    whole = [name for name, child in parts if _is_stacked(child) and not _works_by_token(child)]
+    """Let the MLPs and experts of one model run in tiles; refuse a model that cannot."""
+    towers = [child for child in model.modules() if hasattr(child, "config") and is_tower(child)]
+    parts_of_towers = {part for tower in towers for part in tower.modules()}
+
+    blocks: list[tuple[str, nn.Module]] = []
+    whole: list[str] = []  # names of experts that run all at once
+    for name, child in model.named_modules():
+        if child in parts_of_towers:
+            continue
+        if _works_by_token(child):
+            blocks.append((name, child))
+        elif _is_stacked(child):
+            whole.append(name)
+
     if whole or not blocks:
-        why = (
-            f"the experts in {whole[0]} take no list of chosen experts" if whole else "it has no such module"
-        )
+        why = "it has no such module"
+        if whole:
+            why = f"the experts in {whole[0]} take no list of chosen experts"
         raise ValueError(
             f"mlp_tile={tile} runs MLPs and experts that are modules of their own, but "
             f"{type(model).__name__} cannot: {why}. Leave mlp_tile out."
@@ -144,12 +155,16 @@ def _split(
 
     def cut(value: Any) -> list[Any]:
         by_token = isinstance(value, Tensor) and value.ndim == len(rows) + 1 and value.shape[:-1] == rows
+        if not by_token:
+            return [value] * count
         # One backward node for all tiles: slices would each make a gradient of the whole tensor.
-        return list(value.split(-(-rows[-1] // count) or 1, dim=-2)) if by_token else [value] * count
+        return list(value.split(-(-rows[-1] // count) or 1, dim=-2))
 
     positional = [cut(value) for value in args]
     named = {name: cut(value) for name, value in kwargs.items()}
-    return [
-        ([pieces[index] for pieces in positional], {name: pieces[index] for name, pieces in named.items()})
-        for index in range(count)
-    ]
+    calls = []
+    for index in range(count):
+        args_of_tile = [pieces[index] for pieces in positional]
+        kwargs_of_tile = {name: pieces[index] for name, pieces in named.items()}
+        calls.append((args_of_tile, kwargs_of_tile))
+    return calls

@@ -150,6 +150,7 @@ def _offsets_on_host(pack: Pack) -> Tensor:
 
 
 def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer gets other tokens than the pack's, a cache or a mask."""
     if tokens.shape[0] != 1 or tokens.shape[1] != pack.slots:
         raise ValueError(
             f"{type(module).__name__} got {tuple(tokens.shape)} while the model runs on a pack of "
@@ -180,12 +181,12 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
     module = sys.modules.get(layer.__module__)
     kimi = getattr(module, "chunk_kimi_delta_attention", None)  # its layers use the kernel's keywords
     name = "cu_seq_lens_q" if kimi is None else "cu_seqlens"
-    found: dict[str, Any] = {"seq_idx": pack.seq_idx, name: pack.offsets}
+    keywords: dict[str, Any] = {"seq_idx": pack.seq_idx, name: pack.offsets}
     rule = kimi or getattr(module, "torch_chunk_gated_delta_rule", None)
     # Since 5.20, transformers wraps the rule and passes a kernel only the keywords that the kernel takes.
     if "fla" in kernels and hasattr(rule, "__wrapped__"):
-        found["cu_seqlens_cpu"] = pack.once(_offsets_on_host)
-    return found
+        keywords["cu_seqlens_cpu"] = pack.once(_offsets_on_host)
+    return keywords
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -196,10 +197,10 @@ def _usable(kernels: tuple[str, ...], device: int) -> bool:
 @cache
 def _is_sound(kernel: str, capability: int | None) -> bool:
     """Return whether no wrong results are known of a kernel's installed version; else warn."""
-    found = known_problems(kernel, capability=capability)
-    for entry in found:
+    problems = known_problems(kernel, capability=capability)
+    for entry in problems:
         warn(f"{entry.problem}: {entry.instead}. Until then, layers run on padded groups.", SlowWarning)
-    return not found
+    return not problems
 
 
 @cache
@@ -226,8 +227,8 @@ def run_on_pack(
         return gather_pack(value[0], shard)[None]
 
     pack = shard.pack_boundaries()
-    whole = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
-    with scoped(whole):
+    on_pack = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
+    with scoped(on_pack):
         gathered = of_tokens(gather, shard.local_slots)
         out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
         return of_tokens(lambda x: x.index_select(1, shard.own), shard.slots)(out)

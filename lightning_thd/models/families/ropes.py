@@ -43,6 +43,7 @@ def adapt_layers(model: Any) -> None:
 
 
 def _is_rotary(module: nn.Module) -> bool:
+    """Return whether a module computes a rope by its type, from frequencies."""
     return hasattr(module, "rope_type") and any(name.endswith("inv_freq") for name in module._buffers)
 
 
@@ -70,29 +71,34 @@ class RopeBySequence(Adapter):
 def _rotate(
     self: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
+    """Compute a rope for every sequence of a pack: in one call if all have the same frequencies."""
     pack = current_pack() and model_pack()  # current_pack raises if a recomputation lost its pack
-    kind = self.rope_type
     layer_type = kwargs.get("layer_type", args[0] if args else None)
-    kind = kind[layer_type] if isinstance(kind, dict) else kind
+    kind = self.rope_type
+    if isinstance(kind, dict):
+        kind = kind[layer_type]
     if pack is None or not _depends_on_length(kind):
         return forward(self, x, position_ids, *args, **kwargs)
 
     def run(position_ids: Tensor) -> Any:
         if "dynamic" in kind:
-            _reset_frequencies(self, "" if layer_type is None else f"{layer_type}_", position_ids.device)
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            _reset_frequencies(self, prefix, position_ids.device)
         return forward(self, x, position_ids, *args, **kwargs)
 
     if kind == "longrope":
         parameters = self.config.rope_parameters
-        parameters = parameters if layer_type is None else parameters[layer_type]
+        if layer_type is not None:
+            parameters = parameters[layer_type]
         limit = parameters["original_max_position_embeddings"]
     else:
         limit = self.original_max_seq_len
 
     # If no sequence exceeds the limit, one call is right for all. A trailing pad may exceed it.
     if pack.longest <= limit:
-        most = pack.longest_entry
-        return run(position_ids if most <= limit else position_ids.clamp(max=limit - 1))
+        if pack.longest_entry > limit:
+            position_ids = position_ids.clamp(max=limit - 1)
+        return run(position_ids)
 
     pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
     if pack.shard is not None or shapes_are_static():
@@ -124,18 +130,21 @@ def _one_by_one(
 
     whole: Tensor | tuple[Tensor, ...] = run(short)
     for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
-        if length > limit:
-            positions = position_ids[..., end - slots : end]
-            part = run(positions if length == slots else positions.clamp(max=length - 1))
-            if isinstance(whole, Tensor):  # cosine and sine as one complex number
-                whole = _place(part, whole, end)
-            else:
-                whole = tuple(_place(new, old, end) for new, old in zip(part, whole, strict=True))
-
+        if length <= limit:
+            continue
+        positions = position_ids[..., end - slots : end]
+        if length != slots:
+            positions = positions.clamp(max=length - 1)
+        part = run(positions)
+        if isinstance(whole, Tensor):  # cosine and sine as one complex number
+            whole = _place(part, whole, end)
+        else:
+            whole = tuple(_place(new, old, end) for new, old in zip(part, whole, strict=True))
     return whole
 
 
 def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
+    """Return a copy of ``whole`` with the values of one sequence in its slots, which stop at ``end``."""
     placed = whole.clone()
     placed[..., end - value.shape[-2] : end, :] = value
     return placed
@@ -164,21 +173,26 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def keep_frequencies(model: Any) -> None:
     """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded (up to 0.4 %)."""
-    known: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
-    if known is None:
-        known = [x for x in model.modules() if not x._modules and hasattr(x, "config")]
-        known = [x for x in known if any(name.endswith("inv_freq") for name in x._buffers)]
-        model.__dict__["_thd_rotaries"] = known
-    for rotary in known:
+    rotaries: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
+    if rotaries is None:  # looked for once
+        rotaries = [
+            module
+            for module in model.modules()
+            if not module._modules
+            and hasattr(module, "config")
+            and any(name.endswith("inv_freq") for name in module._buffers)
+        ]
+        model.__dict__["_thd_rotaries"] = rotaries
+    for rotary in rotaries:
         if any(buffer is not None and buffer.dtype in _HALF for buffer in rotary._buffers.values()):
             _restore(rotary)
 
 
 def _restore(rotary: Any) -> None:
     """Replace rounded frequencies by exact ones from the config, if those round to the same values."""
-    made = type(rotary)(rotary.config)
+    fresh = type(rotary)(rotary.config)
     for name, rounded in list(rotary._buffers.items()):
-        exact = made._buffers.get(name)
+        exact = fresh._buffers.get(name)
         if rounded is None or exact is None or rounded.dtype not in _HALF or exact.shape != rounded.shape:
             continue
         exact = exact.to(rounded.device, torch.float32)
