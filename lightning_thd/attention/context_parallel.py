@@ -69,7 +69,7 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
             sizes,
             cp=layout.cp,
             slots=layout.local_slots,
-            needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),  # of the busiest rank
+            needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),  # those of the busiest rank
             pairs=pairs,
             most_pairs=most_pairs,
         )

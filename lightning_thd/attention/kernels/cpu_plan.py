@@ -515,7 +515,7 @@ def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Rows]:
     """Group causal sequences of similar length into padded calls while padding costs less than a call."""
     groups: list[list[tuple[int, int]]] = []
-    padded_pairs = 0  # of the last group, with one sequence more
+    padded_pairs = 0  # pairs of the last group with one sequence more, padding included
     real_pairs = 0
     for length, start in sorted(triangles, reverse=True):
         if groups:
