@@ -28,6 +28,6 @@ class _Maker:
         self.class_name = class_name
 
     def __call__(self, **options: Any) -> Any:
-        import lightning_thd
+        from lightning_thd import strategies
 
-        return getattr(lightning_thd.strategies, self.class_name)(**options)
+        return getattr(strategies, self.class_name)(**options)

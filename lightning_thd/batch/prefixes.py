@@ -26,7 +26,6 @@ from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
-from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import ForThdOnly, Immutable, Need
 from lightning_thd.stats import SeqStats
@@ -363,11 +362,9 @@ def lay_out_shared(
     *,
     align: Alignment | None = None,
     pad_to: int | None = None,
-    set_name: str = "",
-    microbatch: int = 0,
     **options: Any,
-) -> THDBatch:
-    """Collate checked samples with every distinct prefix once; return a plain batch if none is shared."""
+) -> dict[str, Any]:
+    """Lay out checked samples with every distinct prefix once, as ``lay_out`` does if none is shared."""
     if any(PARTS in sample for sample in samples):
         raise ValueError("share_prefixes=True with queries and documents. Set share_prefixes=False.")
     plain = lay_out(samples, **options)
@@ -376,7 +373,7 @@ def lay_out_shared(
     if tree is None:
         if align is not None or pad_to is not None:
             plain = lay_out(samples, align=align, pad_to=pad_to, **options)
-        return THDBatch(**plain, set_name=set_name, microbatch=microbatch)
+        return plain
 
     leaf_lengths = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     # Context-parallel ranks share the row of slots, and not every sequence: only the row is padded for them.
@@ -397,7 +394,8 @@ def lay_out_shared(
         windows=options.get("windows", ()),
         **counted(extras, options.get("vision")),
     )
-    fields = {
+    return {
+        **plain,
         "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),
         "targets": None,
         "position_ids": torch.cat([positions, pad_positions], dim=-1),
@@ -405,10 +403,7 @@ def lay_out_shared(
         "stats": stats,
         "extras": extras,
         "max_targets": None,
-        "set_name": set_name,
-        "microbatch": microbatch,
     }
-    return THDBatch(**{**plain, **fields})
 
 
 def _prefixes_of(tree: _Tree, plain: dict[str, Any], query_lengths: Sequence[int], slots: int) -> Prefixes:

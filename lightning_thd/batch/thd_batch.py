@@ -17,6 +17,7 @@ from lightning_thd._checks import as_tensor, choice, described, flags, host_ints
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.keys import IGNORE_INDEX
+from lightning_thd.batch.prefixes import lay_out_shared
 from lightning_thd.batch.upload import Arrived, Filled, PinnedBatch, version
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.boundaries.core import Immutable, checked_device
@@ -591,11 +592,8 @@ def collate_checked(
     **options: Any,
 ) -> THDBatch:
     """Collate samples that have already been checked; ``options`` are other arguments of ``collate``."""
-    if share_prefixes:
-        from lightning_thd.batch.prefixes import lay_out_shared
-
-        return lay_out_shared(samples, set_name=set_name, microbatch=microbatch, **options)
-    return THDBatch(**lay_out(samples, **options), set_name=set_name, microbatch=microbatch)
+    fields = lay_out_shared(samples, **options) if share_prefixes else lay_out(samples, **options)
+    return THDBatch(**fields, set_name=set_name, microbatch=microbatch)
 
 
 class THDStep(Immutable):

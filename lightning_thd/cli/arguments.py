@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_thd._checks import refuse_missing
-from lightning_thd._imports import available
+from lightning_thd._imports import available, require
 
 _HUB_S = 10.0  # seconds to wait for a hub to answer
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
@@ -109,3 +110,18 @@ def in_options(message: str) -> str:
         return f"--{name} {value}".rstrip()
 
     return re.sub(rf"(?<![\w.-])({'|'.join(_OPTIONS)})=('[^']*'|\"[^\"]*\"|-?\w+)?", option, message)
+
+
+def load_config(path: str) -> Any:
+    """Load a config from a ``config.json``, a folder with one, or a name that transformers resolves."""
+    refuse_unreachable(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.exists():
+        auto = require("transformers", feature=f"--model {path}, which is not a file here,").AutoConfig
+        return auto.from_pretrained(path)
+    try:
+        return json.loads(file.read_text())
+    except ValueError as err:
+        raise ValueError(f"{file} is not JSON ({err}). Pass a config.json, or a folder with one.") from err

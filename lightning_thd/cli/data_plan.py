@@ -8,13 +8,11 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
-from lightning_thd._imports import require
-from lightning_thd.cli.arguments import Parser, picture, refuse_unreachable, share, whole
+from lightning_thd.cli.arguments import Parser, load_config, picture, share, whole
 from lightning_thd.cli.peaks import nearest_device
 from lightning_thd.cuda_graph.graph_choice import plan_for
 from lightning_thd.data import THDDataModule
@@ -198,21 +196,6 @@ def _data_module(options: argparse.Namespace, cost: Cost) -> THDDataModule:
     data.prepare_data()
     data.setup("fit")
     return data
-
-
-def load_config(path: str) -> Any:
-    """Load a config from a ``config.json``, a folder with one, or a name that transformers resolves."""
-    refuse_unreachable(path)
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    if not file.exists():
-        auto = require("transformers", feature=f"--model {path}, which is not a file here,").AutoConfig
-        return auto.from_pretrained(path)
-    try:
-        return json.loads(file.read_text())
-    except ValueError as err:
-        raise ValueError(f"{file} is not JSON ({err}). Pass a config.json, or a folder with one.") from err
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:

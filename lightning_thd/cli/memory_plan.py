@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from lightning_thd.cli.arguments import Parser, whole
-from lightning_thd.cli.data_plan import load_config
+from lightning_thd.cli.arguments import Parser, load_config, whole
 from lightning_thd.memory import CARDS_GB, USABLE, MemoryModel, Optimizer, Parts, Precision, Training
 from lightning_thd.report.terminal import Table, show_table
 

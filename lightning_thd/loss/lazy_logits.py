@@ -83,16 +83,17 @@ class LazyLogits(Tensor):
         first = args[0] if args else None
         # A custom autograd function, in which gradients are off, has an unknown backward: record nothing.
         if handler is not None and isinstance(first, LazyLogits) and first.learns == torch.is_grad_enabled():
-            found = NotImplemented if "out" in kwargs else handler(first, *args[1:], **kwargs)
-            if isinstance(found, Record) and name not in _IN_PLACE:
-                return _changed(first, found, aliases=handler in _ALIASING)
-            if isinstance(found, Record) and not first.aliases:
-                first.record = found
+            record = NotImplemented if "out" in kwargs else handler(first, *args[1:], **kwargs)
+            if isinstance(record, Record) and name not in _IN_PLACE:
+                return _changed(first, record, aliases=handler in _ALIASING)
+            if isinstance(record, Record) and not first.aliases:
+                first.record = record
                 return first
 
-        asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        hooked = asked == "register_hook" and any(map(users_function, (*args[1:], *kwargs.values())))
-        if not hooked and (asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_"))):
+        if name == "__get__":  # an attribute, such as shape
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_users_hook = name == "register_hook" and any(map(users_function, (*args[1:], *kwargs.values())))
+        if not is_users_hook and (name in _HARMLESS or name.startswith(("is_", "_is_", "_has_"))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
@@ -100,31 +101,33 @@ class LazyLogits(Tensor):
             if isinstance(logits, LazyLogits):
                 if logits.source.over:
                     raise ValueError(
-                        f"{asked or func!r} was applied to logits that a hook or a model kept from a loss or "
+                        f"{name or func!r} was applied to logits that a hook or a model kept from a loss or "
                         "from log-probabilities, which compute no logits. Read them before the model "
                         "returns, so that they are computed, or call the model itself."
                     )
-                logits.source.lost = asked or repr(func)
+                logits.source.lost = name or repr(func)
 
         args, kwargs = tree_map_only(LazyLogits, _zeros, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _zeros(logits: LazyLogits) -> Tensor:
+    """Return zeros in place of logits, so that the model goes on to its end."""
     with torch._C.DisableTorchFunctionSubclass():
         zero = torch.zeros((), dtype=logits.dtype, device=logits.device, requires_grad=logits.requires_grad)
         return zero.expand(logits.shape).clone()
 
 
 def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
-    made: LazyLogits = _Copy.apply(logits, record.columns)  # type: ignore[no-untyped-call]
-    made.record = record
-    made.count = logits.count
-    made.learns = logits.learns
-    made.made_from = logits.source
-    made.aliases = aliases
+    """Return logits after one more operation; ``aliases``: whether both may share memory."""
+    changed: LazyLogits = _Copy.apply(logits, record.columns)  # type: ignore[no-untyped-call]
+    changed.record = record
+    changed.count = logits.count
+    changed.learns = logits.learns
+    changed.made_from = logits.source
+    changed.aliases = aliases
     logits.aliases |= aliases
-    return made
+    return changed
 
 
 # ---- Operations that can be recorded: each function returns the new record, or NotImplemented
@@ -198,6 +201,8 @@ def _stored(values: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Carry(torch.autograd.Function):
+    """Makes lazy logits that hold values."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.count = values.numel()
@@ -227,6 +232,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Open(torch.autograd.Function):
+    """Takes the values out of lazy logits."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():

@@ -187,12 +187,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.settings = settings
         ctx.set_materialize_grads(False)  # outputs that nobody used have a gradient of None, not zeros
         ctx.save_for_backward(*operands, targets, lse, spread, exact)
+
         constant = [likeliest]
         if not entropy:
             constant.append(spread)
         if not mean:
             constant.append(centre)
-
         ctx.mark_non_differentiable(*constant)
         return logp, spread, lse, centre, likeliest
 
@@ -220,13 +220,16 @@ def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary
     With log p = z - lse: d logp = onehot - p, d lse = p, d mean = 1 / V, d entropy = -p (log p + entropy).
     """
     g_logp, g_entropy, g_lse, g_mean = grads
-    zero = torch.zeros_like(entropy)
-    direct = (zero if g_lse is None else g_lse) - (zero if g_logp is None else g_logp)
+    zeros = torch.zeros_like(entropy)
+    g_logp = zeros if g_logp is None else g_logp
+    g_lse = zeros if g_lse is None else g_lse
+
+    direct = g_lse - g_logp
+    slope: Tensor | None = None
     if g_entropy is not None:
         direct = direct - g_entropy * entropy
-    return RowGradients(
-        direct=direct,
-        slope=None if g_entropy is None else -g_entropy,
-        target=zero if g_logp is None else g_logp,
-        flat=None if g_mean is None else g_mean / vocabulary,
-    )
+        slope = -g_entropy
+    flat: Tensor | None = None
+    if g_mean is not None:
+        flat = g_mean / vocabulary
+    return RowGradients(direct=direct, slope=slope, target=g_logp, flat=flat)

@@ -218,17 +218,17 @@ def vespo_loss(
         for value in pair:
             real_number(value, name, least=0.0)
 
-    given = _masked(rollouts, logp=logp, old_logp=old_logp)
+    masked = _masked(rollouts, logp=logp, old_logp=old_logp)
     shaped(advantages, "advantages", rollouts.shape[:1], "one per row.")
     of_row = advantages.detach()
-    distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
+    distance = (masked["logp"] - masked["old_logp"]).detach().clamp(-20.0, 20.0)
     log_w = rollouts.sums(distance).clamp(math.log(1e-8), 20.0)
-    positive = of_row >= 0
-    exponent, decay = (
-        torch.where(positive, log_w.new_full((), x), log_w.new_full((), y)) for x, y in (k, lam)
-    )
+
+    not_negative = of_row >= 0
+    exponent = torch.where(not_negative, log_w.new_full((), k[0]), log_w.new_full((), k[1]))
+    decay = torch.where(not_negative, log_w.new_full((), lam[0]), log_w.new_full((), lam[1]))
     phi = (exponent * log_w + decay * (1.0 - log_w.exp())).exp()
-    losses = -_advantages(phi * of_row, rollouts) * given["logp"]
+    losses = -_advantages(phi * of_row, rollouts) * masked["logp"]
     return _reduced(losses, rollouts, "token_mean", None, None, scale)
 
 
@@ -260,10 +260,12 @@ def group_advantages(
 
 
 def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+    """Return the lowest and highest ratio that is not clipped."""
     real_number(clip, "clip", above=0.0)
-    if clip_high is not None:
-        real_number(clip_high, "clip_high", above=0.0)
-    return 1.0 - clip, 1.0 + (clip if clip_high is None else clip_high)
+    if clip_high is None:
+        return 1.0 - clip, 1.0 + clip
+    real_number(clip_high, "clip_high", above=0.0)
+    return 1.0 - clip, 1.0 + clip_high
 
 
 def _ratio(distance: Tensor) -> Tensor:
@@ -291,6 +293,7 @@ def _masked(rollouts: PackedRollouts, factors: Tensor | None = None, **values: T
 
 
 def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
+    """Return an advantage for each slot, ``[T]``, from those of slots or of rows."""
     slots = rollouts.held.shape
     rows = rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
@@ -335,6 +338,7 @@ def _reduced(
     weights: Tensor | None,
     scale: float | None,
 ) -> Tensor:
+    """Reduce the losses of slots to a scalar, by one of the kinds of averages."""
     if weights is not None:
         factors = _masked(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors
@@ -348,4 +352,8 @@ def _reduced(
         raise ValueError("kind='dr_grpo' got no max_tokens. Pass the longest response's number of tokens.")
     if kind == "token_mean":
         return rows.sum() / rollouts.counts.sum().clamp_min(1)
-    return rows.sum() / (max(1, rollouts.shape[0]) * (max_tokens or 1 if kind == "dr_grpo" else 1))
+
+    divisor = max(1, rollouts.shape[0])
+    if kind == "dr_grpo":
+        divisor *= max_tokens or 1
+    return rows.sum() / divisor

@@ -72,7 +72,9 @@ class PackedRollouts:
             The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
             ``[[1, 1, 0], [0, 1, 1]]`` give ids ``[5, 6, 7, 8]`` and targets ``[6, -100, 8, -100]``.
         """
-        response = attention_mask if response_mask is None else response_mask != 0
+        response = attention_mask
+        if response_mask is not None:
+            response = response_mask != 0
         ids, mask, response = padded_on_host(input_ids, attention_mask, response, "response_mask")
         response = response.bool()
         if bool((response & ~mask).any()):
@@ -80,10 +82,13 @@ class PackedRollouts:
 
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
-        kept = [lengths[row] for row in rows]
-        tokens = torch.split(ids[mask], kept)
-        labels = torch.split(torch.where(response[mask], ids[mask], -100), kept)
-        samples = [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+        row_lengths = [lengths[row] for row in rows]
+        tokens = torch.split(ids[mask], row_lengths)
+        labels = torch.split(torch.where(response[mask], ids[mask], -100), row_lengths)
+        samples = [
+            {"input_ids": of_row, "labels": labels_of_row}
+            for of_row, labels_of_row in zip(tokens, labels, strict=True)
+        ]
         batch = THDBatch.collate(
             samples, align=align, pad_to=pad_to, sequence_ids=rows, share_prefixes=share_prefixes
         )
@@ -94,8 +99,8 @@ class PackedRollouts:
 
         counts = (response & ~first).sum(1)
         shape = (mask.shape[0], mask.shape[1])
-        made = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)
-        return made if input_ids.is_cpu else made.to(input_ids.device)
+        rollouts = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)
+        return rollouts if input_ids.is_cpu else rollouts.to(input_ids.device)
 
     def to(self, device: torch.device | str) -> PackedRollouts:
         """Move pack and index plan to a device; a move from the CPU reads nothing back."""
@@ -120,10 +125,11 @@ class PackedRollouts:
 
         index = self._index(of)
         flat = values.flatten(0, 1)
-        known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
+        has_value = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
         if not values.is_floating_point() and float(fill).is_integer():
             fill = int(fill)  # a float would turn integers into fp32, which rounds them above 2^24
-        return torch.where(known, flat.index_select(0, index.clamp(max=rows * columns - 1)), fill)
+        gathered = flat.index_select(0, index.clamp(max=rows * columns - 1))
+        return torch.where(has_value, gathered, fill)
 
     def unpack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
@@ -136,11 +142,14 @@ class PackedRollouts:
             values = values[0]
 
         rows, columns = self.shape
-        if values.shape[0] != (slots := self.held.shape[0]):
+        slots = self.held.shape[0]
+        if values.shape[0] != slots:
             raise ValueError(f"unpack() got {list(values.shape)}, but this pack has {slots} slots.")
 
+        # The last entry takes the values that belong to no token.
         blank = values.new_full((rows * columns + 1, *values.shape[1:]), fill)
-        return blank.index_copy(0, self._index(of), values)[:-1].view(rows, columns, *values.shape[1:])
+        scattered = blank.index_copy(0, self._index(of), values)
+        return scattered[:-1].view(rows, columns, *values.shape[1:])
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum per-prediction values ``[T]`` over every row's response tokens, ``[B]``; differentiable."""
@@ -162,27 +171,34 @@ class PackedRollouts:
         return self.means(logp) if mean else self.sums(logp)
 
     def _index(self, of: Of) -> Tensor:
+        """Return the flattened entry of each slot's token, or of the token that it predicts."""
         choice(of, "of", *get_args(Of))
         return self.predicted if of == "prediction" else self.held
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``PackedRollouts.held``, ``predicted`` and ``row`` of rows with this mask."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
-    sequences = len(batch.lengths)
+    num_sequences = len(batch.lengths)
     lengths = torch.tensor(batch.lengths)
+    # With shared prefixes, values have one entry for each token of every sequence, without padding.
     slots_of = torch.tensor(batch.padded_lengths if batch.prefixes is None else batch.lengths)
-    padded = slots_of[:sequences]
+
+    padded = slots_of[:num_sequences]
     real_starts = lengths.cumsum(0) - lengths
     slot_starts = padded.cumsum(0) - padded
     slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)
     held = torch.full((int(slots_of.sum()),), nowhere)
     held[slots] = tokens
+
     following = torch.cat([tokens[1:], tokens.new_full((1,), nowhere)])
     following[lengths.cumsum(0) - 1] = nowhere
     predicted = torch.full_like(held, nowhere)
     predicted[slots] = following
-    rows = torch.tensor([*batch.sequence_ids, *[mask.shape[0]] * (len(slots_of) - sequences)])
+
+    num_pads = len(slots_of) - num_sequences
+    rows = torch.tensor([*batch.sequence_ids, *[mask.shape[0]] * num_pads])
     return held, predicted, torch.repeat_interleave(rows, slots_of)
 
 

@@ -183,40 +183,42 @@ def routers_for(
     if balance is None:
         balance = "sequence" if model_balances else "microbatch"
 
-    wanted: RouterBalance | None = balance
+    own_balance: RouterBalance | None = balance  # what ``Routers`` computes, not the model
     if balance == "microbatch":
         if model_balances:
             _refuse_balance_of_shard(batch, inner)
         if not z_loss and not (model_balances and stage is not None):
             return None
-        wanted = "microbatch" if model_balances else None
+        own_balance = "microbatch" if model_balances else None
 
-    what = f"router_z_loss={z_loss}" if balance == "microbatch" and z_loss else f"router_balance={balance!r}"
+    setting = f"router_balance={balance!r}"  # for messages
+    if balance == "microbatch" and z_loss:
+        setting = f"router_z_loss={z_loss}"
     if call.experts is None:
-        call.experts = _experts_of(inner, call.config, what)
+        call.experts = _experts_of(inner, call.config, setting)
     if (z_loss or balance != "microbatch") and batch.token_scale is None:
         raise ValueError(
-            f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
-            f"pass token_scale to THDBatch.collate. {see('experts')}"
+            f"{setting} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, "
+            f"or pass token_scale to THDBatch.collate. {see('experts')}"
         )
 
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
-        wanted = None
-    if wanted == "microbatch" and batch.prefixes is not None:
+        own_balance = None
+    if own_balance == "microbatch" and batch.prefixes is not None:
         raise ValueError(
-            f"{what} got sequences that share prefixes, and the model's balancing loss counts their slots "
+            f"{setting} got sequences that share prefixes, and the model's balancing loss counts their slots "
             "once. Set router_balance='sequence' or share_prefixes=False."
         )
 
     coefficient = call.balance_coefficient
-    if wanted is not None and coefficient is None:
+    if own_balance is not None and coefficient is None:
         raise ValueError(
-            f"{what} needs the coefficient of the balancing loss, and neither {type(inner).__name__} nor its "
-            "config has router_aux_loss_coef. Set it, to 0.001 for example."
+            f"{setting} needs the coefficient of the balancing loss, and neither {type(inner).__name__} nor "
+            "its config has router_aux_loss_coef. Set it, to 0.001 for example."
         )
 
-    before = call.choices if batch.microbatch else None
-    return Routers(wanted, coefficient or 0.0, z_loss, call.experts, batch, stage, before)
+    earlier_choices = call.choices if batch.microbatch else None
+    return Routers(own_balance, coefficient or 0.0, z_loss, call.experts, batch, stage, earlier_choices)
 
 
 def _refuse_balance_of_shard(batch: THDBatch, inner: Any) -> None:
@@ -229,12 +231,12 @@ def _refuse_balance_of_shard(batch: THDBatch, inner: Any) -> None:
         )
 
 
-def _experts_of(inner: Any, config: Any, what: str) -> Experts:
-    """Return a model's experts; raise if it has none or if ``what`` needs more than is known of them."""
+def _experts_of(inner: Any, config: Any, setting: str) -> Experts:
+    """Return a model's experts; raise if it has none or if ``setting`` needs more than is known of them."""
     name = type(inner).__name__
     if not routers_of(inner):
         raise ValueError(
-            f"{what} needs the logits of routers, and {name} returns none. Leave it out. {see('experts')}"
+            f"{setting} needs the logits of routers, and {name} returns none. Leave it out. {see('experts')}"
         )
 
     scores = scores_of(inner)
@@ -243,7 +245,7 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     if scores is None or count is None or top_k is None:
         unknown = "balancing formula" if scores is None else "number of experts, or of experts per token,"
         raise ValueError(
-            f"{what} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
+            f"{setting} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
             "which leaves the loss to the model, and no router z-loss."
         )
 

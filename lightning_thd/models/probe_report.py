@@ -130,24 +130,24 @@ class PackingLeakError(RuntimeError):
     def __init__(self, report: PackingReport) -> None:
         self.report = report
         if report.leaks:
-            what = "lets sequences of a pack see each other"
+            fault = "lets sequences of a pack see each other"
         elif not report.same:
-            what = "differs between packed and alone"
+            fault = "differs between packed and alone"
         elif report.batch_norms:
-            what = "has batch norms, which average over all sequences of a pack in training"
+            fault = "has batch norms, which average over all sequences of a pack in training"
         elif not report.matches_stock:
-            what = "differs between a pack and stock eager attention"
+            fault = "differs between a pack and stock eager attention"
         elif not report.matches_reference:
-            what = "differs from the reference"
+            fault = "differs from the reference"
         else:
-            what = "gets different or non-finite gradients if a trailing pad is added"
+            fault = "gets different or non-finite gradients if a trailing pad is added"
 
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.batch_norms and report.same and not report.leaks:
             remedy = "Use norms of single tokens, such as LayerNorm, or running statistics in eval()"
         elif report.same and not report.leaks and report.matches_stock and not report.matches_reference:
             remedy = "Compare its code with the reference's: scale, softcap, window (ours counts the token "
-            remedy = f"{remedy}itself), heads, positions, norms and what is added up"
+            remedy = f"{remedy}itself), heads, positions, norms and fault is added up"
         elif report.attention is None:  # not a transformers model
             remedy = "Keep sequences apart in every layer: call varlen_attention with batch.boundaries, and "
             remedy = f"{remedy}take positions from batch.position_ids"
@@ -155,7 +155,7 @@ class PackingLeakError(RuntimeError):
             remedy = "Check forward= and the first wrong module, or train this model on padded rows"
 
         super().__init__(
-            f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
+            f"{report.model} {fault}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
             f"{remedy}. {see('leaks')}"
         )
 

@@ -40,18 +40,17 @@ def spread_thd(model: nn.Module, *, follow: bool) -> None:
     """
     inside: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
     for inner in reversed(inside):
-        own = inner.config._attn_implementation
+        present = inner.config._attn_implementation
         # get_text_config() is slow if one config has an encoder and a decoder.
-        text = own
+        of_language = present
         if mentions_thd(inner.config):
-            text = language_config(inner.config)._attn_implementation
+            of_language = language_config(inner.config)._attn_implementation
 
-        wanted = own
-        if text == NAME or follow:
-            wanted = text
-        if NAME in (own, wanted) and not keeps_own_attention(inner):
-            chosen = inner.get_correct_attn_implementation(wanted)
-            inner.config._attn_implementation_internal = chosen
+        attention = present
+        if of_language == NAME or follow:
+            attention = of_language
+        if NAME in (present, attention) and not keeps_own_attention(inner):
+            inner.config._attn_implementation_internal = inner.get_correct_attn_implementation(attention)
 
 
 def language_config(config: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from lightning_thd._pages import see
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
-
-if TYPE_CHECKING:
-    from lightning_thd.parallel.pipeline.stage import Stage
 
 FUNCTION = "load_balancing_loss_func"  # the name of transformers' balancing loss in a model's Python module
 Scores = Literal["softmax", "sigmoid"]
@@ -193,10 +190,22 @@ def _weighs(scores: Tensor, chosen: Tensor, weights: Tensor) -> bool:
     return torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-4)
 
 
+class Place(Protocol):
+    """Where a stage stands in its pipeline."""
+
+    @property
+    def has_stage_before(self) -> bool:
+        """Return whether another stage runs before this one."""
+
+    @property
+    def holds_head(self) -> bool:
+        """Return whether this is the last stage."""
+
+
 class RouterRelay:
     """Adds up router sums from the first stage of a pipeline to the last."""
 
-    def __init__(self, channel: Channel, stage: Stage, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, channel: Channel, stage: Place, group: dist.ProcessGroup | None = None) -> None:
         self.channel = channel  # sends sums to later stages and their gradients back, in fp64
         self.stage = stage
         self.group = group  # the ranks that hold the same layers; None is the world

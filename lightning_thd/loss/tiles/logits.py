@@ -49,10 +49,12 @@ class LogitMap:
 
     def agrees(self, other: LogitMap) -> bool:
         """Return whether two maps give the same logits, up to the rounding of their factors."""
-        mine = (self.scale, self.softcap or 0.0, self.temperature)
-        theirs = (other.scale, other.softcap or 0.0, other.temperature)
-        close = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs, strict=True))
-        return close and self.valid_vocab_size == other.valid_vocab_size
+        return (
+            math.isclose(self.scale, other.scale, rel_tol=1e-9)
+            and math.isclose(self.softcap or 0.0, other.softcap or 0.0, rel_tol=1e-9)
+            and math.isclose(self.temperature, other.temperature, rel_tol=1e-9)
+            and self.valid_vocab_size == other.valid_vocab_size
+        )
 
     def apply_(self, x: Tensor) -> Tensor:
         """Map a tile of raw products in place, ``[c, v]`` fp32 or fp64."""
@@ -112,7 +114,9 @@ class Head:
 
     def counted(self, x: Tensor, rows: slice | Tensor) -> Tensor:
         """Select rows ``[c, ...]``, with zeros in rows that do not count: a NaN times zero is a NaN."""
-        return x[rows] if self.counts is None else torch.where(self.counts[rows, None], x[rows], 0.0)
+        if self.counts is None:
+            return x[rows]
+        return torch.where(self.counts[rows, None], x[rows], 0.0)
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
         """Return hidden states ``[c, H]``, cast for a product."""
@@ -210,7 +214,9 @@ class GradientSums:
         if total is not None:
             wide = self.head.settings.accumulator
             tile = total[outer]
-            self._tile = tile if tile.dtype == wide else self._blank(tile, dtype=wide)
+            if tile.dtype != wide:
+                tile = self._blank(tile, dtype=wide)
+            self._tile = tile
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""

@@ -91,16 +91,18 @@ def make_degree_groups(
     """Create groups of 2, 4, ... data ranks; return this rank's by size. All ranks of the job call this."""
     groups: dict[int, dist.ProcessGroup] = {}
     for degree in (1 << i for i in range(1, max_degree.bit_length())):
-        listed = [
-            [(first + i) * tp + t for i in range(degree)]
-            for first in range(0, data_ranks, degree)
-            for t in range(tp)
-        ]
-        own, _ = dist.new_subgroups_by_enumeration(listed)  # type: ignore[no-untyped-call]
-        # NCCL needs all ranks in a group's first collective; the first exchange may be between only two.
-        dist.all_reduce(torch.zeros(1, device=device), group=own)
-        groups[degree] = own
+        # Tensor-parallel ranks of one data rank are neighbours; each has groups with its like.
+        ranks_of_groups: list[list[int]] = []
+        for first in range(0, data_ranks, degree):
+            data_ranks_of_group = range(first, first + degree)
+            ranks_of_groups += [
+                [rank * tp + tp_rank for rank in data_ranks_of_group] for tp_rank in range(tp)
+            ]
 
+        group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups)  # type: ignore[no-untyped-call]
+        # NCCL needs all ranks in a group's first collective; the first exchange may be between only two.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        groups[degree] = group
     return groups
 
 
