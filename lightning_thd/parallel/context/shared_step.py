@@ -94,10 +94,8 @@ def make_degree_groups(
         # Tensor-parallel ranks of one data rank are neighbours; each has groups with its like.
         ranks_of_groups: list[list[int]] = []
         for first in range(0, data_ranks, degree):
-            data_ranks_of_group = range(first, first + degree)
-            ranks_of_groups += [
-                [rank * tp + tp_rank for rank in data_ranks_of_group] for tp_rank in range(tp)
-            ]
+            members = range(first, first + degree)
+            ranks_of_groups += [[rank * tp + tp_rank for rank in members] for tp_rank in range(tp)]
 
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups)  # type: ignore[no-untyped-call]
         # NCCL needs all ranks in a group's first collective; the first exchange may be between only two.
