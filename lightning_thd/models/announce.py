@@ -144,55 +144,25 @@ def enter(
             kwargs = named
 
     if outer is not None and outer.families:
-        # an outer model may pass its masks to an inner model
+        text = None
         families = outer.families
-        masks = outer.masks
-        embeds = kwargs.get("inputs_embeds")
-        # An inner model that gets embeddings of all slots is a part of the language model: it keeps the pack.
-        continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
-        if type(config) not in families and not continues:
+        masks = outer.masks  # an outer model may pass its masks to an inner model
+        if type(config) not in families and not _gets_all_slots(outer, kwargs):
             STATE.scope = Scope(None, outer, module=model, families=families)
             return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
-
-        text = None
     else:
-        # get_text_config takes long, and a config without inner configs is its own text config.
-        kind: Any = type(config)
-        is_text = (
-            not torch.compiler.is_compiling()
-            and not kind_holds_text_config(kind)
-            and TEXT_CONFIGS.isdisjoint(vars(config))
-        )
-        text = config if is_text else config.get_text_config(decoder=True)
+        text = _language_config(config)
         families = (type(config), type(text))
         masks = ()
 
-    pack: Boundaries | None = kwargs.get(BOUNDARIES)
-    inner = text is None and kwargs.get("cu_seq_lens_q") is None
-    if pack is None and inner and outer is not None:  # some models do not pass them to inner models
-        pack = outer.pack
-    if pack is None or (BOUNDARIES in kwargs and (outer is None or outer.pack is not pack)):
-        pack = find_pack(outer, args, kwargs)
+    pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
     if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
         kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
 
     if text is not None and not torch.compiler.is_compiling():
         refuse_noted(model, kwargs, pack)
     if pack is not None:
-        refuse_call(model, kwargs)
-        if torch.compiler.is_compiling() or not model._thd_checked:
-            _refuse_wrong_layers(model, outermost=text is not None)
-        if text is not None:
-            if not torch.compiler.is_compiling():
-                keep_frequencies(model)
-            if text is not config and text._attn_implementation != NAME:
-                raise ValueError(_other_attention(model, text._attn_implementation))
-            refuse_changed_config(model)
-            if any(name in kwargs for name in LABELS):
-                kwargs = keep_labels_inside(model, kwargs, pack)
-
-        if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
-            kwargs = {**kwargs, "use_cache": False}
+        kwargs = _checked_call(model, text, kwargs, pack)
 
     mask_ndim = model.__dict__.get(PLAIN_MASKS)
     shows_all = pack is not None and mask_ndim is not None
@@ -201,6 +171,60 @@ def enter(
 
     STATE.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
+
+
+def _gets_all_slots(outer: Scope, kwargs: dict[str, Any]) -> bool:
+    """Return whether an inner model gets embeddings of all slots, as a part of the language model does."""
+    embeds = kwargs.get("inputs_embeds")
+    return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
+
+
+def _language_config(config: Any) -> Any:
+    """Return the config of a model's language model, perhaps the config itself."""
+    # get_text_config takes long, and a config without inner configs is its own text config.
+    kind: Any = type(config)
+    is_text = (
+        not torch.compiler.is_compiling()
+        and not kind_holds_text_config(kind)
+        and TEXT_CONFIGS.isdisjoint(vars(config))
+    )
+    return config if is_text else config.get_text_config(decoder=True)
+
+
+def _pack_of_call(
+    outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool
+) -> Boundaries | None:
+    """Return the pack of a call: from its arguments, or that of the model around this one."""
+    pack: Boundaries | None = kwargs.get(BOUNDARIES)
+    got_no_offsets = not outermost and kwargs.get("cu_seq_lens_q") is None
+    if pack is None and got_no_offsets and outer is not None:  # some models do not pass them to inner models
+        pack = outer.pack
+    if pack is None or (BOUNDARIES in kwargs and (outer is None or outer.pack is not pack)):
+        pack = find_pack(outer, args, kwargs)
+    return pack
+
+
+def _checked_call(model: Any, text: Any, kwargs: dict[str, Any], pack: Boundaries) -> dict[str, Any]:
+    """Refuse a call that would mix sequences; return its arguments, without a cache and with inner labels.
+
+    ``text`` is the language model's config, or None if the model is inside another one of the stack.
+    """
+    refuse_call(model, kwargs)
+    if torch.compiler.is_compiling() or not model._thd_checked:
+        _refuse_wrong_layers(model, outermost=text is not None)
+
+    if text is not None:
+        if not torch.compiler.is_compiling():
+            keep_frequencies(model)
+        if text is not model.config and text._attn_implementation != NAME:
+            raise ValueError(_other_attention(model, text._attn_implementation))
+        refuse_changed_config(model)
+        if any(name in kwargs for name in LABELS):
+            kwargs = keep_labels_inside(model, kwargs, pack)
+
+    if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
+        kwargs = {**kwargs, "use_cache": False}
+    return kwargs
 
 
 def leave(model: Any, output: Any) -> Any:

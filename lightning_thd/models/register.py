@@ -35,9 +35,10 @@ def _installed() -> str:
     return installed_version("transformers") or "of unknown version"
 
 
-def _refusal(what: str) -> Callable[..., Any]:
+def _refusal(reason: str) -> Callable[..., Any]:
+    """Return a function for the table that refuses "thd"."""
     message = (
-        f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
+        f"attn_implementation='thd' is not available with transformers {_installed()}: {reason}. Install a "
         f"release from {releases_of('transformers')}, or a newer lightning_thd."
     )
 

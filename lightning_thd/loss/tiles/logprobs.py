@@ -230,7 +230,7 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     return stats, exact
 
 
-def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
+def rounding_shows(of_tiles: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     """Return where the rounding of a row in a tile shows, from each tile's statistics ``[tiles, 5, R]``.
 
     The estimate assumes independent errors of logits with a standard deviation of at most ``|z| 2^-8 /
@@ -238,13 +238,13 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     sum of p)``. If the mean ``e^(z - max)`` of a tile is above 1/2, all errors may have one sign.
     """
     tiles = len(widths)
-    whole = merge_parts(each)
+    whole = merge_parts(of_tiles)
     log_sum = whole[SUM].log()
-    log_p = each[:, MAX] - whole[MAX] - log_sum  # the likeliest token of each tile
-    size = (each[:, MAX].abs() + 0.5) * _ROUNDING
-    spread = each[:, SUM].sqrt() / sqrt(3.0)
-    flat = each[:, SUM] > 0.5 * each.new_tensor(widths)[:, None]
-    error = log_p.exp() * torch.where(flat, each[:, SUM], spread) * size
+    log_p = of_tiles[:, MAX] - whole[MAX] - log_sum  # the likeliest token of each tile
+    size = (of_tiles[:, MAX].abs() + 0.5) * _ROUNDING
+    spread = of_tiles[:, SUM].sqrt() / sqrt(3.0)
+    flat = of_tiles[:, SUM] > 0.5 * of_tiles.new_tensor(widths)[:, None]
+    error = log_p.exp() * torch.where(flat, of_tiles[:, SUM], spread) * size
     shows = ~(error <= _LOG_SUM_ERROR / sqrt(tiles))  # NaN counts as showing
     if entropy:
         row_entropy = log_sum - whole[WEIGHTED] / whole[SUM]

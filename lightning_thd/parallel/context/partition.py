@@ -204,10 +204,11 @@ def causal_work(
     work = np.empty(cp)
     for rank in range(cp):
         if layout == "striped":
-            own = rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)
+            slots = rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)
             firsts = np.repeat(firsts_of(padded_lengths), np.asarray(padded_lengths, dtype=np.int64))
-            work[rank] = per_slot * len(own) + per_pair * (own - firsts[own] + 1).sum()
+            work[rank] = per_slot * len(slots) + per_pair * (slots - firsts[slots] + 1).sum()
             continue
+
         pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
         pairs = (pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) // 2
         work[rank] = per_slot * pieces.lengths.sum() + per_pair * pairs.sum()

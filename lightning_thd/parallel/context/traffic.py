@@ -16,9 +16,9 @@ class Traffic(NamedTuple):
     shares: dict[str, float]  # method, such as "ring" -> its share of the layers' exchanges
 
 
-def count(what: str, number: int = 1) -> None:
+def count(name: str, number: int = 1) -> None:
     """Add received "bytes", "slots" that this rank runs, or a layer's exchange by its method."""
-    _counts[what] += number
+    _counts[name] += number
 
 
 def read_and_reset() -> Traffic:
