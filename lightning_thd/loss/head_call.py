@@ -183,7 +183,7 @@ class HeadCall:
         batch: THDBatch,
         values: Values,
         size: int,
-        routers: Routers | None,
+        routers: RouterLoss | None,
         stage: Stage | None,
     ) -> dict[str, Tensor]:
         """Call the model until it changes its logits as ``logit_map`` says."""
