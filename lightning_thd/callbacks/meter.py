@@ -210,6 +210,16 @@ class Meter:
         self._calls.append([])
         self._whole_seconds = self._elapsed()
 
+    def last_flops(self) -> int:
+        """Return this rank's model FLOPs of the step that ended last; 0 while they are unknown."""
+        step = self.steps[-2]
+        if self.model is None or not step:
+            return 0
+        resolved = resolve(step)
+        counts = count_table(resolved, self.model).sum(axis=0).tolist()
+        own = self._extra(resolved, [_Step(len(step), self._calls[-2], self._products[-2])])
+        return count(self.model, from_ints(counts, self.model), work=self.work).model + round(own.sum())
+
     def leave_out(self) -> None:
         """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
         synchronize(self.hardware.device)

@@ -164,6 +164,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._metered = False  # whether the meter was set up for the model
         self._checked_step = -1  # the last step with a check for frozen or unfrozen weights
         self._warm_after: int | None = None  # the first step of this run, which rates leave out; -1 if done
+        self._inside_step = False  # whether some microbatches of the running step have been trained
+        self._counted_flops = 0  # FLOPs of the last step of a model without a known config
         self._trained_sequences = 0
         self._trained_tokens = 0
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
@@ -197,10 +199,13 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._trained_sequences = 0
         self._metered = False  # model_init may have made a new model
         self._warm_after = None
+        self._inside_step = False
         try:
             return super().train(*args, **kwargs)
         finally:
             self._meter.pause()
+            if self._metered:
+                self._flops.stop()  # after an error, or in a step that was not finished
 
     def get_train_dataloader(self) -> TrainerPacks:
         """Return a loader of this rank's training packs."""
@@ -272,6 +277,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         meter.resume()
 
         step = inputs["batch"]
+        self._flops.begin("train", step, inside=self._inside_step)
         if isinstance(step, THDStep):
             packs: tuple[THDBatch, ...] = step.microbatches
             loss = self._train_step(model, step)
@@ -279,10 +285,13 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             packs = (step,)
             loss = super().training_step(model, inputs)
 
+        meter.add(step, self._flops.calls())
         for batch in packs:
-            self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
+        self._inside_step = not self.accelerator.sync_gradients
+        if not self._inside_step:
+            self._end_count()
         return loss
 
     def _train_step(self, model: nn.Module, step: THDStep) -> Tensor:
@@ -297,20 +306,32 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         finally:
             self.current_gradient_accumulation_steps = accumulation_steps
 
+    def _end_count(self) -> None:
+        """End the count of a step whose gradients are complete; the optimizer's update comes behind it."""
+        is_slow = self._flops.end("train", self._meter.steps[-1])
+        self._meter.end_step(self._flops.products)
+        self._meter.use(self._flops)
+        self._counted_flops = 0 if self._flops.pattern is None else self._meter.last_flops()
+        if is_slow:  # counting slowed it
+            self._meter.leave_out()
+
     def _leave_out_first(self) -> None:
         """Leave the first step out of the rates once it has ended, because it starts workers and kernels."""
         if self._warm_after is None:
             self._warm_after = self.state.global_step
         elif 0 <= self._warm_after < self.state.global_step:
-            self._meter.end_step()
             self._meter.leave_out()
             self._warm_after = -1
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
-        """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs."""
+        """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs.
+
+        Those of a model without a known config are counted once a step, with its last batch.
+        """
         model = self._ready.model
-        if model is None:
-            return 0
+        if model is None or self._flops.pattern is not None:
+            counted, self._counted_flops = self._counted_flops, 0
+            return counted
         packs: Any = microbatches(inputs["batch"])
         counts = count_table(packs, model).sum(axis=0).tolist()
         return int(model.training_flops(from_ints(counts, model)).model)

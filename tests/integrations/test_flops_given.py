@@ -10,14 +10,14 @@ import pytest
 from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
-from lightning_thd import FlopsModel, THDDataModule
+from lightning_thd import FlopsModel, Sequences, THDDataModule
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.stats import SeqStats
 from tests.data.chats import PLAIN, make_tokenizer
 from tests.integrations.support import make_loop
 from tests.integrations.test_hf_rows import model_of, needs_fused, rows, trl
 from tests.integrations.test_unread import OwnTrainer
-from tests.integrations.unported import Own, loss_of
+from tests.integrations.unported import SIZE, VOCAB, Own, loss_of
 from tests.tiny import sequences, tiny_llama
 
 LENGTHS = [len(row["input_ids"]) for row in sequences(40)]
@@ -67,6 +67,36 @@ def test_packed_trainer_counts_what_it_is_given_and_leaves_out_the_first_step(tm
 
 
 @needs_fused
+def by_hand(lengths: list[int]) -> float:
+    """Count ``Own``: two linear layers and causal attention, whose backward costs twice the forward."""
+    linear = sum(2 * length * (SIZE * 3 * SIZE + SIZE * VOCAB) for length in lengths)
+    attention = sum(4 * SIZE * length**2 / 2 for length in lengths)
+    return 3 * (linear + attention)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("whole_steps", [False, True])
+def test_packed_trainer_counts_a_model_of_ones_own(
+    tmp_path: Path, accumulate: int, whole_steps: bool
+) -> None:
+    """Every sequence of two epochs counts once, also those of the first step and of one that is counted."""
+    rows = sequences(40)
+    step: Any = {"global_batch": Sequences(10)} if whole_steps else {}
+    settings: Any = {"num_train_epochs": 2, "logging_steps": 1, "use_cpu": True, "report_to": []}
+    settings["gradient_accumulation_steps"] = 1 if whole_steps else accumulate
+    arguments = TrainingArguments(str(tmp_path), save_strategy="no", disable_tqdm=True, **settings)
+    options: Any = {"train_dataset": rows, "capacity": 48, "peak": 1e9, "data_kwargs": step}
+    logs = Logs()
+    trainer = OwnTrainer(model=Own(True), args=arguments, callbacks=[logs], **options)
+    trainer.train()
+    assert logs.rows[-1]["total_flops"] == pytest.approx(2 * by_hand(LENGTHS), rel=1e-9)
+    assert trainer.state.total_flos == pytest.approx(2 * by_hand(LENGTHS), rel=1e-9)
+    rated = [row for row in logs.rows if "device/mfu" in row]
+    assert rated
+    for row in rated:
+        assert row["device/mfu"] == pytest.approx(row["device/flops_per_sec"] / 1e9, rel=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_dpo_counts_the_passes_of_a_frozen_reference(precomputed: bool, tmp_path: Path) -> None:
