@@ -125,7 +125,8 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             options: Any = {"device": torch.device(self.args.device), "seen": collect}
             if self._needs_boundaries:
                 options["judge"] = partial(refuse_unread, what=f"{type(self).__name__}.{LOSS}", option=OPTION)
-            loss, tokens = mean_loss(loss_fn, self.model, packs, **options)
+            with self.accelerator.autocast():
+                loss, tokens = mean_loss(loss_fn, self.model, packs, **options)
 
         predictions, labels, ids = None, None, None
         if not prediction_loss_only:
@@ -159,11 +160,10 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
     def _prepare_for_evaluation(self) -> None:
         """Prepare the model as Trainer's own evaluation does: wrappers, dtype, optimizer mode."""
-        if len(self.accelerator._models) == 0:
-            if self.is_fsdp_enabled and not self.args.torch_compile:
-                self.model: Any = self.accelerator.prepare(self.model)
-            else:
-                self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        # Trainer would also call accelerator.prepare_model(model, evaluation_mode=True). Accelerate then takes
+        # the model for prepared, and a later train() would run it without DDP, each rank by itself.
+        if len(self.accelerator._models) == 0 and self.is_fsdp_enabled and not self.args.torch_compile:
+            self.model: Any = self.accelerator.prepare(self.model)
         if not self.is_in_train:
             if self.args.fp16_full_eval:
                 self.model.to(dtype=torch.float16, device=self.args.device)
