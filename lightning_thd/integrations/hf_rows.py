@@ -24,6 +24,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import choose_thd, refuse_attention, refuse_engines
+from lightning_thd.loss.prepare import is_dtensor
 from lightning_thd.models.announce import run_as_pack
 from lightning_thd.models.pack import BOUNDARIES, current_pack
 from lightning_thd.models.switching import NAME
@@ -131,6 +132,11 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             elif isinstance(model, nn.Module):
                 refuse_attention(model)
 
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the base class does, unless the model was left without DDP."""
+        refuse_without_ddp(self.accelerator.distributed_type, model)
+        return super().training_step(model, *args, **kwargs)
+
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._pack_models()  # DPOTrainer.__init__ may call this, before this class packs the models
         return super()._precompute_ref_logps(*args, **kwargs)
@@ -152,6 +158,19 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         multiple = getattr(self.args, "pad_to_multiple_of", None)
         if multiple:
             rank_zero_info(f"pad_to_multiple_of={multiple!r} has no effect on packs, which hold no padding.")
+
+
+def refuse_without_ddp(distributed_type: Any, model: nn.Module) -> None:
+    """Refuse a job under DDP whose model is not wrapped, so that each rank would train by itself."""
+    is_ddp = str(getattr(distributed_type, "value", distributed_type)).startswith("MULTI_")
+    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if not is_ddp or is_wrapped or any(is_dtensor(weight) for weight in model.parameters()):
+        return
+    raise ValueError(
+        f"{type(model).__name__} runs without DistributedDataParallel, so every rank would train by itself. "
+        "Accelerate takes a model that evaluate() has prepared for one that is ready to train. Call train() "
+        "before evaluate(), or make another trainer for it."
+    )
 
 
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:

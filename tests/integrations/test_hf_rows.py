@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import DistributedType
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.integrations import hf_rows, packed_trainer
-from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows
+from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows, refuse_without_ddp
 from tests.data.chats import PLAIN, make_tokenizer
 from tests.ranks import run_ranks
 from tests.tiny import checkpoint_activations, largest_error
@@ -311,6 +312,15 @@ def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_model_that_ranks_would_train_by_themselves_is_refused() -> None:
+    """Trainer's own evaluate() before train() leaves a model without DDP."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Linear runs without DistributedDataParallel"):
+        refuse_without_ddp(DistributedType.MULTI_CPU, model)
+    refuse_without_ddp(DistributedType.NO, model)
+    refuse_without_ddp(DistributedType.FSDP, model)
+
+
 @needs_fused
 def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     """A second trainer's settings replace the first one's, and other losses of the model stay right."""
