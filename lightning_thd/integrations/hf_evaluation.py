@@ -160,8 +160,8 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
     def _prepare_for_evaluation(self) -> None:
         """Prepare the model as Trainer's own evaluation does: wrappers, dtype, optimizer mode."""
-        # Trainer would also call accelerator.prepare_model(model, evaluation_mode=True). Accelerate then takes
-        # the model for prepared, and a later train() would run it without DDP, each rank by itself.
+        # Trainer would also call accelerator.prepare_model(model, evaluation_mode=True). Accelerate then
+        # takes the model for prepared, and a later train() would run it without DDP, each rank by itself.
         if len(self.accelerator._models) == 0 and self.is_fsdp_enabled and not self.args.torch_compile:
             self.model: Any = self.accelerator.prepare(self.model)
         if not self.is_in_train:
