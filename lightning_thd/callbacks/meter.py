@@ -218,7 +218,7 @@ class Meter:
         resolved = resolve(step)
         counts = count_table(resolved, self.model).sum(axis=0).tolist()
         own = self._extra(resolved, [_Step(len(step), self._calls[-2], self._products[-2])])
-        return count(self.model, from_ints(counts, self.model), work=self.work).model + round(own.sum())
+        return int(count(self.model, from_ints(counts, self.model), work=self.work).model + round(own.sum()))
 
     def leave_out(self) -> None:
         """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
