@@ -73,6 +73,35 @@ def test_sources_of_a_mixture_may_differ_in_labels(tmp_path: Path) -> None:
         assert len(read(sources, tmp_path)) >= 4
 
 
+TEXT = {"text": "abc"}
+PROMPT = {"prompt": "ab", "completion": "c"}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_text_and_prompts_are_two_sources(container: str, tmp_path: Path) -> None:
+    """Each token of a text is learned, and none of a prompt. Lists and files are of one kind."""
+    words = "make text and prompts two sources of a mixture|no string under the key 'text', found"
+    with pytest.raises(ValueError, match=words):
+        read(CONTAINERS[container]([TEXT, TEXT, PROMPT], tmp_path), tmp_path)
+    parts = {name: tmp_path / name for name in ("text", "prompts")}
+    for part in parts.values():
+        part.mkdir()
+    texts = CONTAINERS[container]([TEXT] * 2, parts["text"])
+    prompts = CONTAINERS[container]([PROMPT] * 2, parts["prompts"])
+    data = THDDataModule(
+        {"text": (texts, 0.5), "prompts": (prompts, 0.5)},
+        capacity=16,
+        global_batch=Packs(1),
+        cache_dir=tmp_path,
+    )
+    data.setup("fit")
+    learned = set()
+    for batch in data.train_dataloader():
+        ids, targets = batch.unpack(batch.input_ids), batch.unpack(batch.targets)
+        learned |= {(len(row), int((of_row != -100).sum())) for row, of_row in zip(ids, targets, strict=True)}
+    assert learned == {(4, 3), (4, 2)}  # "abc" and EOS; "c" and EOS behind a prompt
+
+
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_cut_sequence_without_targets_is_dropped_and_counted(container: str, tmp_path: Path) -> None:
     source = CONTAINERS[container]([LATE, LABELLED], tmp_path)

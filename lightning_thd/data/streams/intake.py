@@ -301,7 +301,10 @@ def _odd_form(key: str, shape: str, usual: str) -> str:
             return f"no {name!r}"
         return f"{name!r}" if name in PER_SOURCE else f"{name!r} of shape {shape}"
 
-    return f"it has {described(shape)}, but most of the first records have {described(usual)}."
+    advice = ""
+    if name == "labels":  # text, of which each token is learned, has none; prompts with completions have some
+        advice = " Give labels to all records of a source, or make text and prompts two sources of a mixture."
+    return f"it has {described(shape)}, but most of the first records have {described(usual)}.{advice}"
 
 
 def _pooled(tables: Sequence[Table]) -> Table:
