@@ -48,6 +48,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.reference: nn.Module | None = None  # a frozen model whose forward passes count too
         self.counts_calls = True  # whether the hook counts; ``hf_rows`` sets False and calls ``count``
         self._handle: RemovableHandle | None = None
+        self._inside_step = False  # whether the running step has trained a microbatch
         self._pending: dict[str, float] = {}
 
     def add_to(self, trainer: Any) -> None:
@@ -70,6 +71,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
+        self._inside_step = False
         self.monitor._begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,7 +122,15 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         inputs = dict(kwargs)
         if args:
             inputs.setdefault("input_ids", args[0])
+        self._begin_count(module, inputs)
         self.count(module, inputs)
+
+    def _begin_count(self, module: nn.Module, batch: Any) -> None:
+        """Let the products of a model without a known config be counted from its first call in a step on."""
+        flops = self.monitor._flops
+        if flops is not None and module.training and torch.is_grad_enabled():
+            flops.begin("train", batch, inside=self._inside_step)
+            self._inside_step = True
 
     def count(self, module: nn.Module, batch: Any) -> None:
         """Count a batch if the model trains on it."""

@@ -44,6 +44,8 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", 
 TWO_ROUNDS = {"conversations": [dict(turn) for turn in 2 * SHAREGPT["conversations"]]}
 ALPACA = {"instruction": "Name a colour.", "output": "Blue."}
 PROMPT = {"prompt": "two plus two is", "completion": " four"}
+TEXT = {"text": "a text and the end of it"}
+RESULTS = ("tool_response", "observation", "function_response", "ipython")
 WORDS = "zebra"  # is in no other text
 
 Change = Callable[[dict[str, Any]], None]
@@ -75,6 +77,11 @@ def in_part(number: int, key: str, value: Any) -> Change:
     return change
 
 
+def result_under(role: str) -> Change:
+    """Add a result of a call under another format's role."""
+    return lambda record: record["messages"].extend([{"role": role, "content": WORDS}, ANSWER])
+
+
 def in_call(**more: Any) -> Change:
     def change(record: dict[str, Any]) -> None:
         record["messages"][1]["tool_calls"] = [{"type": "function", **more}]
@@ -85,6 +92,13 @@ def in_call(**more: Any) -> Change:
 Case = tuple[str, str, dict[str, Any], Change, str]
 # name of the key (also what a refusal must name), format, record, change, outcome
 CASES: list[Case] = [
+    # roles of results
+    *((role, "ms-swift, LLaMA-Factory", MESSAGES, result_under(role), "refused") for role in RESULTS),
+    # beside a text
+    *((key, "text", TEXT, beside(key, WORDS), "refused") for key in ("answer", "response", "output", "text_pair")),
+    ("answer", "text", TEXT, beside("answer", "of it"), "metadata"),
+    ("prompt", "text", TEXT, beside("prompt", WORDS), "metadata"),
+    ("summary", "text", TEXT, beside("summary", WORDS), "metadata"),
     # beside the messages
     ("tools", "OpenAI", MESSAGES, beside("tools", [{"type": "function", "function": {**TOOL, "description": WORDS}}]), "read"),
     ("tools", "LLaMA-Factory", SHAREGPT, beside("tools", json.dumps([{**TOOL, "description": WORDS}])), "read"),

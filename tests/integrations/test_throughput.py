@@ -199,3 +199,30 @@ def test_a_packed_trainer_counts_a_shared_prefix_once(tmp_path: Path) -> None:
     assert seen.shared_tokens
     assert [entry["total_flops"] for entry in trainer.state.log_history if "loss" in entry][-1] == wanted
     assert trainer.state.total_flos == wanted
+
+
+class OwnModel(torch.nn.Module):
+    """A model without a config, as transformers' Trainer takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCAB, 16)
+        self.layer, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, Any]:
+        logits = self.head(self.layer(self.tokens(input_ids)).relu())
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_transformers_trainer_counts_a_model_of_ones_own(tmp_path: Path, accumulate: int) -> None:
+    """On padded rows, whose real tokens count."""
+    flat = [length for lengths in LENGTHS for length in lengths]
+    settings: Any = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulate}
+    settings |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), num_train_epochs=2, logging_steps=1, **settings)
+    measure = ThroughputCallback(peak=PEAK)
+    rows = [row(length) for length in flat]
+    Trainer(model=OwnModel(), args=arguments, train_dataset=rows, callbacks=[measure]).train()
+    wanted = 2 * 6 * (16 * 16 + 16 * VOCAB) * sum(flat)
+    assert measure.monitor.latest["train/total_flops"] == pytest.approx(wanted, rel=1e-9)

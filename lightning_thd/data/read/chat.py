@@ -130,7 +130,7 @@ def encode_chat(
     _refuse_lost_thoughts(renderer, messages, text)
     _refuse_unwritten(renderer, messages, text)
     for message in messages:
-        check_role(message["role"])
+        check_role(message["role"], template)
 
     if has_markers:
         return _encode_marked(renderer, messages, text, template, skip)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -50,6 +50,11 @@ _MEDIA = names("raw", "audio", "media")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
 # Keys beside ids that are refused, because a store keeps only ids, labels and ``label``.
 _NOT_KEPT = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
+# Texts that formats keep beside the text of a prompt, or of the first of two sentences.
+_SECOND_TEXTS = (
+    *("answer", "response", "completion", "output", "target", "solution"),
+    *("text_pair", "text2", "sentence2", "hypothesis", "question2"),
+)
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = "images need conversations and processor=. Pass both, or drop the key."
 
@@ -75,6 +80,17 @@ class _Row(NamedTuple):
     labels: Ids | None
     label: Number | None
     parts: NDArray[np.int64] | None = None  # role and length of query and documents, ``[parts, 2]``
+
+
+def _refuse_second_text(fields: Mapping[str, Any], text: str, dropped: Collection[str]) -> None:
+    """Refuse an answer or a second text beside a record of text, unless the text holds it."""
+    for name in _SECOND_TEXTS:
+        value = fields.get(name)
+        if isinstance(value, str) and value.strip() and value.strip() not in text and name not in dropped:
+            raise ValueError(
+                f"{name!r} is beside the text, and would be left out. Write it into the text, or give prompt "
+                "and completion. If it may be dropped, list it in metadata_keys=."
+            )
 
 
 def _label_of(record: Record) -> Number | None:
@@ -170,12 +186,19 @@ class Encoder:
             return None
         try:
             labels = [_label_of(record) for _, record in records]
-            encoded = self._tokenize_batch([text_of(record, self.text_key) for _, record in records])
+            encoded = self._tokenize_batch([self._text_of(record) for _, record in records])
         except Exception:  # any error of the tokenizer; encoding one by one finds the record
             return None
         if None in labels and any(label is not None for label in labels):
             return None
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
+
+    def _text_of(self, record: Record) -> str:
+        """Return the text of a record; refuse another text beside it that the model would never see."""
+        text = text_of(record, self.text_key)
+        if isinstance(record, dict):
+            _refuse_second_text(record, text, (self.text_key, *self.metadata_keys))
+        return text
 
     def _tokenize_batch(self, texts: list[str]) -> list[Ids]:
         """Tokenise documents; each ends with EOS if ``append_eos`` is set."""
@@ -230,7 +253,7 @@ class Encoder:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
         if self.kind == "text":
-            [ids] = self._tokenize_batch([text_of(record, self.text_key)])
+            [ids] = self._tokenize_batch([self._text_of(record)])
             return _Row(ids, None, _label_of(record))
         if self.kind == "pairs" and isinstance(record, dict):
             return self._encode_example(record)

@@ -136,6 +136,11 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant"),
     **dict.fromkeys(("tool_call", "tool_calls", "function_call", "assistant_tool_call"), "call"),
 }
+# Roles of other formats for the result of a call: ms-swift's, LLaMA-Factory's, and those of Llama's template.
+_RESULTS = _set(
+    "tool_response tool_responses tool_result tool_results tool_output function_response function_result "
+    "observation environment ipython"
+)
 
 
 def check_metadata_keys(keys: Any) -> None:
@@ -253,10 +258,12 @@ def _call_without(call: Any, dropped: Collection[str]) -> Any:
     return shorter
 
 
-def check_role(role: str) -> None:
-    """Refuse a role that is another format's name of one that templates know."""
+def check_role(role: str, template: str) -> None:
+    """Refuse a role that is another format's name of one that templates know, unless the template has it."""
     plain = role.strip().lower()
     meant = _OTHER_NAMES.get(plain)
+    if plain in _RESULTS and role not in template:
+        meant = "tool"
     if meant is None and plain in _ROLES:
         meant = plain  # the role may be written in capitals or with blanks
     if meant == "call":

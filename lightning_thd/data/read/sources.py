@@ -32,7 +32,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 14  # part of cache keys; raise it when reading gives other tokens or refuses other records
+_READER = 15  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
