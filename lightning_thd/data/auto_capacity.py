@@ -2,8 +2,8 @@
 
 The memory model (``lightning_thd.memory``) gives a capacity for the room on the device. A forward and a
 backward pass of a full pack of random tokens prove it. Ranks that run their layers together begin with the
-smallest of their capacities; other ranks try by themselves, and then agree on the smallest. Either way ranks
-exchange one number.
+smallest of their capacities, and vote before every collective of the trial: if one runs out of memory, all
+leave it. Other ranks try by themselves, and then agree on the smallest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd._find import outermost_models
 from lightning_thd.alignment import Alignment
@@ -94,15 +95,15 @@ def find_capacity(
 
     if search.together:
         capacity = _agreed(capacity, search.device)
-    while capacity and not _trains(search, capacity, longest):
-        if search.together:
+        if capacity and not _train_together(search, capacity, longest):
             raise RuntimeError(
-                f"capacity='auto': a trial pack of {capacity:,} slots ran out of memory, although "
-                f"{capacity:,} was predicted to fit {search.room / _GB:,.1f} GB. Other ranks are in the "
-                f"middle of it, so training cannot go on. Pass capacity={_smaller(capacity)}, or less."
+                f"capacity='auto': a trial pack of {capacity:,} slots, which were predicted to fit, ran out "
+                "of memory on a rank. All ranks left it in the middle of sharded layers, which cannot run "
+                f"again in this process. Pass capacity={_smaller(capacity)}, or less."
             )
-        capacity = _smaller(capacity)
-    if not search.together:
+    else:
+        while capacity and not _trains(search, capacity, longest):
+            capacity = _smaller(capacity)
         capacity = _agreed(capacity, search.device)
 
     if not capacity:
@@ -111,13 +112,18 @@ def find_capacity(
     return capacity
 
 
+def refuse_other_loops() -> NoReturn:
+    """Raise MisconfigurationException, because only Lightning's Trainer says when the model is ready."""
+    raise MisconfigurationException(
+        "capacity='auto' needs Lightning's Trainer, which says when the model is ready. For Fabric, "
+        f"Accelerate, transformers' Trainer or a loop by hand: {_NUMBER}"
+    )
+
+
 def _begin(trainer: L.Trainer | None, job: Job, step: Packs | Sequences | None) -> _Search:
     """Refuse what has no search, and describe how the Trainer trains its model."""
     if trainer is None:
-        raise MisconfigurationException(
-            "capacity='auto' needs Lightning's Trainer, which says when the model is ready. For Fabric, "
-            f"Accelerate, transformers' Trainer or a loop by hand: {_NUMBER}"
-        )
+        refuse_other_loops()
     if trainer.state.fn != TrainerFn.FITTING:
         raise MisconfigurationException(
             f"capacity='auto' is found when training begins, and this Trainer runs {trainer.state.fn}. Run "
@@ -267,6 +273,62 @@ def _trains(search: _Search, capacity: int, longest: int) -> bool:
         if search.device.type == "cuda":
             torch.cuda.empty_cache()
     return True
+
+
+# What a rank says when ranks vote.
+_WELL, _OUT_OF_MEMORY, _FAILED = range(3)
+
+
+class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets all ranks vote before every collective, so that none waits in one for a rank that has left.
+
+    All ranks run the same collectives. So the vote of a rank that leaves a trial meets the next vote of the
+    others. Messages between two ranks are no collectives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.over = False  # whether a vote has ended the trial
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _is_collective(func) and not self.cast(_WELL):
+            raise torch.OutOfMemoryError("another rank ran out of memory")
+        return func(*args, **(kwargs or {}))
+
+    def cast(self, state: int) -> bool:
+        """Vote, and return whether all ranks are well; RuntimeError if another one has failed otherwise."""
+        states = {value for (value,) in gather_ints([state], group=None, device=self._device)}
+        self.over = states != {_WELL}
+        if _FAILED in states and state != _FAILED:
+            raise RuntimeError("A trial pack of capacity='auto' failed on another rank, which says why.")
+        return not self.over
+
+
+def _is_collective(func: Any) -> bool:
+    """Return whether an operator starts a collective of all ranks of a group."""
+    name = func._schema.name
+    space, _, operator = name.partition("::")
+    if not space.startswith(("c10d", "_c10d_functional")):
+        return False
+    return not operator.startswith(("send", "recv", "wait_tensor"))
+
+
+def _train_together(search: _Search, capacity: int, longest: int) -> bool:
+    """Run a full pack on all ranks; return whether the devices of all could hold it; a collective."""
+    votes = _Votes(search.device)
+    try:
+        with votes:
+            trained = _trains(search, capacity, longest)
+    except Exception:
+        if not votes.over:
+            votes.cast(_FAILED)
+        raise
+    if votes.over:
+        return False
+    return votes.cast(_WELL if trained else _OUT_OF_MEMORY)
 
 
 def _state_bytes(trainer: L.Trainer) -> int:

@@ -22,6 +22,7 @@ from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter, count_table
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.callbacks.seen import microbatches
+from lightning_thd.data.auto_capacity import refuse_other_loops
 from lightning_thd.flops.model import FlopsModel, checked_flops, from_ints
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.hf_data import (
@@ -52,6 +53,7 @@ from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.packing import Sequences
+from lightning_thd.packing.lengths import check_capacity
 from lightning_thd.precision.convert import in_low_precision
 
 
@@ -124,6 +126,9 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         **kwargs: Any,
     ) -> None:
         flags(needs_boundaries=needs_boundaries)
+        if str(capacity) == "auto":
+            refuse_other_loops()
+        check_capacity(capacity)
         data_kwargs = dict(data_kwargs or {})
         collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
         if collator is not None:

@@ -192,6 +192,48 @@ def test_ranks_with_unequal_room_agree_on_the_smallest(strategy: str) -> None:
     assert all(max(slots) <= max(capacities) for _, slots in found)
 
 
+class OnOneRank(Module):
+    """Runs out of memory, or fails, on rank 1 in the forward or the backward pass of a layer."""
+
+    def __init__(self, where: str, error: type[Exception]) -> None:
+        super().__init__()
+        if dist.get_rank() == 1:
+            layer = self.model.model.layers[1]
+
+            def fail(*_: object) -> None:
+                raise error("on rank 1")
+
+            if where == "forward":
+                layer.mlp.register_forward_pre_hook(fail)
+            else:
+                layer.mlp.register_full_backward_hook(fail)
+
+
+def messages_of(where: str, error: type[Exception]) -> str:
+    strict_warnings()
+    auto_capacity._room = lambda device: ROOM  # type: ignore[assignment]
+    with pytest.raises(Exception, match=r"capacity='auto'|on rank 1") as raised:
+        quiet_trainer(max_steps=1, strategy="thd_model_parallel", devices=2).fit(
+            OnOneRank(where, error), data()
+        )
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ranks_that_shard_a_model_leave_a_trial_together(where: str) -> None:
+    """A rank that waited for the other one would end in the time limit of the job."""
+    found = run_ranks(messages_of, 2, where, torch.OutOfMemoryError, timeout_s=120.0)
+    assert len(set(found)) == 1
+    wanted = r"RuntimeError: capacity='auto': a trial pack of [\d,]+ slots.* on a rank.* Pass capacity=\d+"
+    assert re.match(wanted, found[0]), found
+
+
+def test_an_error_of_one_rank_is_named_on_the_others() -> None:
+    others, own = run_ranks(messages_of, 2, "forward", TypeError, timeout_s=120.0)
+    assert own == "TypeError: on rank 1"
+    assert others.startswith("RuntimeError: A trial pack of capacity='auto' failed on another rank")
+
+
 def test_a_device_that_holds_no_pack_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_capacity, "_room", lambda device: 100_000)
     wanted = (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import cross_entropy
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
@@ -210,6 +211,24 @@ def test_what_a_constructor_refuses(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make(tmp_path, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        (
+            "auto",
+            "'auto' needs Lightning's Trainer.*transformers' Trainer.* Pass a number",
+        ),
+        ("8192", "capacity is a str, '8192'; wanted"),
+        (0, "capacity=0; wanted 1 or more"),
+    ],
+)
+def test_a_capacity_that_is_no_number_is_refused_by_the_constructor(
+    capacity: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((TypeError, ValueError, MisconfigurationException), match=message):
+        make(tmp_path, capacity=capacity)
 
 
 def test_engines_and_devices_are_refused() -> None:
