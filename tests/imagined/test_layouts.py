@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_thd import Sequences
 from tests.imagined import gpu, nccl
 from tests.imagined.run import traffic
 from tests.imagined.support import needs_imagination, our_reads, our_uploads
@@ -64,3 +66,44 @@ def test_stages_that_balance_experts_do_not_wait_for_ever(monkeypatch: pytest.Mo
     """NCCL makes a communicator when both ranks are there: one received in one group, one sent in another."""
     monkeypatch.setattr("tests.strategies.test_expert_layouts.run_ranks", partial(run_ranks, kind="imagined"))
     compare("qwen3_moe", [(Layout(pp=2), "sequence")])
+
+
+EXPERTS = Layout(dp=2, options={"expert_parallel_size": 2})
+LAYERS, MICROBATCHES = 2, 2  # of a step
+
+
+class Grouped(jobs.Job):
+    """A job whose experts are multiplied at once, so that their reads do not depend on the tokens."""
+
+    def __init__(self, family: str, dtype: torch.dtype) -> None:
+        super().__init__(family, dtype)
+        self.model.set_experts_implementation("grouped_mm")
+
+
+def traffic_of_experts() -> list[dict[str, Any]]:
+    """Return what a step reads and uploads with experts on ranks, and with all experts on every rank."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    found = []
+    for layout in (EXPERTS, Layout(dp=2)):
+        gpu.LOG.clear()
+        nccl.CALLS.clear()
+        gpu.LOG.step = 0
+        trained = jobs.train("qwen3_moe", layout, Sequences(12), torch.bfloat16, kind=Grouped)
+        assert trained["microbatches"] == trained["steps"] * MICROBATCHES
+        lost = [call[1] for call in nccl.CALLS if call[0] == "never waited"]
+        found.append({**traffic(gpu.LOG), "lost": lost})
+    return found
+
+
+def test_experts_on_ranks_read_once_a_layer_where_tokens_go() -> None:
+    """The table of docs/guides/speed.md names this read, by transformers' dispatch; there is no other."""
+    for spread, whole in run_ranks(traffic_of_experts, 2, timeout_s=900.0, kind="imagined"):
+        further = sum(spread["reads"].values()) - sum(whole["reads"].values())
+        assert further == LAYERS * MICROBATCHES, (spread["reads"], whole["reads"])
+        assert spread["uploads"] == whole["uploads"]
+        assert not spread["lost"]
+
+
+def test_experts_on_ranks_equal_one_process_on_an_imagined_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.strategies.test_expert_layouts.run_ranks", partial(run_ranks, kind="imagined"))
+    compare("qwen3_moe", [(EXPERTS, "sequence")])

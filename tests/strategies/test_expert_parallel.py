@@ -144,14 +144,20 @@ def refused_by_strategy(options: dict[str, Any], family: str, tile: int | None) 
 
 
 @pytest.mark.parametrize(
-    ("options", "family", "tile", "message"),
+    ("ranks", "family", "tile", "message"),
     [
-        ({"expert_parallel_size": 2}, "qwen3", None, "it has no plan for experts"),
-        ({"expert_parallel_size": 2}, "mixtral", 8, "mlp_tile=8 with expert_parallel_size=2"),
+        (2, "qwen3", None, "it has no plan for experts"),
+        (2, "mixtral", 8, "mlp_tile=8 with expert_parallel_size=2"),
+        (
+            3,
+            "mixtral",
+            None,
+            "has 4 experts, which expert_parallel_size=3 does not divide. Set it to a divisor",
+        ),
     ],
 )
-def test_ranks_refuse_together(options: dict[str, Any], family: str, tile: int | None, message: str) -> None:
-    for error in run_ranks(refused_by_strategy, 2, options, family, tile):
+def test_ranks_refuse_together(ranks: int, family: str, tile: int | None, message: str) -> None:
+    for error in run_ranks(refused_by_strategy, ranks, {"expert_parallel_size": ranks}, family, tile):
         assert message in error
 
 
