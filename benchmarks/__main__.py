@@ -62,6 +62,7 @@ NAMES = (
     "strategy_overhead",
     "context_balance",
     "dynamic_cp",
+    "expert_bytes",
     "pipeline",
     "pipeline_engines",
     "cuda_graph_plan",
