@@ -148,7 +148,7 @@ def _take(page, file, width, height):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, nargs=2, default=(1280, 470))
+    parser.add_argument("--size", type=int, nargs=2, default=(1010, 470))
     parser.add_argument("--runs", help="keep the runs here, or show those that are")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as passing:
