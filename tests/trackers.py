@@ -8,21 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_HEADER, _BLOCK, _RECORD = 7, 32 * 1024, 7  # bytes: of a .wandb file, of its blocks, before every record
-_FULL, _LAST = 1, 4  # kinds of records that end one
+# Bytes of a .wandb file: its header, its blocks, and what is before every piece of a record.
+_HEADER = 7
+_BLOCK = 32 * 1024
+_RECORD = 7
+# Kinds of pieces that end a record.
+_FULL = 1
+_LAST = 4
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Step and value of every scalar below ``folder``, by key."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    scalars: dict[str, list[tuple[int, float]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file))
         events.Reload()
         for key in events.Tags()["scalars"]:
-            found.setdefault(key, []).extend((e.step, e.value) for e in events.Scalars(key))
-    return found
+            scalars.setdefault(key, []).extend((e.step, e.value) for e in events.Scalars(key))
+    return scalars
 
 
 def read_wandb(folder: Path) -> list[dict[str, Any]]:
@@ -51,15 +56,19 @@ def wandb_records(folder: Path, *, within_s: float = 60.0) -> list[Any]:
 def _records(content: bytes) -> Iterator[bytes]:
     """LevelDB's log format: blocks of 32 KiB; checksum, length and kind before every piece of a record."""
     assert content[:4] == b":W&B"
-    at, parts = _HEADER, b""
-    while at + _RECORD <= len(content):
-        left = _BLOCK - at % _BLOCK
-        if left < _RECORD:  # what is left of a block is filled with zeros
-            at += left
+    start = _HEADER
+    record = b""
+    while start + _RECORD <= len(content):
+        left_in_block = _BLOCK - start % _BLOCK
+        if left_in_block < _RECORD:  # what is left of a block is filled with zeros
+            start += left_in_block
             continue
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        parts += content[at + _RECORD : at + _RECORD + length]
-        at += _RECORD + length
+
+        length = int.from_bytes(content[start + 4 : start + 6], "little")
+        kind = content[start + 6]
+        stop = start + _RECORD + length
+        record += content[start + _RECORD : stop]
+        start = stop
         if kind in (_FULL, _LAST):
-            yield parts
-            parts = b""
+            yield record
+            record = b""

@@ -36,6 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def tensors(heads: int, kv_heads: int, value_size: int) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output, of all slots."""
     generator = torch.Generator().manual_seed(0)
     slots = sum(LENGTHS)
     shapes = [
@@ -48,47 +49,53 @@ def tensors(heads: int, kv_heads: int, value_size: int) -> list[Tensor]:
 
 
 def sinks_of(options: dict[str, Any], heads: int) -> Tensor | None:
-    return (
-        torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_() if options.get("sinks") else None
-    )
+    """One sink per head, if the options ask for sinks."""
+    if not options.get("sinks"):
+        return None
+    return torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()
 
 
 def whole(heads: int, kv_heads: int, value_size: int, options: dict[str, Any]) -> list[Tensor]:
+    """The output of the pack, and the gradients of queries, keys, values and sinks."""
     q, k, v, grad = tensors(heads, kv_heads, value_size)
     sinks = sinks_of(options, heads)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     offsets = cu_seqlens_from_lengths(LENGTHS)
     out = varlen_attention(*inputs, offsets, offsets, 40, 40, **{**options, "sinks": sinks})
     out.backward(grad)
-    found = [out.detach(), *(x.grad for x in inputs)]
-    return found if sinks is None else [*found, sinks.grad]
+    results = [out.detach(), *(x.grad for x in inputs)]
+    if sinks is not None:
+        results.append(sinks.grad)
+    return results
 
 
-def shard_of(layout: str = "dual_chunk", communication: str = "auto") -> ShardLayout:
+def layout_of(layout: str = "dual_chunk", communication: str = "auto") -> ShardLayout:
+    """This rank's shard of the pack, which all ranks share."""
     group: Any = dist.group.WORLD
     return ShardLayout(
         LENGTHS, cp=group.size(), rank=group.rank(), group=group, layout=layout, communication=communication
     )
 
 
-def boundaries_of(at: ShardLayout) -> ShardBoundaries:
-    return ShardBoundaries.of(Boundaries.from_lengths(LENGTHS), at)
+def boundaries_of(shard: ShardLayout) -> ShardBoundaries:
+    return ShardBoundaries.of(Boundaries.from_lengths(LENGTHS), shard)
 
 
 def sharded(
     heads: int, kv_heads: int, value_size: int, options: dict[str, Any], layout: str, communication: str
 ) -> list[Tensor]:
-    at = shard_of(layout, communication)
-    q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, value_size))
+    """What ``whole`` returns, put together from the shards of all ranks."""
+    shard = layout_of(layout, communication)
+    q, k, v, grad = (x[shard.own] for x in tensors(heads, kv_heads, value_size))
     sinks = sinks_of(options, heads)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = varlen_attention(*inputs, boundaries_of(at), **{**options, "sinks": sinks})
+    out = varlen_attention(*inputs, boundaries_of(shard), **{**options, "sinks": sinks})
     out.backward(grad)
-    found = [gather_pack(x, at) for x in (out.detach(), *(x.grad for x in inputs))]
+    results = [gather_pack(x, shard) for x in (out.detach(), *(x.grad for x in inputs))]
     if sinks is not None:
         dist.all_reduce(sinks.grad)
-        found.append(sinks.grad)
-    return found
+        results.append(sinks.grad)
+    return results
 
 
 def compare_all(
@@ -97,10 +104,9 @@ def compare_all(
     """Largest relative error over options and ways, all or one in so many."""
     worst = 0.0
     for options, (layout, communication) in list(product(every, WAYS))[::one_in]:
-        wanted = whole(heads, kv_heads, value_size, options)
-        found = sharded(heads, kv_heads, value_size, options, layout, communication)
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
+        expected = whole(heads, kv_heads, value_size, options)
+        results = sharded(heads, kv_heads, value_size, options, layout, communication)
+        for a, b in zip(results, expected, strict=True):
             worst = max(worst, float((a - b).norm() / b.norm().clamp_min(1.0)))
     return worst
 
@@ -117,9 +123,10 @@ def compare_all(
     ],
 )
 def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: int, one_in: int) -> None:
-    every = OPTIONS if heads == 4 else OPTIONS[:2]
+    """Outputs and gradients of all layouts and ways of communication are those of one process."""
+    options = OPTIONS if heads == 4 else OPTIONS[:2]
     # fp64: sums of other ranks' parts in another order, nothing else.
-    assert max(run_ranks(compare_all, cp, heads, kv_heads, value_size, every, one_in)) < 1e-13
+    assert max(run_ranks(compare_all, cp, heads, kv_heads, value_size, options, one_in)) < 1e-13
 
 
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
@@ -133,48 +140,55 @@ def all_refusals() -> None:
     """Windows that look ahead, a backend whose results cannot be merged, and other numbers of slots."""
     q, k, v, _ = tensors(4, 2, 8)
     for communication, heads, options, message in REFUSED:
-        at = shard_of(communication=communication)
-        given = q[at.own, :heads], k[at.own, :1], v[at.own, :1]
+        shard = layout_of(communication=communication)
+        own = shard.own
         with pytest.raises(ValueError, match=message):
-            varlen_attention(*given, boundaries_of(at), **options)
-    at = shard_of("striped", "ring")
-    inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
-    out = varlen_attention(*inputs, boundaries_of(at), softcap=3.0)
-    for made in (out, gather_pack(inputs[0], at)):
-        (grad,) = torch.autograd.grad(made.square().sum(), inputs[0], create_graph=True)
+            varlen_attention(q[own, :heads], k[own, :1], v[own, :1], boundaries_of(shard), **options)
+
+    shard = layout_of("striped", "ring")
+    inputs = [x[shard.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
+    out = varlen_attention(*inputs, boundaries_of(shard), softcap=3.0)
+    for result in (out, gather_pack(inputs[0], shard)):
+        (grad,) = torch.autograd.grad(result.square().sum(), inputs[0], create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.sum().backward()
     with pytest.raises(ValueError, match="rows, but the boundaries have .* slots. Pass the boundaries"):
-        varlen_attention(q, k, v, boundaries_of(at))
+        varlen_attention(q, k, v, boundaries_of(shard))
 
 
 def test_refusals() -> None:
+    """What shards cannot compute is refused on every rank alike; see ``all_refusals``."""
     run_ranks(all_refusals, 2)
 
 
 def half_precision(communication: str, layout: str) -> float:
     """Error of bf16 shards against the pack in fp64, over that of the pack in bf16."""
-    spread = []
-    for dtype, cut in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+    shard = layout_of(layout, communication)
+
+    def run(dtype: torch.dtype, *, is_cut: bool) -> list[Tensor]:
+        """Output and gradients of the whole pack, or of the shards of all ranks."""
         q, k, v, grad = (x.to(dtype) for x in tensors(4, 2, 8))
-        at = shard_of(layout, communication)
-        boundaries = boundaries_of(at) if cut else Boundaries.from_lengths(LENGTHS)
-        own = at.own if cut else slice(None)
+        own = shard.own if is_cut else slice(None)
         inputs = [x[own].requires_grad_() for x in (q, k, v)]
+        boundaries = boundaries_of(shard) if is_cut else Boundaries.from_lengths(LENGTHS)
         out = varlen_attention(*inputs, boundaries)
         out.backward(grad[own])
-        found = [out.detach(), *(x.grad for x in inputs)]
-        assert all(x.dtype == dtype for x in found)
-        spread.append([gather_pack(x, at).double() if cut else x.double() for x in found])
-    exact, whole_pack, shards = spread
-    errors = [
-        [float((a - b).norm()) for a, b in zip(one, exact, strict=True)] for one in (shards, whole_pack)
-    ]
-    return max(a / b for a, b in zip(*errors, strict=True))
+        results = [out.detach(), *(x.grad for x in inputs)]
+        assert all(x.dtype == dtype for x in results)
+        return [gather_pack(x, shard).double() if is_cut else x.double() for x in results]
+
+    exact = run(torch.float64, is_cut=False)
+    of_pack = run(torch.bfloat16, is_cut=False)
+    of_shards = run(torch.bfloat16, is_cut=True)
+    return max(
+        float((a - c).norm()) / float((b - c).norm())
+        for a, b, c in zip(of_shards, of_pack, exact, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("layout", "communication"), [("striped", "needed")])
 def test_parts_in_half_precision_are_merged_in_single(layout: str, communication: str) -> None:
+    """Shards in bf16 are about as near to fp64 as the pack in bf16."""
     # Parts are rounded to bf16 before they are merged in fp32: as many roundings again as the pack has.
     assert max(run_ranks(half_precision, 2, communication, layout)) < 2.0
 
@@ -182,16 +196,21 @@ def test_parts_in_half_precision_are_merged_in_single(layout: str, communication
 def exchanged_bytes() -> None:
     """Bytes received by an attention that is checkpointed, as ``traffic`` counts and as formulas say."""
     for layout, way in product(LAYOUTS, ("needed", "ring")):
-        at = shard_of(layout, way)
-        inputs = [x[at.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
-        attend = partial(varlen_attention, *inputs, boundaries_of(at))
+        shard = layout_of(layout, way)
+        inputs = [x[shard.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
+        attend = partial(varlen_attention, *inputs, boundaries_of(shard))
         traffic.read_and_reset()
         checkpoint(attend, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
+
+        rank = dist.get_rank()
         counts = need_counts(LENGTHS, cp=dist.get_world_size(), layout=layout)
         # Keys arrive in both forward passes, and in a ring's backward; gradients of the keys that were sent.
-        rows = (3 if way == "ring" else 2) * counts[dist.get_rank()].sum() + counts[:, dist.get_rank()].sum()
-        assert traffic.read_and_reset().received_bytes == rows * 2 * 2 * 8 * 8
+        passes = 3 if way == "ring" else 2
+        rows = passes * counts[rank].sum() + counts[:, rank].sum()
+        row_bytes = 2 * 2 * 8 * 8  # keys and values, 2 heads of size 8, in fp64
+        assert traffic.read_and_reset().received_bytes == rows * row_bytes
 
 
 def test_needed_exchange_receives_what_the_formula_says() -> None:
+    """The counted traffic is the number of rows that ``need_counts`` gives; see ``exchanged_bytes``."""
     run_ranks(exchanged_bytes, 4)

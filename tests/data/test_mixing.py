@@ -29,12 +29,14 @@ ROWS = [*sequences(8), *sequences(14, labels=True, seed=1)]
 
 
 def mixture(**options: Any) -> THDDataModule:
+    """A mixture of two sources, 8 and 14 sequences, in equal shares."""
     sources = {"a": (ROWS[:8], np.float32(0.5)), "b": (ROWS[8:], 0.5)}
     return THDDataModule(sources, capacity=CAPACITY, window=16, **options)
 
 
 @pytest.mark.parametrize("step", [None, Sequences(7)])
 def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> None:
+    """In every epoch, source b is used once, and source a as many tokens, its sequences in turn."""
     module = TinyModule()
     ends: list[int] = []
 
@@ -42,32 +44,42 @@ def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> N
         def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
             ends.append(len(module.seen))
 
-    strategy = "thd" if step else "auto"
-    make_trainer(max_epochs=3, callbacks=[Ends()], strategy=strategy).fit(module, mixture(global_batch=step))
-    total: Counter[int] = Counter()
+    trainer = make_trainer(max_epochs=3, callbacks=[Ends()], strategy="thd" if step else "auto")
+    trainer.fit(module, mixture(global_batch=step))
+    uses: Counter[int] = Counter()
     for first, last in zip([0, *ends], ends, strict=False):
-        epoch = Counter(flat(module.seen[first:last]))
-        assert sum(n for i, n in epoch.items() if i < 8) == 14
-        assert all(epoch[i] == 1 for i in range(8, 22))
-        total += epoch
-        assert max(total[i] for i in range(8)) - min(total[i] for i in range(8)) <= 1
+        uses_in_epoch = Counter(flat(module.seen[first:last]))
+        assert sum(n for i, n in uses_in_epoch.items() if i < 8) == 14
+        assert all(uses_in_epoch[i] == 1 for i in range(8, 22))
+        uses += uses_in_epoch
+        uses_of_a = [uses[i] for i in range(8)]
+        assert max(uses_of_a) - min(uses_of_a) <= 1
 
 
-@pytest.mark.parametrize("cut", [{"limit_train_batches": 3}, {"overfit_batches": 2}, {}])
-def test_the_tokens_of_a_source_are_those_that_ran(cut: dict[str, int]) -> None:
-    data, lengths = mixture(), [len(row["input_ids"]) for row in ROWS]
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 3}, {"overfit_batches": 2}, {}])
+def test_the_tokens_of_a_source_are_those_that_ran(limit: dict[str, int]) -> None:
+    """The counted tokens of each source are those of the last fit's batches, also under a limit."""
+    data = mixture()
     for module in (TinyModule(), TinyModule()):  # the second fit begins at zero
-        make_trainer(max_epochs=3, accumulate_grad_batches=2, **cut).fit(module, data)
-    tokens = Counter[bool]()
+        make_trainer(max_epochs=3, accumulate_grad_batches=2, **limit).fit(module, data)
+
+    tokens = [0, 0]
     for i in flat(module.seen):
-        tokens[i < 8] += lengths[i]
+        source = 0 if i < 8 else 1
+        tokens[source] += len(ROWS[i]["input_ids"])
     assert data._source_log is not None
-    assert data._source_log._tokens.tolist() == [tokens[True], tokens[False]]
+    assert data._source_log._tokens.tolist() == tokens
 
 
 def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch uploads one number for each sequence and one for padding, not one for each token."""
     sizes: list[int] = []
-    monkeypatch.setattr(source_log, "uploaded", lambda x, to: (sizes.append(len(x)), uploaded(x, to))[1])
+
+    def uploaded_with_size(values: Any, device: torch.device) -> Any:
+        sizes.append(len(values))
+        return uploaded(values, device)
+
+    monkeypatch.setattr(source_log, "uploaded", uploaded_with_size)
     module = TinyModule()
     make_trainer(max_steps=3).fit(module, mixture())
     assert len(sizes) == 3
@@ -75,15 +87,17 @@ def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.Mon
 
 
 def test_named_validation_sets_have_a_metric_each() -> None:
-    a, b = sequences(9, labels=True), sequences(12, labels=True, seed=3)
+    """Each set's loss is that of a validation of this set, and ``val/loss`` that of all rows together."""
+    a = sequences(9, labels=True)
+    b = sequences(12, labels=True, seed=3)
     module = CausalLMModule(tiny_llama())
     labelled = {"a": [{**row, "label": 1} for row in a], "b": b}  # labels of sequences change no weight
     data = THDDataModule(val=labelled, capacity=CAPACITY)
     stop = L.callbacks.LambdaCallback(on_validation_batch_end=lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # what was evaluated until then counts in no later mean
         make_trainer(callbacks=[stop]).validate(module, data, verbose=False)
-    found = make_trainer().validate(module, data, verbose=False)
-    metrics = {name: value for part in found for name, value in part.items()}
+    of_sets = make_trainer().validate(module, data, verbose=False)
+    metrics = {name: value for of_set in of_sets for name, value in of_set.items()}
     for name, rows in (("a", a), ("b", b)):
         [alone] = make_trainer().validate(module, THDDataModule(val=rows, capacity=CAPACITY), verbose=False)
         assert metrics[f"val/loss/{name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
@@ -122,15 +136,17 @@ def validate_sets(strategy: str, together: bool) -> float:
     val = [row for rows in sets.values() for row in rows] if together else sets
     trainer = make_trainer(strategy=strategy, devices=dist.get_world_size())
     data = THDDataModule(val=val, capacity=64)
-    found = trainer.validate(CausalLMModule(tiny_llama().double()), data, verbose=False)
-    return float({name: value for part in found for name, value in part.items()}["val/loss"])
+    of_sets = trainer.validate(CausalLMModule(tiny_llama().double()), data, verbose=False)
+    metrics = {name: value for of_set in of_sets for name, value in of_set.items()}
+    return float(metrics["val/loss"])
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "thd_ddp"])
 def test_the_mean_over_sets_is_that_over_all_their_tokens_on_every_rank(strategy: str) -> None:
-    [wanted] = run_ranks(validate_sets, 1, "ddp", True)
-    for found in run_ranks(validate_sets, 2, strategy, False):
-        assert found == pytest.approx(wanted, rel=1e-12)
+    """Two ranks with three sets log the loss of one rank with all rows in one set."""
+    [expected] = run_ranks(validate_sets, 1, "ddp", True)
+    for loss in run_ranks(validate_sets, 2, strategy, False):
+        assert loss == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -195,11 +211,12 @@ def logged_losses(folder: Path) -> dict[str, list[float]]:
     reader = EventAccumulator(str(folder))
     reader.Reload()
     names = ("data/a/loss", "data/b/loss", "data/a/tokens", "data/b/tokens")
-    every = {name: reader.Scalars(name) for name in names}
-    last = every[names[0]][-1].step
-    for events in every.values():  # the steps after which Lightning logs every third loss, and the last step
-        assert [event.step for event in events] == [*range(2, last, 3), last][: len(events)]
-    return {name: [event.value for event in events] for name, events in every.items()}
+    scalars = {name: reader.Scalars(name) for name in names}
+    last = scalars[names[0]][-1].step
+    steps = [*range(2, last, 3), last]  # after which Lightning logs every third loss, and the last step
+    for name, events in scalars.items():
+        assert [event.step for event in events] == steps[: len(events)], name
+    return {name: [event.value for event in events] for name, events in scalars.items()}
 
 
 def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[str, list[float]]:
@@ -208,24 +225,29 @@ def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[st
     data.setup("fit")
     planner: Any = data.train_steps().planner
     model = TinyModule(lr=0.0).model
-    alone = [nll(model, row) for row in ROWS]
+    of_rows = [nll(model, row) for row in ROWS]  # (summed loss, number of loss tokens)
     plans = [planner.step(epoch, k, 1) for epoch in range(epochs) for k in range(planner.num_steps(epoch))]
-    found: dict[str, list[float]] = {f"data/{n}/{what}": [] for n in "ab" for what in ("loss", "tokens")}
+
+    logged: dict[str, list[float]] = {
+        f"data/{name}/{kind}": [] for name in "ab" for kind in ("loss", "tokens")
+    }
     tokens = Counter[str]()
-    for at in range(0, len(plans), 3):
-        sums = Counter[tuple[str, str]]()
-        for plan in plans[at : at + 3]:
+    for first in range(0, len(plans), 3):
+        losses = Counter[str]()
+        weights = Counter[str]()
+        for plan in plans[first : first + 3]:
             for i in plan.spans.index.tolist():
-                name, (loss, count) = "a" if i < 8 else "b", alone[i]
+                name = "a" if i < 8 else "b"
                 tokens[name] += len(ROWS[i]["input_ids"])
-                if count:
-                    share = 1 / count if weigh_sequences else 1
-                    sums[name, "loss"] += float(loss.detach()) * share
-                    sums[name, "weight"] += count * share
+                loss, loss_tokens = of_rows[i]
+                if loss_tokens:
+                    share = 1 / loss_tokens if weigh_sequences else 1
+                    losses[name] += float(loss.detach()) * share
+                    weights[name] += loss_tokens * share
         for name in "ab":
-            found[f"data/{name}/loss"].append(sums[name, "loss"] / sums[name, "weight"])
-            found[f"data/{name}/tokens"].append(tokens[name])
-    return found
+            logged[f"data/{name}/loss"].append(losses[name] / weights[name])
+            logged[f"data/{name}/tokens"].append(tokens[name])
+    return logged
 
 
 def on_two_ranks(folder: Path) -> None:
@@ -234,24 +256,27 @@ def on_two_ranks(folder: Path) -> None:
 
 @pytest.mark.parametrize("reduction", ["tokens", "sequences"])
 def test_the_loss_of_each_source_is_that_of_its_sequences_alone(tmp_path: Path, reduction: str) -> None:
-    found = logged_losses(source_losses(tmp_path, reduction=reduction))
-    wanted = losses_by_hand(weigh_sequences=reduction == "sequences")
-    assert len(wanted["data/a/loss"]) > 2
-    for name, values in wanted.items():  # the tail of the last epoch too
-        assert found[name] == pytest.approx(values, rel=1e-6), name  # TensorBoard keeps fp32
+    """Logged losses and tokens are those of each sequence alone, in both reductions."""
+    logged = logged_losses(source_losses(tmp_path, reduction=reduction))
+    expected = losses_by_hand(weigh_sequences=reduction == "sequences")
+    assert len(expected["data/a/loss"]) > 2
+    for name, values in expected.items():  # the tail of the last epoch too
+        assert logged[name] == pytest.approx(values, rel=1e-6), name  # TensorBoard keeps fp32
 
 
 def test_two_ranks_log_the_same_losses_of_sources(tmp_path: Path) -> None:
+    """The losses of sources are over all ranks."""
     run_ranks(on_two_ranks, 2, tmp_path)
-    found = logged_losses(tmp_path)
+    logged = logged_losses(tmp_path)
     for name, values in losses_by_hand().items():
-        assert found[name] == pytest.approx(values, rel=1e-6), name
+        assert logged[name] == pytest.approx(values, rel=1e-6), name
 
 
 @pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_replayed_from_graphs_log_the_same_losses_of_sources(tmp_path: Path, own: bool) -> None:
+    """Replayed steps log the losses of sources too, by our loss and by a user's."""
     graphs = CUDAGraphCallback(max_sequences=(6, 12), backend="recording", require=True)
-    found = logged_losses(source_losses(tmp_path, own=own, graphs=graphs, epochs=5))
+    logged = logged_losses(source_losses(tmp_path, own=own, graphs=graphs, epochs=5))
     assert graphs.stats.replays > 5  # of those after the 32 that are observed
     for name, values in losses_by_hand(epochs=5).items():
-        assert found[name] == pytest.approx(values, rel=1e-6), name
+        assert logged[name] == pytest.approx(values, rel=1e-6), name

@@ -29,15 +29,16 @@ register_thd()
 
 
 def make_samples(weights: str, count: int = 12) -> list[dict[str, Any]]:
+    """Samples of 1 to 13 tokens with masked labels, and weights of tokens, of sequences, or of both kinds."""
     generator = torch.Generator().manual_seed(3)
     samples = []
     for i in range(count):
-        n = int(torch.randint(1, 14, (), generator=generator))
-        ids = torch.randint(3, VOCAB, (n,), generator=generator)
-        labels = torch.where(torch.rand(n, generator=generator) < 0.3, -100, ids)
+        length = int(torch.randint(1, 14, (), generator=generator))
+        ids = torch.randint(3, VOCAB, (length,), generator=generator)
+        labels = torch.where(torch.rand(length, generator=generator) < 0.3, -100, ids)
         sample: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if weights == "token" or (weights == "both" and i % 2):
-            sample["weights"] = torch.rand(n, generator=generator).numpy()
+            sample["weights"] = torch.rand(length, generator=generator).numpy()
         elif weights != "none":
             sample["weights"] = float(torch.rand((), generator=generator))
         samples.append(sample)
@@ -46,52 +47,62 @@ def make_samples(weights: str, count: int = 12) -> list[dict[str, Any]]:
 
 def step_oracle(model: Any, samples: list[dict[str, Any]], reduction: str, smoothing: float) -> Tensor:
     """One sequence after the other, whole logits, no packing."""
-    numerator, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    total = torch.zeros((), dtype=torch.float64)
+    total_weight: Any = 0.0
     for sample in samples:
         batch = THDBatch.collate([{"input_ids": sample["input_ids"]}])
         z = model(**batch.hf_kwargs()).logits[0][:-1]
         labels = sample["labels"][1:]
         losses = F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing)
-        given = torch.as_tensor(sample.get("weights", 1.0)).float().double()
-        weights = given.expand(len(sample["input_ids"]))[1:] * (labels != -100)
+
+        sample_weights = torch.as_tensor(sample.get("weights", 1.0)).float().double()
+        weights = sample_weights.expand(len(sample["input_ids"]))[1:] * (labels != -100)
         if not weights.sum():
             continue
         if reduction == "tokens":
-            numerator, denominator = numerator + (weights * losses).sum(), denominator + weights.sum()
+            total = total + (weights * losses).sum()
+            total_weight = total_weight + weights.sum()
         else:
-            of_sequence = given if given.ndim == 0 else 1.0
-            numerator = numerator + of_sequence * (weights * losses).sum() / weights.sum()
-            denominator = denominator + of_sequence
-    return numerator / denominator
+            of_sequence = sample_weights if sample_weights.ndim == 0 else 1.0
+            total = total + of_sequence * (weights * losses).sum() / weights.sum()
+            total_weight = total_weight + of_sequence
+    return total / total_weight
 
 
 @pytest.mark.parametrize("weights", ["none", "token", "sequence", "both"])
 @pytest.mark.parametrize("reduction", ["tokens", "sequences"])
 def test_a_step_is_exact_over_ranks_and_microbatches(weights: str, reduction: Any) -> None:
-    model, samples = build("Llama"), make_samples(weights)
+    """The mean of all microbatches' losses is the loss, and has the gradient, of sequences run alone."""
+    model = build("Llama")
+    samples = make_samples(weights)
+    smoothing = 0.1 if weights == "both" else 0.0
     index = build_index(samples)
     weigh = partial(index.loss_weights, samples)
     planner = PackPlanner(index.lengths, 24, global_batch=Sequences(len(samples)), loss_tokens=weigh)
     collate = partial(collate_checked, align=Alignment(sequence_multiple=2, total_multiple=4))
     maker = BatchMaker(dataset=samples, index=index, collate=collate)
-    dp, smoothing, losses = 2, 0.1 if weights == "both" else 0.0, []
-    for rank in range(dp):
-        (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=dp, kind="step"))
+
+    losses = []
+    for rank in range(2):
+        (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=2, kind="step"))
         assert len(step.microbatches) > 1
         losses += [
             causal_lm_loss(model, batch, reduction=reduction, label_smoothing=smoothing)
             for batch in step.microbatches
         ]
     loss = torch.stack(losses).mean()
+
     expected = step_oracle(model, samples, reduction, smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    ours, theirs = gradients(model, loss), gradients(model, expected)
-    for name, gradient in theirs.items():
+    ours = gradients(model, loss)
+    for name, gradient in gradients(model, expected).items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-7, atol=1e-12)
 
 
 def test_further_weights_and_classes_multiply_and_leave_the_divisor_alone() -> None:
-    model, batch = build("Llama"), make_batch(ignored=0.3)
+    """Weights passed to the loss multiply the tokens' losses, whose sum is divided by all loss tokens."""
+    model = build("Llama")
+    batch = make_batch(ignored=0.3)
     weights = torch.rand(len(batch.targets), dtype=torch.float64)
     weights[::3] = 0.0
     classes = torch.rand(VOCAB, dtype=torch.float64)
@@ -104,20 +115,23 @@ def test_further_weights_and_classes_multiply_and_leave_the_divisor_alone() -> N
 @pytest.mark.parametrize("reduction", ["tokens", "sequences"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) -> None:
+    """The weights of all shards' slots, put together, are those of the pack."""
     samples = make_samples("both", 5)
     batch = THDBatch.collate(samples, align=Alignment(sequence_multiple=2 * cp, total_multiple=2 * cp))
-    _, whole = loss_weights(batch, reduction, None)(batch.targets, 0)
-    parts = torch.zeros_like(whole)
+    _, of_pack = loss_weights(batch, reduction, None)(batch.targets, 0)
+    of_shards = torch.zeros_like(of_pack)
     for rank in range(cp):
         shard = shard_batch(batch, group=None, cp=cp, rank=rank)
-        _, own = loss_weights(shard, reduction, None)(shard.targets, 0)
-        parts[shard.boundaries.layout.own] += own / cp
-    torch.testing.assert_close(parts, whole)
-    assert whole.count_nonzero() > 5
+        _, weights = loss_weights(shard, reduction, None)(shard.targets, 0)
+        of_shards[shard.boundaries.layout.own] += weights / cp
+    torch.testing.assert_close(of_shards, of_pack)
+    assert of_pack.count_nonzero() > 5
 
 
 def test_an_evaluation_weighs_its_tokens_or_its_sequences() -> None:
-    model, samples = build("Llama"), make_samples("both", 6)
+    """The mean over batches is that over all tokens, or over all sequences for a loss that averages these."""
+    model = build("Llama")
+    samples = make_samples("both", 6)
     batches = [THDBatch.collate(samples[:2]), THDBatch.collate(samples[2:])]
     loss, tokens = mean_loss(causal_lm_loss, model, batches, device=torch.device("cpu"))
     assert loss == pytest.approx(step_oracle(model, samples, "tokens", 0.0).item(), rel=1e-9)

@@ -13,30 +13,37 @@ from torch.nn import functional as F
 from lightning_thd import THDBatch, varlen_attention
 from tests.tiny import VOCAB
 
-SIZE, LONGEST = 24, 64
+SIZE = 24
+LONGEST = 64
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, batch: THDBatch | None, *, window: int | None = None) -> Tensor:
     """Attend causally, ``[L, heads, D]``; a window counts a query's own key."""
     if batch is not None:
         return varlen_attention(q, k, v, batch.boundaries, window=window).flatten(1)
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+
+    queries_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_key, dim=1)
+    v = v.repeat_interleave(queries_per_key, dim=1)
     scores = torch.einsum("lhd,mhd->hlm", q, k) * q.shape[-1] ** -0.5
-    place = torch.arange(len(q))
-    back = place[:, None] - place
-    hidden = (back < 0) | (back >= (window or len(q)))
-    return torch.einsum("hlm,mhd->lhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+    positions = torch.arange(len(q))
+    distance = positions[:, None] - positions
+    is_hidden = (distance < 0) | (distance >= (window or len(q)))
+    weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hlm,mhd->lhd", weights, v).flatten(1)
 
 
-def places(ids: Tensor, batch: THDBatch | None) -> Tensor:
+def positions_of(ids: Tensor, batch: THDBatch | None) -> Tensor:
+    """The positions of one row, or those of a batch."""
     return torch.arange(len(ids)) if batch is None else batch.position_ids
 
 
-def rotated(x: Tensor, place: Tensor) -> Tensor:
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
     """Rotate halves of the last dimension by the positions."""
     half = x.shape[-1] // 2
-    angles = place[:, None, None] * 100.0 ** -torch.linspace(0, 1, half, dtype=x.dtype)
-    a, b = x[..., :half], x[..., half:]
+    angles = positions[:, None, None] * 100.0 ** -torch.linspace(0, 1, half, dtype=x.dtype)
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
 
@@ -45,13 +52,15 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, SIZE), nn.Embedding(LONGEST, SIZE)
+        self.tokens = nn.Embedding(VOCAB, SIZE)
+        self.positions = nn.Embedding(LONGEST, SIZE)
         self.norms = nn.ModuleList([nn.LayerNorm(SIZE) for _ in range(3)])
-        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+        self.qkv = nn.Linear(SIZE, 3 * SIZE)
+        self.out = nn.Linear(SIZE, SIZE)
         self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
 
     def forward(self, ids: Tensor, batch: THDBatch | None = None) -> Tensor:
-        x = self.tokens(ids) + self.positions(places(ids, batch))
+        x = self.tokens(ids) + self.positions(positions_of(ids, batch))
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 3, -1)).unbind(1)
         x = x + self.out(attend(q, k, v, batch))
         x = x + self.mlp(self.norms[1](x))
@@ -65,17 +74,23 @@ class LitBlock(nn.Module):
         super().__init__()
         self.window = window
         self.norm = nn.LayerNorm(SIZE)
-        self.attn, self.proj = nn.Linear(SIZE, 2 * (2 + 2) * 6), nn.Linear(SIZE, SIZE)
-        self.fc, self.out = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.attn = nn.Linear(SIZE, 2 * (2 + 2) * 6)
+        self.proj = nn.Linear(SIZE, SIZE)
+        self.fc = nn.Linear(SIZE, 2 * SIZE)
+        self.out = nn.Linear(2 * SIZE, SIZE)
 
-    def forward(self, x: Tensor, place: Tensor, batch: THDBatch | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, batch: THDBatch | None) -> Tensor:
         normed = self.norm(x)
         # Two groups of two queries, a key and a value, of 6 each.
         q, k, v = self.attn(normed).unflatten(-1, (2, 4, 6)).split([2, 1, 1], dim=2)
-        q, k, v = (each.flatten(1, 2) for each in (q, k, v))
-        q, k = (torch.cat([rotated(each[..., :4], place), each[..., 4:]], dim=-1) for each in (q, k))
-        mixed = attend(q, k, v, batch, window=self.window)
+        q = self._partly_rotated(q.flatten(1, 2), positions)
+        k = self._partly_rotated(k.flatten(1, 2), positions)
+        mixed = attend(q, k, v.flatten(1, 2), batch, window=self.window)
         return x + self.proj(mixed) + self.out(F.gelu(self.fc(normed)))
+
+    @staticmethod
+    def _partly_rotated(x: Tensor, positions: Tensor) -> Tensor:
+        return torch.cat([rotated(x[..., :4], positions), x[..., 4:]], dim=-1)
 
 
 class LitGPT(nn.Module):
@@ -83,14 +98,16 @@ class LitGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte, self.ln_f = nn.Embedding(VOCAB + 8, SIZE), nn.LayerNorm(SIZE)
+        self.wte = nn.Embedding(VOCAB + 8, SIZE)
+        self.ln_f = nn.LayerNorm(SIZE)
         self.h = nn.ModuleList([LitBlock(window) for window in (None, 5)])
         self.lm_head = nn.Linear(SIZE, VOCAB + 8, bias=False)
 
     def forward(self, ids: Tensor, batch: THDBatch | None = None) -> Tensor:
-        x, place = self.wte(ids), places(ids, batch)
+        x = self.wte(ids)
+        positions = positions_of(ids, batch)
         for block in self.h:
-            x = block(x, place, batch)
+            x = block(x, positions, batch)
         logits: Tensor = self.lm_head(self.ln_f(x))
         return logits
 
@@ -100,15 +117,18 @@ class NanoBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv = nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, 2 * 8, bias=False)
+        self.q = nn.Linear(SIZE, SIZE, bias=False)
+        self.kv = nn.Linear(SIZE, 2 * 8, bias=False)
         self.proj = nn.Linear(SIZE, SIZE, bias=False)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE, bias=False), nn.Linear(2 * SIZE, SIZE, bias=False)
+        self.up = nn.Linear(SIZE, 2 * SIZE, bias=False)
+        self.down = nn.Linear(2 * SIZE, SIZE, bias=False)
 
-    def forward(self, x: Tensor, place: Tensor, batch: THDBatch | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, batch: THDBatch | None) -> Tensor:
         normed = F.rms_norm(x, (SIZE,))
         q = self.q(normed).unflatten(-1, (3, 8))
         k, v = self.kv(normed).unflatten(-1, (2, 1, 8)).unbind(1)
-        q, k = (F.rms_norm(rotated(each, place), (8,)) for each in (q, k))
+        q = F.rms_norm(rotated(q, positions), (8,))
+        k = F.rms_norm(rotated(k, positions), (8,))
         x = x + self.proj(attend(q, k, v, batch))
         return x + self.down(F.relu(self.up(F.rms_norm(x, (SIZE,)))).square())
 
@@ -118,11 +138,13 @@ class NanoChat(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte, self.lm_head = nn.Embedding(VOCAB, SIZE), nn.Linear(SIZE, VOCAB, bias=False)
+        self.wte = nn.Embedding(VOCAB, SIZE)
+        self.lm_head = nn.Linear(SIZE, VOCAB, bias=False)
         self.h = nn.ModuleList([NanoBlock() for _ in range(2)])
 
     def forward(self, ids: Tensor, batch: THDBatch | None = None) -> Tensor:
-        x, place = F.rms_norm(self.wte(ids), (SIZE,)), places(ids, batch)
+        x = F.rms_norm(self.wte(ids), (SIZE,))
+        positions = positions_of(ids, batch)
         for block in self.h:
-            x = block(x, place, batch)
+            x = block(x, positions, batch)
         return 15 * torch.tanh(self.lm_head(F.rms_norm(x, (SIZE,))) / 15)

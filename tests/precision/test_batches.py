@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ LAYOUTS = ((1, 1, False), (2, 1, False), (4, 2, True), (2, 4, True))  # cp, tp, 
 LONGEST = 80
 
 
-def batches(recipe: Recipe, layout: tuple[int, int, bool], count: int, seed: int) -> Any:
+def batches(recipe: Recipe, layout: tuple[int, int, bool], count: int, seed: int) -> Iterator[THDBatch]:
     """Give that many packs as a fit would: planned, padded and collated by the data module."""
     rng = np.random.default_rng(seed)
     cp, tp, sequence_parallel = layout
@@ -36,49 +38,54 @@ def batches(recipe: Recipe, layout: tuple[int, int, bool], count: int, seed: int
     lengths = np.minimum(rng.lognormal(3, 1, 1_000).astype(int) + 1, LONGEST)
     ids = torch.arange(LONGEST) % 250
     samples = [{"input_ids": ids[:length]} for length in lengths]
-    step: dict[str, Any] = {"global_batch": Sequences(7)} if seed % 2 else {}
-    data = THDDataModule(samples, capacity=capacity, seed=seed, **step)
+    has_steps = seed % 2 == 1
+    data = THDDataModule(
+        samples, capacity=capacity, seed=seed, global_batch=Sequences(7) if has_steps else None
+    )
     data.attach(alignment=alignment)
     data.setup("fit")
-    while count:
-        for given in data.train_dataloader():
-            for batch in given.microbatches if step else [given]:
-                yield batch
-                count -= 1
-                if not count:
-                    return
+
+    def endless() -> Iterator[THDBatch]:
+        while True:
+            for batch_or_step in data.train_dataloader():
+                yield from batch_or_step.microbatches if has_steps else [batch_or_step]
+
+    yield from itertools.islice(endless(), count)
 
 
 def violations(batch: THDBatch, recipe: Recipe, layout: tuple[int, int, bool]) -> list[str]:
+    """Say which rules of the recipe's kernels a batch breaks."""
     cp, tp, sequence_parallel = layout
     slots = batch.input_ids.numel()
     ranks = {"local": cp * tp if sequence_parallel else cp, "gathered": cp}
-    found = [
+    broken = [
         f"{slots} slots, {shard} {multiple}"
         for shard, multiple in ASSERTED[recipe.name]
         if slots % (ranks[shard] * multiple)
     ]
+
     padded = batch.cu_seqlens_padded.diff()
     if cp > 1 and bool((padded % (2 * cp)).any()):
-        found.append(f"lengths {padded.tolist()} at cp={cp}")
-    # every slot is of a sequence; what is not a token has no target
-    if int(batch.cu_seqlens_padded[-1]) != slots or slots < sum(batch.lengths):
-        found.append(f"{slots} slots, offsets end at {int(batch.cu_seqlens_padded[-1])}")
+        broken.append(f"lengths {padded.tolist()} at cp={cp}")
+    last_offset = int(batch.cu_seqlens_padded[-1])
+    if last_offset != slots or slots < sum(batch.lengths):
+        broken.append(f"{slots} slots, offsets end at {last_offset}")
     if int((batch.targets != -100).sum()) != sum(length - 1 for length in batch.lengths if length):
-        found.append("targets outside of the sequences")
-    return found
+        broken.append("targets outside of the sequences")
+    return broken
 
 
-@pytest.mark.parametrize("wanted", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_thousands_of_batches_of_a_data_module_break_no_rule(wanted: int) -> None:
+@pytest.mark.parametrize("least", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_batches_of_a_data_module_break_no_rule(least: int) -> None:
+    """Packs for every recipe and layout of ranks have the multiples that its kernels assert."""
     cells = [(recipe, layout) for recipe in KNOWN_RECIPES.values() for layout in LAYOUTS]
-    each, seen, found = -(-wanted // len(cells)), 0, []
-    sizes = set()
+    per_cell = math.ceil(least / len(cells))
+    broken = []
+    sizes = []
     for seed, (recipe, layout) in enumerate(cells):
-        for batch in batches(recipe, layout, each, seed):
-            seen += 1
-            sizes.add(batch.input_ids.numel())
-            found += [f"{recipe.name} {layout}: {what}" for what in violations(batch, recipe, layout)]
-    assert seen >= wanted
-    assert len(sizes) > 10  # not one shape again and again
-    assert found == []
+        for batch in batches(recipe, layout, per_cell, seed):
+            sizes.append(batch.input_ids.numel())
+            broken += [f"{recipe.name} {layout}: {rule}" for rule in violations(batch, recipe, layout)]
+    assert broken == []
+    assert len(sizes) >= least
+    assert len(set(sizes)) > 10  # not one shape again and again

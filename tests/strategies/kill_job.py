@@ -39,21 +39,25 @@ class Slow(Job):
 
 
 def main() -> None:
-    out, (dp, cp, *more) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    """Train on dp x cp x pp ranks, and resume if there is a checkpoint; save the final weights."""
+    out = Path(sys.argv[1])
+    dp, cp, *more = map(int, sys.argv[2:])
     pp = more[0] if more else 1
-    largest = int(os.environ.get("MOST_RANKS", "0"))  # of a sequence, under dynamic degrees
+    most_ranks = int(os.environ.get("MOST_RANKS", "0"))  # that share a sequence, under dynamic degrees
+    is_killed = "KILL_AT" in os.environ
+    rank = os.environ.get("RANK", "0")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+
     module = Slow(FAMILY if pp > 1 else "qwen3")
-    rank = os.environ.get("RANK", "0")
     module.ledger = out / f"ledger-{rank}.txt"
     trainer = quiet_trainer(
         strategy=THDModelParallelStrategy(
-            context_parallel_size="dynamic" if largest else cp,
-            max_context_parallel_size=largest or None,
+            context_parallel_size="dynamic" if most_ranks else cp,
+            max_context_parallel_size=most_ranks or None,
             pipeline_parallel_size=pp,
-            timeout=timedelta(seconds=120 if "KILL_AT" in os.environ else 20),
-            asynchronous_checkpoints="KILL_AT" in os.environ,
+            timeout=timedelta(seconds=120 if is_killed else 20),
+            asynchronous_checkpoints=is_killed,
         ),
         max_steps=STEPS,
         devices=dp * cp * pp,
@@ -61,14 +65,17 @@ def main() -> None:
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
-    resume = (out / "checkpoints" / "last.ckpt").exists()
-    given = data(Sequences(12))
+    module_data = data(Sequences(12))
     if "SHARE_PREFIXES" in os.environ:
-        given = THDDataModule(rows(), capacity=CAPACITY, global_batch=BATCH, share_prefixes=True)
-    trainer.fit(module, given, ckpt_path="last" if resume else None)
+        module_data = THDDataModule(rows(), capacity=CAPACITY, global_batch=BATCH, share_prefixes=True)
+    resumes = (out / "checkpoints" / "last.ckpt").exists()
+    trainer.fit(module, module_data, ckpt_path="last" if resumes else None)
+
     parameters = full_parameters(module.model)
-    if rank == "0" or pp > 1:
-        torch.save(parameters, out / (f"final-{rank}.pt" if pp > 1 else "final.pt"))
+    if pp > 1:  # every stage has layers of its own
+        torch.save(parameters, out / f"final-{rank}.pt")
+    elif rank == "0":
+        torch.save(parameters, out / "final.pt")
 
 
 if __name__ == "__main__":
