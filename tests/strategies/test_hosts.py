@@ -88,31 +88,36 @@ JOBS: dict[str, tuple[Any, type[Job], Layout]] = {
 
 
 def job(name: str) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    """Train under a strategy; return the whole weights, and the rank's place among those that read data."""
     torch.manual_seed(torch.distributed.get_rank())
-    make, module, layout = JOBS[name]
-    running, strategy = module(), make()
+    make_strategy, module_class, layout = JOBS[name]
+    module = module_class()
+    strategy = make_strategy()
+    is_fsdp1 = isinstance(strategy, hosts.FSDPStrategy)
     trainer = make_trainer(layout, strategy=strategy)
-    if isinstance(strategy, hosts.FSDPStrategy):  # only the wrapper knows the norm of all shards
-        running.configure_gradient_clipping = lambda *_, **__: trainer.model.clip_grad_norm_(CLIP)
-    trainer.fit(running, data(STEP))
-    whole: Any = contextlib.nullcontext()
-    if isinstance(strategy, hosts.FSDPStrategy):
-        whole = FullyShardedDataParallel.summon_full_params(trainer.model)
-    with whole:
-        params = full_parameters(running.model)
-    found = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in params.items()}
-    return found, (strategy.data_rank, strategy.data_size)
+    if is_fsdp1:  # only the wrapper knows the norm of all shards
+        module.configure_gradient_clipping = lambda *_, **__: trainer.model.clip_grad_norm_(CLIP)
+    trainer.fit(module, data(STEP))
+
+    gathered: Any = contextlib.nullcontext()
+    if is_fsdp1:
+        gathered = FullyShardedDataParallel.summon_full_params(trainer.model)
+    with gathered:
+        params = full_parameters(module.model)
+    plain = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in params.items()}
+    return plain, (strategy.data_rank, strategy.data_size)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in JOBS]
 )
 def test_any_host_trains_as_one_process(name: str) -> None:
-    layout = JOBS[name][2]
-    wanted = train_by_hand("qwen3", layout, STEP)
+    """Weights after training are those of a loop in one process, and ranks read the data of their place."""
+    _, _, layout = JOBS[name]
+    by_hand = train_by_hand("qwen3", layout, STEP)
+    tolerance = 1e-5 if "fsdp" in name else 1e-10  # Lightning makes a model under FSDP1 fp32
     for rank, (params, place) in enumerate(run_ranks(job, layout.world, name)):
-        # Lightning makes a model under FSDP1 fp32.
-        assert largest_error(params, wanted["params"]) < (1e-5 if "fsdp" in name else 1e-10)
+        assert largest_error(params, by_hand["params"]) < tolerance
         assert place == (rank // (layout.cp * layout.tp), layout.dp)
 
 
@@ -127,70 +132,90 @@ SYNCS: dict[str, tuple[Any, int, Packs | Sequences]] = {
 
 def collectives() -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """Count the collectives that reduce gradients and gather weights in two steps, and the microbatches."""
-    calls, found = Counter[str](), {}
+    calls = Counter[str]()
+    results = {}
 
     def counted(kind: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         calls[kind] += 1
         return call(*args, **kwargs)
 
-    for name, (make, _, step) in SYNCS.items():
-        running = Job()
-        accumulate = step.n // 2 if isinstance(step, Packs) else 1
-        options = {"gradient_clip_val": None, "max_steps": 2, "accumulate_grad_batches": accumulate}
-        trainer = make_trainer(Layout(dp=2), strategy=make(), **options)
+    for name, (make_strategy, _, step) in SYNCS.items():
+        module = Job()
+        trainer = make_trainer(
+            Layout(dp=2),
+            strategy=make_strategy(),
+            gradient_clip_val=None,
+            max_steps=2,
+            accumulate_grad_batches=step.n // 2 if isinstance(step, Packs) else 1,
+        )
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             for kind in (REDUCE, GATHER):
                 patch.setattr(dist, kind, partial(counted, kind, getattr(dist, kind)))
-            trainer.fit(running, data(step))
-        counts = calls[REDUCE], calls[GATHER], running.microbatches
-        found[name] = (*counts, {} if name.startswith("fsdp") else full_parameters(running.model))
-    return found
+            trainer.fit(module, data(step))
+        params = {} if name.startswith("fsdp") else full_parameters(module.model)
+        results[name] = calls[REDUCE], calls[GATHER], module.microbatches, params
+    return results
 
 
 def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step() -> None:
-    for found in run_ranks(collectives, 2):
-        for name, (reductions, _, microbatches, _) in found.items():
-            assert reductions == 2 * SYNCS[name][1]
-            assert microbatches >= 2 * 2
-        (_, often, microbatches, wanted), (_, once, _, kept) = found["ours"], found["keeps"]
-        assert once == 2 * 3
-        assert often > microbatches * 3
-        assert largest_error(kept, wanted) == 0.0
+    """Microbatches share one reduction; weights are gathered for each, or once if they are kept."""
+    for results in run_ranks(collectives, 2):
+        for name, (reductions, _, microbatches, _) in results.items():
+            _, reductions_per_step, _ = SYNCS[name]
+            assert reductions == 2 * reductions_per_step, name
+            assert microbatches >= 2 * 2, name
+
+        _, gathers, microbatches, params = results["ours"]
+        assert gathers > microbatches * 3
+        _, gathers, _, params_of_kept = results["keeps"]
+        assert gathers == 2 * 3
+        assert largest_error(params_of_kept, params) == 0.0
 
 
 def alone() -> list[Any]:
-    module, pack = Job(), THDBatch.collate(sequences(3, labels=True))
+    """Train on two ranks; then rank 0 evaluates by two strategies and a loop, with one device each."""
+    module = Job()
     make_trainer(Layout(strategy="thd_ddp", dp=2), max_steps=1).fit(module, data(STEP))
     graphs = CUDAGraphCallback(max_sequences=(7, 14), backend="recording", require=True)
-    alone = quiet_trainer(devices=1, max_steps=2 + 3 * dist.get_rank(), callbacks=[graphs])
-    alone.fit(GraphModule(), data(Packs(1)))  # graphs vote in the first calls, of which one rank has more
+    # Graphs vote in the first calls, of which one rank has more.
+    trainer = quiet_trainer(devices=1, max_steps=2 + 3 * dist.get_rank(), callbacks=[graphs])
+    trainer.fit(GraphModule(), data(Packs(1)))
     if dist.get_rank():
         return []
-    loader = DataLoader([pack], batch_size=None)  # type: ignore[arg-type, list-item]
-    how: Any = {"devices": 1, "callbacks": [THDThroughputMonitor()]}
+
     stream = THDDataModule(lambda: iter(sequences(9)), capacity=99)
     stream.trainer = quiet_trainer(devices=1)
     stream.setup("fit")
     assert next(iter(stream.train_dataloader())).lengths
-    found = [quiet_trainer(strategy=s, **how).validate(module, loader) for s in ("auto", "thd")]
-    fabric, optimizer = Fabric(accelerator="cpu", devices=1), torch.optim.SGD(module.parameters())
-    loop = prepare_fabric(fabric, module.model, data(STEP), optimizer)
+
+    pack = THDBatch.collate(sequences(3, labels=True))
+    loader = DataLoader([pack], batch_size=None)  # type: ignore[arg-type, list-item]
+    results: list[Any] = []
+    for strategy in ("auto", "thd"):
+        trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=[THDThroughputMonitor()])
+        results.append(trainer.validate(module, loader))
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loop = prepare_fabric(fabric, module.model, data(STEP), torch.optim.SGD(module.parameters()))
     loop.capture(backend=RecordingBackend(), max_sequences=12, require=True)
     loop.backward(next(iter(loop.loader)))
-    return [*found, [loop.evaluate([pack])]] if loop.state_dict() else []
+    assert loop.state_dict()
+    return [*results, [loop.evaluate([pack])]]
 
 
 def test_one_rank_reads_a_stream_and_evaluates_after_a_job_of_two() -> None:
-    plain, ours, loop = run_ranks(alone, 2, timeout_s=60.0)[0]
+    """Nothing that one rank does by itself waits for the other rank of an earlier job."""
+    plain, ours, of_loop = run_ranks(alone, 2, timeout_s=60.0)[0]
     assert plain == ours
-    assert 0.0 < loop[0]["val/loss"] == pytest.approx(plain[0]["val/loss"])
+    assert 0.0 < of_loop[0]["val/loss"] == pytest.approx(plain[0]["val/loss"])
 
 
 class Parts(IterableDataset[dict[str, Any]]):
     """Gives the part of the data that the strategy sets; the second rank of each pair may be forbidden to."""
 
-    data_rank, data_size = 0, 1
+    data_rank = 0
+    data_size = 1
 
     def __init__(self, one_reads: bool) -> None:
         self.one_reads = one_reads
@@ -214,19 +239,23 @@ class Recorder(Job):
 
 
 def parts() -> list[list[float]]:
-    found = []
+    """Return the tokens of each batch that a rank got: if one rank of a pair reads, and if both do."""
+    results = []
     for one_reads in (True, False):
         options = {"broadcast_data": one_reads, "find_unused_parameters": True}
-        layout, module = Layout(strategy="thd_ddp", dp=2, cp=2, options=options), Recorder()
+        layout = Layout(strategy="thd_ddp", dp=2, cp=2, options=options)
+        module = Recorder()
         trainer = make_trainer(layout, gradient_clip_val=None, max_steps=-1, max_epochs=1)
         collate = partial(THDBatch.collate, align=layout.align)
         trainer.fit(module, DataLoader(Parts(one_reads), batch_size=3, collate_fn=collate))
-        found.append(module.losses[::2])
-    return found
+        results.append(module.losses[::2])
+    return results
 
 
 def test_each_pair_of_ranks_reads_its_part_of_an_iterable() -> None:
+    """Both ranks of a pair get the batches of their part, also if only one of them reads."""
     lengths = [len(sample["input_ids"]) for sample in samples_of_parts()]
-    for rank, found in enumerate(run_ranks(parts, 4)):
-        own = lengths[rank // 2 :: 2]
-        assert found == [[sum(own[i : i + 3]) for i in range(0, 18, 3)]] * 2
+    for rank, tokens in enumerate(run_ranks(parts, 4)):
+        of_part = lengths[rank // 2 :: 2]
+        expected = [sum(of_part[i : i + 3]) for i in range(0, 18, 3)]
+        assert tokens == [expected, expected]
