@@ -69,7 +69,9 @@ class ForkedJob:
 
 
 def _forked(module: str, arguments: list[object], rank: int, store: Path) -> None:
-    out, ranks, name = Path(str(arguments[0])), int(str(arguments[1])), arguments[2]
+    out = Path(str(arguments[0]))
+    ranks = int(str(arguments[1]))
+    name = arguments[2]
     os.setpgid(0, 0)
     log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -85,7 +87,8 @@ def _forked(module: str, arguments: list[object], rank: int, store: Path) -> Non
 
 def members(out: Path, name: str) -> list[int]:
     """List the living processes of a job: under torchrun its ranks lead sessions of their own."""
-    mark, found = f"{_MARK}={out}/{name}\0".encode(), []
+    mark = f"{_MARK}={out}/{name}\0".encode()
+    found = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # not a process, or one that has just ended
             if process.name.isdigit() and mark in (process / "environ").read_bytes() + b"\0":

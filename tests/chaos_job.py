@@ -64,12 +64,15 @@ def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> Non
 
 def jumping_clock() -> None:
     """Let ``time.time`` be wrong by a day either way, at random, from now on."""
-    right, rng = time.time, random.Random(0)
+    right = time.time
+    rng = random.Random(0)
     time.time = lambda: right() + rng.choice([-86_400, 0, 86_400])
 
 
 def main() -> None:
-    out, ranks, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    out = Path(sys.argv[1])
+    ranks = int(sys.argv[2])
+    name = sys.argv[3]
     workers = int(sys.argv[4]) if len(sys.argv) > 4 else 2
     fault, _, step = (sys.argv[5] if len(sys.argv) > 5 else "").partition(":")
     warnings.simplefilter("ignore")

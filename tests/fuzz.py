@@ -106,7 +106,8 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
     for number in range(calls):
         name = list(table)[number % len(table)]
         rng = random.Random(f"{seed}/{number}")
-        entry, arguments = table[name], table[name].good(rng)
+        entry = table[name]
+        arguments = table[name].good(rng)
         clean = rng.random() < 0.25
         for key in arguments:
             if not clean and rng.random() < _JUNK_SHARE:
@@ -137,7 +138,8 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
 
 
 def main() -> None:
-    calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    calls = int(sys.argv[1])
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     only = sys.argv[3] if len(sys.argv) > 3 else ""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:

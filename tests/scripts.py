@@ -42,7 +42,8 @@ def finished(
     """Run ``python *arguments`` as ``run_python`` does, whatever its exit status is."""
     given = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
+        out = Path(folder, "out")
+        err = Path(folder, "err")
         process = forkserver().Process(
             target=_main, args=(given, str(cwd or Path.cwd()), str(out), str(err), dict(os.environ))
         )

@@ -96,7 +96,8 @@ def test_three_thousand_batches_break_no_assertion() -> None:
     rng = np.random.default_rng(0)
     unaligned = 0
     for _ in range(3_000):
-        cp, tp = int(rng.choice([1, 2, 3, 4, 8])), int(rng.choice([1, 2, 4, 8]))
+        cp = int(rng.choice([1, 2, 3, 4, 8]))
+        tp = int(rng.choice([1, 2, 4, 8]))
         sp = bool(rng.integers(2))
         recipe = rng.choice(np.asarray([None, *RECIPES], dtype=object))
         layout: Layout = str(rng.choice(get_args(Layout)))

@@ -19,7 +19,9 @@ KILLS = ("SIGKILL of the whole job",)
 
 def survive(out: Path, count: int, seed: int, kinds: tuple[str, ...] = KILLS) -> Counter[str]:
     """Let disasters strike one job until it is through with its epoch, or for a number of times."""
-    rng, struck, names = random.Random(seed), Counter[str](), []
+    rng = random.Random(seed)
+    struck = Counter[str]()
+    names = []
     out.mkdir(exist_ok=True)
     for k in range(count):
         names.append(f"{k:03d}")
@@ -53,7 +55,8 @@ def check(out: Path, names: list[str]) -> None:
 
 
 def test_two_kills_of_forked_ranks(tmp_path: Path) -> None:
-    rng, names = random.Random(7), ["first", "second", "last"]
+    rng = random.Random(7)
+    names = ["first", "second", "last"]
     for name, ranks in zip(names, (2, 1, 4), strict=True):
         job = ForkedJob(JOB, tmp_path, ranks, name, "0")  # workers would import torch again, ten seconds each
         if name != "last":

@@ -58,7 +58,8 @@ MARKED = [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else p
 
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_code_of_a_page_runs_by_itself(page: Path, tmp_path: Path) -> None:
-    setup, code = setup_of(page), [block for block in blocks(page) if block not in setup_of(page)]
+    setup = setup_of(page)
+    code = [block for block in blocks(page) if block not in setup_of(page)]
     for count in sorted(set(map(devices, code))):
         of_count = [*setup, *(block for block in code if devices(block) == count)]
         ran = run_ranks(run_page, count, of_count, str(tmp_path), timeout_s=400.0)
@@ -66,7 +67,8 @@ def test_the_code_of_a_page_runs_by_itself(page: Path, tmp_path: Path) -> None:
 
 
 def test_pages_name_what_exists() -> None:
-    root, text = DOCS.parent, "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    root = DOCS.parent
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     paths = set(re.findall(r"`((?:examples|benchmarks|tests|lightning_thd)/[\w./-]+)`", text))
     assert paths
     assert [path for path in sorted(paths) if not (root / path).exists()] == []
@@ -76,7 +78,8 @@ def test_pages_name_what_exists() -> None:
 
 
 def test_every_page_is_in_the_menu_and_every_example_in_the_gallery() -> None:
-    root, gallery = DOCS.parent, (DOCS / "examples.md").read_text()
+    root = DOCS.parent
+    gallery = (DOCS / "examples.md").read_text()
     menu = (root / "mkdocs.yml").read_text()
     assert [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu] == []
     files = [*(root / "examples").glob("*.py"), *(root / "examples" / "notebooks").glob("*.ipynb")]

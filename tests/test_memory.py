@@ -206,7 +206,8 @@ def test_the_parts_of_llama_8b_by_hand() -> None:
 
 
 def test_the_largest_capacity_fits_and_the_next_does_not() -> None:
-    model, training = MemoryModel.from_config(LLAMA_8B), Training(checkpointing=True, mlp_tile=2048)
+    model = MemoryModel.from_config(LLAMA_8B)
+    training = Training(checkpointing=True, mlp_tile=2048)
     room = 100 * 10**9
     found = model.largest_capacity(room, training, multiple=64)
     assert found % 64 == 0
@@ -215,7 +216,8 @@ def test_the_largest_capacity_fits_and_the_next_does_not() -> None:
 
 
 def test_ranks_share_what_they_hold() -> None:
-    model, base = MemoryModel.from_config(LLAMA_8B), Training(checkpointing=True)
+    model = MemoryModel.from_config(LLAMA_8B)
+    base = Training(checkpointing=True)
     slots = 131_072
     whole = model.at_peak(slots, base)[1]
     sharded = model.at_peak(slots, replace(base, data=8, sharded=True))[1]
@@ -234,7 +236,8 @@ def test_ranks_share_what_they_hold() -> None:
     ids=str,
 )
 def test_every_option_saves_memory(option: dict[str, Any]) -> None:
-    model, slots = MemoryModel.from_config(LLAMA_8B), 8_192
+    model = MemoryModel.from_config(LLAMA_8B)
+    slots = 8_192
     assert model.peak(slots, Training(**option)) < model.peak(slots, Training())
 
 

@@ -23,8 +23,10 @@ from lightning_thd.module import CausalLMModule
 from tests.data.chats import MARKED, PLAIN, make_tokenizer
 from tests.tiny import tiny_llama
 
-IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
-HIDDEN, QWEN = torch.zeros(3, 4), {"model_type": "qwen3"}
+IDS = torch.arange(12).view(2, 6)
+MASK = torch.ones(2, 6, dtype=torch.long)
+HIDDEN = torch.zeros(3, 4)
+QWEN = {"model_type": "qwen3"}
 fused = partial(fused_linear_logprobs, weight=torch.zeros(5, 4), targets=torch.zeros(3, dtype=torch.long))
 
 

@@ -148,7 +148,8 @@ def test_matrices_decay_also_if_fsdp1_has_flattened_them() -> None:
     for parameter in module.parameters():
         parameter.data = parameter.data.flatten()
     wrapper: Any = nn.Module()
-    wrapper._fsdp_wrapped_module, model.model.layers[0] = model.model.layers[0], wrapper
+    wrapper._fsdp_wrapped_module = model.model.layers[0]
+    model.model.layers[0] = wrapper
     vars(module)["_trainer"] = SimpleNamespace(estimated_stepping_batches=2)
     made: Any = module.configure_optimizers()
     decayed, others = made["optimizer"].param_groups
@@ -182,7 +183,8 @@ def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
         for _ in range(2)
     )
     how = {"lr": 1e-2, "betas": (0.9, 0.95)}
-    fused, plain = adamw(ours, **how), torch.optim.AdamW(theirs, **how, foreach=False, fused=False)
+    fused = adamw(ours, **how)
+    plain = torch.optim.AdamW(theirs, **how, foreach=False, fused=False)
     assert fused.param_groups[0]["fused"]
     for _ in range(5):
         for mine, other in zip(ours, theirs, strict=True):

@@ -40,7 +40,8 @@ def test_the_cells_of_one_run_in_turn(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def installed_wheel(folder: Path) -> Path:
     """Build a wheel of the checkout, and install it alone into a folder that the notebook imports from."""
-    pip, root = [sys.executable, "-m", "pip", "--quiet"], Path(__file__).parent.parent
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    root = Path(__file__).parent.parent
     copy = shutil.copytree(root / "lightning_thd", folder / "source" / "lightning_thd").parent
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(root / name, copy)

@@ -59,7 +59,8 @@ def tracked(folder: str) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Build the sdist from a copy of what git tracks, and the wheel from the sdist."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("dist")
     for name in sorted(tracked(".")):
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,8 @@ def test_the_readme_runs_outside_of_the_repository(tmp_path: Path) -> None:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
-    target, away = tmp_path / "installed", tmp_path / "away"
+    target = tmp_path / "installed"
+    away = tmp_path / "away"
     away.mkdir()
     run(sys.executable, *pip, str(target), str(source), cwd=away)
     said = run(

@@ -52,7 +52,8 @@ def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_texts_in_two_runs(smaller: Path, tmp_path: Path) -> None:
-    file, out = tmp_path / "own.jsonl", tmp_path / "run"
+    file = tmp_path / "own.jsonl"
+    out = tmp_path / "run"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in stdlib_documents()[:400]))
     own = [smaller, "--out", out, "--data", file, "--text-key", "body"]
     run_python(*own, "--steps", "20", timeout_s=560)

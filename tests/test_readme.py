@@ -30,7 +30,8 @@ def _limit_steps() -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from transformers import TrainingArguments
 
-    trainer, check = L.Trainer, TrainingArguments.__post_init__
+    trainer = L.Trainer
+    check = TrainingArguments.__post_init__
     settings = {"accelerator": "cpu", "enable_model_summary": False, "enable_progress_bar": False}
 
     def short(**kwargs: Any) -> L.Trainer:
@@ -42,7 +43,10 @@ def _limit_steps() -> None:
     L.Trainer = short
 
     def post_init(self: TrainingArguments) -> None:
-        self.max_steps, self.use_cpu, self.report_to, self.disable_tqdm = 2, True, [], True
+        self.max_steps = 2
+        self.use_cpu = True
+        self.report_to = []
+        self.disable_tqdm = True
         check(self)
 
     TrainingArguments.__post_init__ = post_init

@@ -70,11 +70,13 @@ def random_row(
     for i in order:
         if rng.random() < skip:
             continue
-        length, gap = int(rng.integers(1, 9)), int(rng.integers(0, 4)) if rng.random() < 0.4 else 0
+        length = int(rng.integers(1, 9))
+        gap = int(rng.integers(0, 4)) if rng.random() < 0.4 else 0
         first = int(rng.integers(0, 5)) if rng.random() < 0.2 else 0  # a segment that starts in its middle
         ids += [i] * length + [0] * gap
         pos += list(range(first, first + length + gap))
-    ids, pos = ids[:total], pos[:total]
+    ids = ids[:total]
+    pos = pos[:total]
     return ids + [0] * (total - len(ids)), pos + list(range(total - len(pos)))
 
 
@@ -98,7 +100,8 @@ def random_side(
 
 
 def random_pack(rng: np.random.Generator) -> tuple[Rows, Rows, Rows, Rows, int, str]:
-    batch, max_segments = int(rng.integers(1, 4)), int(rng.integers(1, 8))
+    batch = int(rng.integers(1, 4))
+    max_segments = int(rng.integers(1, 8))
     kind = str(rng.choice(["self", "ring", "cross"]))
     layout = str(rng.choice(["whole", "striped", "contiguous", "dual_chunk"]))
     total = 8 * int(rng.integers(1, 7))
@@ -116,14 +119,17 @@ def random_pack(rng: np.random.Generator) -> tuple[Rows, Rows, Rows, Rows, int, 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mask", FAMILIES)
 def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype) -> None:
-    rng, packs = np.random.default_rng([FAMILIES.index(mask), dtype.itemsize]), 150
+    rng = np.random.default_rng([FAMILIES.index(mask), dtype.itemsize])
+    packs = 150
     seen: dict[str, int] = {}
     dropped_slots = 0
     for _ in range(packs):
         ids_q, ids_kv, pos_q, pos_kv, max_segments, kind = random_pack(rng)
         expected, dropped = brute_force(ids_q, ids_kv, pos_q, pos_kv, mask, max_segments)
-        q, pq = torch.tensor(ids_q, dtype=dtype), torch.tensor(pos_q, dtype=dtype)
-        kv, pkv = torch.tensor(ids_kv, dtype=dtype), torch.tensor(pos_kv, dtype=dtype)
+        q = torch.tensor(ids_q, dtype=dtype)
+        pq = torch.tensor(pos_q, dtype=dtype)
+        kv = torch.tensor(ids_kv, dtype=dtype)
+        pkv = torch.tensor(pos_kv, dtype=dtype)
         ours = seqlens_offsets(q, kv, pq, pkv, mask=mask, max_segments=max_segments)
         assert [x.tolist() for x in ours] == expected, (kind, ids_q, ids_kv, pos_q, pos_kv)
         if kind.startswith("self"):  # the shorter way, taken for the very same tensors

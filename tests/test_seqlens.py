@@ -39,7 +39,8 @@ def test_every_form_equals_a_loop_over_sequences(lengths: list[int]) -> None:
     seq_idx = [s for s, n in enumerate(lengths) for _ in range(n)]
     assert seq_idx_from_cu_seqlens(offsets, total).tolist() == seq_idx
     filled = cu_seqlens_from_lengths([n for n in lengths if n])
-    position_ids, spare = position_ids_from_cu_seqlens(filled, total), 3
+    position_ids = position_ids_from_cu_seqlens(filled, total)
+    spare = 3
     back = cu_seqlens_from_position_ids(position_ids, num_sequences=len(filled) - 1 + spare)
     assert back.tolist() == filled.tolist() + [total] * spare
 
@@ -57,7 +58,8 @@ def test_padding_keeps_the_real_and_spreads_the_tail_or_raises(
     kept = len(lengths)
     while kept and lengths[kept - 1] == 0:
         kept -= 1
-    used, count = sum(lengths), kept + spare
+    used = sum(lengths)
+    count = kept + spare
     fits = (tail == 0 or spare > 0) and (
         max_seqlen is None or (tail <= spare * max_seqlen and max(lengths, default=0) <= max_seqlen)
     )
@@ -130,7 +132,8 @@ def test_runs_without_reading_the_device_and_in_a_compiled_graph() -> None:
         assert torch.equal(ours, wanted)
 
 
-OFFSETS, META = cu(0, 3, 5), torch.empty(3, dtype=torch.int32, device="meta")
+OFFSETS = cu(0, 3, 5)
+META = torch.empty(3, dtype=torch.int32, device="meta")
 
 
 def take(cu_seqlens: object) -> None:

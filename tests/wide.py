@@ -17,7 +17,10 @@ from torch import Tensor
 def nothing_narrower() -> Generator[None]:
     """Let what is fp64 stay so, in this process, where a model asks for fp32."""
     tensor: Any = torch.Tensor
-    to, single, kind, softmax = tensor.to, tensor.float, tensor.type, torch.nn.functional.softmax
+    to = tensor.to
+    single = tensor.float
+    kind = tensor.type
+    softmax = torch.nn.functional.softmax
 
     def wide_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.dtype == torch.float64:
@@ -36,10 +39,14 @@ def nothing_narrower() -> Generator[None]:
             kwargs["dtype"] = torch.float64
         return softmax(input, *args, **kwargs)
 
-    tensor.type, tensor.to, tensor.float = wide_type, wide_to, lambda self: wide_to(self, torch.float32)
+    tensor.type = wide_type
+    tensor.to = wide_to
+    tensor.float = lambda self: wide_to(self, torch.float32)
     torch.nn.functional.softmax = wide_softmax  # type: ignore[assignment]
     try:
         yield
     finally:
-        tensor.to, tensor.float, tensor.type = to, single, kind
+        tensor.to = to
+        tensor.float = single
+        tensor.type = kind
         torch.nn.functional.softmax = softmax

@@ -11,10 +11,14 @@ def dense_attention(
     right: int = -1, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [Tq, H, E] and lse [H, Tq] in fp64; differentiable."""
-    q, k, v = q.double(), k.double(), v.double()
+    q = q.double()
+    k = k.double()
+    v = v.double()
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    outs, lses = [], []
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
+    outs = []
+    lses = []
     for qs, ks, vs in zip(q.split(lengths_q), k.split(lengths_kv), v.split(lengths_kv), strict=True):
         scores = torch.einsum("qhd,khd->hqk", qs, ks) * (q.shape[2] ** -0.5 if scale is None else scale)
         if softcap:

@@ -94,7 +94,8 @@ def spec_of(
 
 def strict(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Give a double the parameters of a library's function; the double names those that it looks at."""
-    plain, missing = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+    plain = Parameter.POSITIONAL_OR_KEYWORD
+    missing = Parameter.empty
     signature = Signature(
         [Parameter(x, plain, default=None if has else missing) for x, has in recorded(name)]
     )
@@ -361,7 +362,9 @@ class DotProductAttention(torch.nn.Module):
         cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
         pad_between_seqs,
     ):  # fmt: skip
-        q, k, v = query_layer, key_layer, value_layer
+        q = query_layer
+        k = key_layer
+        v = value_layer
         channels = q.shape[2] if q.shape[2] == v.shape[2] else (q.shape[2], v.shape[2])
         assert self.sizes == (q.shape[1], k.shape[1], channels)
         assert qkv_format == "thd"
@@ -391,7 +394,8 @@ class DotProductAttention(torch.nn.Module):
 
 
 def real_rows(cu: Tensor, padded: Tensor) -> Tensor:
-    starts, lengths = padded[:-1].tolist(), cu.diff().tolist()
+    starts = padded[:-1].tolist()
+    lengths = cu.diff().tolist()
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 
 

@@ -31,7 +31,8 @@ def run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return out, lse, dq, dk, dv of the kernel."""
     spec: AttentionSpec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
-    cu_q, cu_kv = offsets(lengths_q), offsets(lengths_kv)
+    cu_q = offsets(lengths_q)
+    cu_kv = offsets(lengths_kv)
     out, lse = cpu.forward(q, k, v, cu_q, cu_kv, spec=spec)
     return out, lse, *cpu.backward(grad, cpu.Saved(q, k, v, out, lse), cu_q, cu_kv, spec=spec)
 
@@ -169,7 +170,8 @@ def test_any_layout(layout: str) -> None:
     elif layout == "size strided":
         q, k, v = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (q, k, v))
     elif layout == "expanded heads":
-        k, v = k[:, :1].expand(-1, 4, -1), v[:, :1].expand(-1, 4, -1)
+        k = k[:, :1].expand(-1, 4, -1)
+        v = v[:, :1].expand(-1, 4, -1)
     grad = torch.randn(200, 1, 1).expand(-1, 4, 8)
     wanted = run(*(y.contiguous() for y in (q, k, v)), lengths, lengths, grad.contiguous())
     for a, b in zip(run(q, k, v, lengths, lengths, grad), wanted, strict=True):

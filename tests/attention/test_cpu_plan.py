@@ -162,7 +162,8 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
     lengths_q: list[int], lengths_kv: list[int] | None, window: Pair, by_keys: bool, once: bool
 ) -> None:
     left, right = window
-    q, kv = offsets(lengths_q), offsets(lengths_kv or lengths_q)
+    q = offsets(lengths_q)
+    kv = offsets(lengths_kv or lengths_q)
     plan = make_plan(q, kv, left=left, right=right, by_keys=by_keys)
     assert (plan.at_once is not None) == once
     if plan.at_once is not None and max(lengths_q) < 1000:  # a million pairs take seconds

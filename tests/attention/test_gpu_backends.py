@@ -20,7 +20,8 @@ from tests.attention.oracle import dense_attention
 
 # bf16 keeps 8 bits: out is rounded once, gradients go through products of a few rounded numbers.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
-LENGTHS_Q, LENGTHS_KV = [1, 7, 0, 33, 3, 12], [4, 3, 5, 9, 0, 12]
+LENGTHS_Q = [1, 7, 0, 33, 3, 12]
+LENGTHS_KV = [4, 3, 5, 9, 0, 12]
 CASES = {
     "causal": ({}, (-1, 0)),
     "bidirectional": ({"causal": False}, (-1, -1)),
@@ -76,7 +77,8 @@ def test_equals_dense(
     lengths_kv = LENGTHS_KV if cross else LENGTHS_Q
     torch.manual_seed(0)
     q = normal(sum(LENGTHS_Q), heads, size)
-    k, v = normal(sum(lengths_kv), kv_heads, size), normal(sum(lengths_kv), kv_heads, value_size)
+    k = normal(sum(lengths_kv), kv_heads, size)
+    v = normal(sum(lengths_kv), kv_heads, value_size)
     sinks = torch.randn(heads, requires_grad=True) if extra == "sinks" else None
     softcap = 2.0 if extra == "softcap" else None
     options, (left, right) = CASES[case]
@@ -112,7 +114,10 @@ def test_equals_dense(
 
 @pytest.mark.parametrize("backend", ["torch", "flash2"])
 def test_one_query_or_no_key_a_sequence(on_cuda: pytest.MonkeyPatch, backend: str) -> None:
-    name, q, k, none = install(on_cuda, backend), normal(2, 4, 8), normal(5, 2, 8), cu([0, 0, 0])
+    name = install(on_cuda, backend)
+    q = normal(2, 4, 8)
+    k = normal(5, 2, 8)
+    none = cu([0, 0, 0])
     pooled = varlen_attention(q, k, k, cu([1, 0, 1]), cu([2, 0, 3]), 1, 3, causal=False, backend=name)
     expected, _ = dense_attention(q, k, k, [1, 0, 1], [2, 0, 3], left=-1, right=-1)
     torch.testing.assert_close(pooled.double(), expected, **TOLERANCE)
@@ -126,7 +131,8 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     """Sequences that share prefixes read keys by an index, whose rows' gradients add up."""
     name = backend if backend == "portable" else install(on_cuda, backend)
     on_cuda.setattr(entry, "choose", lambda _, request: choose(name, request))  # type: ignore[arg-type]
-    own, path = [4, 3, 5], [4, 6, 8]
+    own = [4, 3, 5]
+    path = [4, 6, 8]
     keys = torch.tensor([*range(4), *(0, 1, 2, 4, 5, 6), *(0, 1, 2, *range(7, 12))])
     torch.manual_seed(0)
     q, k, v = (normal(1, 4, 12, 16) for _ in range(3))
@@ -178,7 +184,9 @@ def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
 @pytest.mark.parametrize("flag", [False, True])
 def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch, flag: bool) -> None:
     standins.install(on_cuda, "flash2")
-    module, real, seen = sys.modules["flash_attn.flash_attn_interface"], standins.flash2_backward, []
+    module = sys.modules["flash_attn.flash_attn_interface"]
+    real = standins.flash2_backward
+    seen = []
 
     def spy(*args: object, **kwargs: object) -> Tensor:
         seen.append(inspect.signature(real).bind(*args, **kwargs).arguments["deterministic"])
@@ -195,7 +203,8 @@ def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch, 
 def test_prebuilt_flash_kernels_run_where_none_is_installed(
     on_cuda: pytest.MonkeyPatch, capability: int
 ) -> None:
-    asked, spec = standins.install_prebuilt(on_cuda), make_spec(16, softcap=2.0)
+    asked = standins.install_prebuilt(on_cuda)
+    spec = make_spec(16, softcap=2.0)
     sizes = {"dtype": torch.bfloat16, "head_size": 16, "value_size": 16}
     request = Request(device="cuda", spec=spec, capability=capability, **sizes)
     assert choose("auto", request) == ("flash3" if capability == 9 else "flash2")

@@ -116,7 +116,8 @@ def test_reasons(kernel: support.Kernel, change: dict, reason: str) -> None:
 
 
 def test_backends_that_cannot_be_asked_for() -> None:
-    x, cu = torch.zeros(3, 1, 8), torch.tensor([0, 3], dtype=torch.int32)
+    x = torch.zeros(3, 1, 8)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"backend='fast' is not known; choose one of auto, cpu, torch"):
         varlen_attention(x, x, x, cu, cu, 3, 3, backend="fast")
     with pytest.raises(ValueError, match=r"(?s)backend='flash' cannot run this call.*backend='cpu': runs it"):

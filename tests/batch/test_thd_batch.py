@@ -85,7 +85,8 @@ def test_no_samples_make_one_dummy_slot_that_weighs_nothing() -> None:
 
 @given(data=st.data())
 def test_from_padded_goes_by_the_mask_and_unpack_brings_every_row_back(data: st.DataObject) -> None:
-    rows, columns = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))
+    rows = data.draw(st.integers(1, 6))
+    columns = data.draw(st.integers(1, 9))
     cells = st.lists(st.integers(0, 1), min_size=columns, max_size=columns)
     mask = torch.tensor(data.draw(st.lists(cells, min_size=rows, max_size=rows)))
     mask[data.draw(st.integers(0, rows - 1)), 0] = 1
@@ -156,7 +157,8 @@ def test_read_only_arrays_are_copied_without_a_warning() -> None:
     def fixed(values: Any) -> Any:
         return np.broadcast_to(np.array(values), np.shape(values))  # read-only, as rows of Arrow are
 
-    ids, mask = fixed([[5, 6]]), fixed([[1, 1]])
+    ids = fixed([[5, 6]])
+    mask = fixed([[1, 1]])
     assert THDBatch.from_padded(ids, mask, ids).targets.tolist() == [6, -100]
     batch = THDBatch.collate([{"input_ids": ids[0], "pixel_values": fixed([[1.0]])}])
     assert batch.extras["pixel_values"].tolist() == [[1.0]]

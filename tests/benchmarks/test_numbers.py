@@ -41,7 +41,9 @@ def test_ways_take_turns_and_a_ratio_is_the_median_of_the_rounds_own() -> None:
 
 
 def test_load_counts_the_work_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, own, stat = iter([0.0, 10.0]), iter([5.0, 9.0]), "cpu  {} 0 0 12345 678 0 0 0 0 0\n"
+    clock = iter([0.0, 10.0])
+    own = iter([5.0, 9.0])
+    stat = "cpu  {} 0 0 12345 678 0 0 0 0 0\n"
     monkeypatch.setattr("benchmarks.clock.time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("benchmarks.clock.cpu_seconds", lambda: next(own))
     (tmp_path / "stat").write_text(stat.format(0))
@@ -95,7 +97,8 @@ def test_all_ways_of_attention_compute_the_same(way: str, monkeypatch: pytest.Mo
         def unpad(x: torch.Tensor) -> torch.Tensor:
             return torch.cat([row[:, :n].transpose(0, 1) for row, n in zip(x, lengths, strict=True)])
 
-        theirs, their_grads = unpad(theirs), [unpad(x) for x in their_grads]
+        theirs = unpad(theirs)
+        their_grads = [unpad(x) for x in their_grads]
     torch.testing.assert_close([ours, *both], [theirs, *their_grads], rtol=1e-4, atol=1e-5)
 
 
@@ -144,7 +147,8 @@ def test_a_group_begins_once_its_last_rank_is_ready() -> None:
         load=np.zeros(3),
         num_microbatches=2,
     )
-    lengths, cost = np.array([100, 300, 400]), Cost(linear=4e14, quadratic=0.0)
+    lengths = np.array([100, 300, 400])
+    cost = Cost(linear=4e14, quadratic=0.0)
     exchange = dynamic_cp.exchange_s(200, 2, "keys")
     taken, busy, fullest = dynamic_cp.shared_step(plan, lengths, 2, cost, sharing, "keys")
     assert taken == pytest.approx(300 + 200 + exchange)

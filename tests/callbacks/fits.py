@@ -78,7 +78,8 @@ class Module(L.LightningModule):
     def __init__(self, clock: Clock, *, config: dict[str, Any] | None = CONFIG, seconds: float = 0.5) -> None:
         super().__init__()
         self.model = Model(config)
-        self.clock, self.seconds = clock, seconds
+        self.clock = clock
+        self.seconds = seconds
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.clock.sleep(self.seconds)

@@ -64,7 +64,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: THDBatch) -> Tensor:
         q = self.q(x).unflatten(-1, (self.heads, -1))
         k, v = self.kv(x).unflatten(-1, (2, self.groups, -1)).unbind(1)
-        cu, longest = batch.cu_seqlens_padded, batch.max_seqlen
+        cu = batch.cu_seqlens_padded
+        longest = batch.max_seqlen
         if self.kind == "chunks":
             cu, longest = offsets(self.chunks(batch.padded_lengths))
         window = None if self.kind in ("full", "chunks") else self.options()
@@ -84,8 +85,10 @@ class Cross(nn.Module):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.heads, self.every = draw.choice([1, 2]), draw.choice([2, 3])
-        self.q, self.kv = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 2 * SIZE)
+        self.heads = draw.choice([1, 2])
+        self.every = draw.choice([2, 3])
+        self.q = nn.Linear(SIZE, SIZE)
+        self.kv = nn.Linear(SIZE, 2 * SIZE)
 
     def kept(self, lengths: Sequence[int]) -> list[int]:
         """Return how many tokens of each sequence are keys."""
@@ -114,7 +117,8 @@ class Convolution(nn.Module):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.groups, self.kernel = draw.choice([1, SIZE]), draw.choice([2, 3])
+        self.groups = draw.choice([1, SIZE])
+        self.kernel = draw.choice([2, 3])
         self.conv = nn.Conv1d(SIZE, SIZE, self.kernel, groups=self.groups)
 
     def forward(self, x: Tensor, batch: THDBatch) -> Tensor:
@@ -130,7 +134,8 @@ class Experts(nn.Module):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.number, self.inner = draw.choice([3, 4]), draw.choice([4, 12])
+        self.number = draw.choice([3, 4])
+        self.inner = draw.choice([4, 12])
         self.router = nn.Linear(SIZE, self.number)
         self.up = nn.Parameter(torch.randn(self.number, self.inner, SIZE) * 0.1)
         self.down = nn.Parameter(torch.randn(self.number, SIZE, self.inner) * 0.1)

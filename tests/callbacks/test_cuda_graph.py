@@ -197,7 +197,8 @@ class Timed(GraphModule):
 
     def __init__(self, clock: Clock, *, captures: bool = True) -> None:
         super().__init__()
-        self.clock, self.captures = [clock], captures
+        self.clock = [clock]
+        self.captures = captures
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -243,7 +244,8 @@ def test_the_step_that_captures_is_left_out_of_the_rates(captures: bool) -> None
 
 
 def test_a_mode_that_watches_operators_sees_them() -> None:
-    model, batch = tiny_llama(torch.float64), random_batch(1, count=4)
+    model = tiny_llama(torch.float64)
+    batch = random_batch(1, count=4)
     step = graphed(model)
     step(batch).backward()
     with FlopCounterMode(display=False) as eager:
@@ -334,7 +336,8 @@ class Staged(SingleDeviceStrategy):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_training_with_compiled_layers_is_the_same() -> None:
-    before, graphs = counters["stats"]["unique_graphs"], callback(compile_layers=True)
+    before = counters["stats"]["unique_graphs"]
+    graphs = callback(compile_layers=True)
     assert_same(fit(graphs, max_steps=3), fit(max_steps=3))
     assert graphs.stats.replays >= 2
     assert counters["stats"]["unique_graphs"] == before + 1

@@ -69,7 +69,8 @@ def test_biases_move_by_the_choices_of_a_step() -> None:
 
 
 def test_a_monitor_that_watches_again_has_no_old_hooks() -> None:
-    monitor, model = THDThroughputMonitor(peak=1e9), family_model("qwen3_moe", torch.float32)
+    monitor = THDThroughputMonitor(peak=1e9)
+    model = family_model("qwen3_moe", torch.float32)
     monitor.watch(model)
     old: Any = monitor._meters["train"].experts
     monitor.watch(model)

@@ -92,7 +92,8 @@ def test_the_dtype_of_matmuls_follows_torchs_new_setting_and_no_packed_weights()
 
 
 def test_a_rank_waits_for_its_device_before_it_sends_its_time(monkeypatch: Any) -> None:
-    clock, sent = Clock(), list[list[int]]()
+    clock = Clock()
+    sent = list[list[int]]()
     (meter := make_meter(clock)).resume()
     monkeypatch.setattr("lightning_thd.callbacks.meter.synchronize", lambda _: clock.sleep(1.0))
     monkeypatch.setattr("lightning_thd.callbacks.meter.gather_ints", lambda x, **_: sent.append(x) or [x] * 2)

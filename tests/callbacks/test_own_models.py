@@ -14,7 +14,8 @@ ORDERS = 5
 
 def counted_and_brute(seed: int, order: int) -> tuple[float, int]:
     """Train a random model on packs in some order; return its total FLOPs as logged and as counted."""
-    model, batches = Own(seed), packs(seed)
+    model = Own(seed)
+    batches = packs(seed)
     random.Random(order).shuffle(batches[1:] if order == 0 else batches)
     monitor = THDThroughputMonitor(peak=1e12, causal="exact", every_n_steps=2)
     monitor.watch(model)

@@ -45,7 +45,8 @@ def fit(module: L.LightningModule, callback: PackingCheck) -> None:
 
 
 def test_a_right_model_trains() -> None:
-    module, callback = Module(build("llama", "thd")), PackingCheck()
+    module = Module(build("llama", "thd"))
+    callback = PackingCheck()
     fit(module, callback)
     assert callback.report is not None
     assert callback.report.ok

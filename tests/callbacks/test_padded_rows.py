@@ -82,7 +82,8 @@ class Refuse(L.Callback):
     mode: Any = contextlib.nullcontext()
 
     def __init__(self, *, first: bool, steps: int) -> None:
-        self.first, self.steps = first, steps
+        self.first = first
+        self.steps = steps
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
         if self.first and index + 1 < self.steps:
@@ -94,7 +95,9 @@ class Refuse(L.Callback):
 
 def fit(tmp_path: Path, batches: list[Any], config: dict[str, Any], **settings: Any) -> Memory:
     """Train on batches, with one log at the end; no step before it may read the device."""
-    clock, memory, steps = Clock(), Memory(), len(batches)
+    clock = Clock()
+    memory = Memory()
+    steps = len(batches)
     callbacks = [
         Refuse(first=True, steps=steps),
         monitor(clock, **settings),
@@ -182,8 +185,10 @@ class Named(NamedTuple):
 
 def odd_batches() -> dict[str, tuple[Any, list[int]]]:
     """Return batches as other libraries make them, with the lengths of their sequences."""
-    rows, lengths = padded([5, 3, 8]), [3, 5, 8]
-    ids, mask = rows["input_ids"], rows["attention_mask"]
+    rows = padded([5, 3, 8])
+    lengths = [3, 5, 8]
+    ids = rows["input_ids"]
+    mask = rows["attention_mask"]
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
     return {
         "mask added to scores": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -1e9)}, lengths),
@@ -287,7 +292,8 @@ def test_accumulated_rows_of_a_model_without_a_config_count_their_real_pairs(
     run = trainer(tmp_path, throughput, accumulate_grad_batches=accumulate)
     run.fit(Attends(Clock(), config=None), loader(batches))
     lengths = [5, 3, 8, 1, 8, 4, 4, 7, 8, 8, 8]
-    squares, tokens = sum(length**2 for length in lengths), sum(lengths)
+    squares = sum(length**2 for length in lengths)
+    tokens = sum(lengths)
     pairs = {"half": squares / 2, "exact": (squares + tokens) / 2, "full": squares}[causal]
     flops = 3 * 2 * 4 * 31 * tokens + 3 * 4 * 4 * pairs
     assert throughput.latest["train/total_flops"] == pytest.approx(flops, rel=1e-9)

@@ -51,7 +51,8 @@ class Step(L.LightningModule):
 
     def __init__(self, clock: Clock, loss: Callable[[Any, Any], Tensor], **models: nn.Module) -> None:
         super().__init__()
-        self.clock, self.loss = clock, loss
+        self.clock = clock
+        self.loss = loss
         for name, model in models.items():
             setattr(self, name, model)
 
@@ -70,7 +71,8 @@ class Step(L.LightningModule):
 def flops_of_step(
     tmp_path: Path, loss: Callable[[Any, Any], Tensor], batch: Any, **models: nn.Module
 ) -> float:
-    clock, memory = Clock(), Memory()
+    clock = Clock()
+    memory = Memory()
     run = trainer(tmp_path, monitor(clock), logger=memory)
     run.fit(Step(clock, loss, **models), loader([batch] * 4))
     first, last = (row["train/device/flops_per_sec"] for _, row in memory.rows)
@@ -187,7 +189,8 @@ def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**{**SMALL.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
     model = transformers.LlamaForSequenceClassification(config).train()
     found = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
-    language_head, score = 6 * 8 * 16 * 31, 6 * 8 * 16 * 1
+    language_head = 6 * 8 * 16 * 31
+    score = 6 * 8 * 16 * 1
     assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
 
 
@@ -231,7 +234,8 @@ def test_a_class_head_counts_as_torch_does(kind: str, trained: str) -> None:
 
 
 def test_validation_counts_what_validation_runs(tmp_path: Path) -> None:
-    clock, memory = Clock(), Memory()
+    clock = Clock()
+    memory = Memory()
     run = trainer(tmp_path, monitor(clock), logger=memory)
     module = Step(clock, dpo, policy=llama(), reference=llama())
     run.fit(module, loader([PAIR] * 2), loader([PACK] * 3))
@@ -253,10 +257,12 @@ def test_a_frozen_model_runs_forward_only() -> None:
 
 
 def test_checkpointing_of_one_model_is_not_that_of_the_other() -> None:
-    policy, reference = llama(), llama().requires_grad_(False)
+    policy = llama()
+    reference = llama().requires_grad_(False)
     checkpoint(policy, reentrant=True)
     pair = nn.ModuleDict({"policy": policy, "reference": reference})
-    both, alone = find_model(pair), find_model(policy)
+    both = find_model(pair)
+    alone = find_model(policy)
     assert both is not None
     assert alone is not None
     stats = SeqStats.from_lengths([5, 3])
@@ -291,7 +297,8 @@ def call_checkpoint(model: Any, *names: str, **options: Any) -> None:
 
 
 LAYERS = [f"model.layers.{i}" for i in range(4)]
-NOT_REENTRANT, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
+NOT_REENTRANT = {"use_reentrant": False}
+REENTRANT = {"use_reentrant": True}
 CHECKPOINTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "composable layers": (lambda model: composable(model, *LAYERS), "early_stop"),
     "composable, every second layer": (lambda model: composable(model, *LAYERS[::2]), "early_stop"),

@@ -139,7 +139,8 @@ def test_compiling_and_capturing_steps_are_left_out(tmp_path: Path, monkeypatch:
 
 def test_hooks_on_packs_launch_nothing_but_the_log(tmp_path: Path) -> None:
     clock = Clock()
-    watched, counts = monitor(clock, every_n_steps=6), list[int]()
+    watched = monitor(clock, every_n_steps=6)
+    counts = list[int]()
 
     class Spy(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,7 +197,8 @@ def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, 
         sum_squares=2 * pairs[0] - len(prefixes),
         window_pairs=() if window is None else ((window, pairs[1]),),
     )
-    row, tokens = memory.rows[-1][1], sum(map(len, rows))
+    row = memory.rows[-1][1]
+    tokens = sum(map(len, rows))
     flops = FlopsModel.from_config(config).training_flops(work)
     assert row["train/device/mfu"] == pytest.approx(flops.model / 0.5 / PEAK)
     assert row["train/device/real_items_per_sec"] == pytest.approx(tokens / 0.5)
@@ -319,9 +321,11 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
-    clock, rows = Clock(), [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
+    clock = Clock()
+    rows = [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
     measured = monitor(clock)
-    runner, data = trainer(tmp_path, measured), THDDataModule(rows, capacity=10, needs_boundaries=False)
+    runner = trainer(tmp_path, measured)
+    data = THDDataModule(rows, capacity=10, needs_boundaries=False)
     runner.fit(Module(clock), data)
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
@@ -356,7 +360,8 @@ MFU = "train/device/mfu"
 
 def test_loggers_keep_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    clock, memory = Clock(), Memory()
+    clock = Clock()
+    memory = Memory()
     loggers = [
         TensorBoardLogger(tmp_path / "board"),
         CSVLogger(tmp_path / "csv"),
@@ -425,7 +430,8 @@ class Loader:
 
 
 def test_the_parts_of_a_step() -> None:
-    clock, loader = Clock(), Loader()
+    clock = Clock()
+    loader = Loader()
     marks = StepMarks(clock)
     for _ in range(2):
         marks.waited(loader)
@@ -464,7 +470,8 @@ class Tidies(Module):
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=["alone", "evaluated"])
 def test_the_parts_of_all_steps_add_up_to_their_time(tmp_path: Path, settings: Any) -> None:
     """Work after a step counts before an evaluation and at the end of a run, too."""
-    clock, memory = Clock(), Memory()
+    clock = Clock()
+    memory = Memory()
     run = trainer(tmp_path, monitor(clock), logger=memory, num_sanity_val_steps=0, **settings)
     run.fit(Tidies(clock), loader(UNEQUAL), loader(UNEQUAL[:1]))
     rows = [row for _, row in memory.rows if "train/time" in row]
@@ -584,7 +591,8 @@ class Distils(Module):
 
     def __init__(self, clock: Clock, *, config: Any = CONFIG, skipped: tuple[int, ...] = ()) -> None:
         super().__init__(clock, config=config)
-        self.model, self.skipped = Called(config), skipped
+        self.model = Called(config)
+        self.skipped = skipped
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -606,7 +614,8 @@ def test_the_calls_of_a_step_are_those_of_its_batches(
     tmp_path: Path, skipped: tuple[int, ...], options: Any
 ) -> None:
     """An evaluation between the batches of a step, and batches that are skipped, are no passes of it."""
-    throughput, val = monitor(Clock()), [pack(6, 2), pack(4)]
+    throughput = monitor(Clock())
+    val = [pack(6, 2), pack(4)]
     run = trainer(tmp_path, throughput, num_sanity_val_steps=0, **options)
     run.fit(Distils(Clock(), skipped=skipped), loader([*BATCHES, *BATCHES]), loader(val))
     trained = [batch for i, batch in enumerate([*BATCHES, *BATCHES]) if i not in skipped]

@@ -34,8 +34,10 @@ def _fit(dp_ranks: list[int] | None) -> dict[str, Any]:
     """One rank: fit its batches and report the rows, and how often the monitor called a collective."""
     from lightning.pytorch.strategies import DDPStrategy
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    clock, memory = Clock(), Memory()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    clock = Clock()
+    memory = Memory()
 
     class Grouped(DDPStrategy):
         """Peers of another axis hold the same sequences: rank and rank + 2 when dp_ranks has two."""
@@ -102,7 +104,8 @@ def _fit_images() -> dict[str, float]:
     samples: list[dict[str, Any]] = [{"input_ids": [1] * n} for n in lengths or ()]
     for sample, grid in zip(samples, grids or (), strict=False):
         sample |= {"image_grid_thw": np.array([grid]), "pixel_values": np.zeros((grid[1] * grid[2], 4))}
-    clock, memory = Clock(), Memory()
+    clock = Clock()
+    memory = Memory()
     with tempfile.TemporaryDirectory() as folder:
         run = trainer(
             folder, monitor(clock), strategy=DDPStrategy(), devices=2, log_every_n_steps=4, logger=memory

@@ -31,8 +31,10 @@ class Recurrent(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(VOCAB, 8)
-        self.rnn, self.attention = nn.LSTM(8, 8), nn.MultiheadAttention(8, 2)
-        self.mixed, self.head = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, VOCAB)
+        self.rnn = nn.LSTM(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.mixed = nn.Parameter(torch.randn(8, 8))
+        self.head = nn.Linear(8, VOCAB)
         self.norm = nn.LayerNorm(8)
 
     def forward(self, batch: Any) -> Tensor:
@@ -52,7 +54,8 @@ class Module(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         makers = {"own": lambda: Own(1), "rnn": Recurrent, "llama": lambda: tiny_llama(torch.float32)}
-        self.kind, self.model = kind, makers[kind]()
+        self.kind = kind
+        self.model = makers[kind]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.kind == "llama":
@@ -93,7 +96,8 @@ def test_loops_log_the_flops_of_a_model_without_a_config(engine: str) -> None:
     """Both loops, which count by themselves, equal a plain loop to the last bit and count it exactly."""
     import accelerate
 
-    losses, brute = [], 0
+    losses = []
+    brute = 0
     model = Own(3)
     data = THDDataModule(rows(), capacity=48, global_batch=Packs(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -71,7 +71,8 @@ def test_releases_outside_the_tested_ones_are_listed(
 ) -> None:
     installed = {"torch": "99.1.0", "transformers": "5.18.2", "trl": "1.0.0"}
     monkeypatch.setattr(doctor, "installed_version", installed.get)
-    newest, oldest = SUPPORTED["torch"].newest, SUPPORTED["transformers"].oldest
+    newest = SUPPORTED["torch"].newest
+    oldest = SUPPORTED["transformers"].oldest
     assert diagnose().untested == [
         f"torch 99.1.0 is newer than {newest}, the newest release that the tests ran with.",
         f"transformers 5.18.2 is too old: install {oldest} or newer.",

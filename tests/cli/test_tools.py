@@ -34,7 +34,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
-    plan, picture = ["plan", f"{here}/texts.jsonl", "--capacity", "256"], here / "packs.png"
+    plan = ["plan", f"{here}/texts.jsonl", "--capacity", "256"]
+    picture = here / "packs.png"
     main([*plan, "--dp", "2", "--json", "--plot", str(picture)])
     found = json.loads(capsys.readouterr().out)
     tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
@@ -42,7 +43,8 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     assert found["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
     assert found["packs"] == 2 * found["steps"]
     assert found["fill"] == pytest.approx(tokens / (found["packs"] * 256))
-    texts, orders = [8 + 13 * (i % 9) for i in range(90)], random.Random(0)
+    texts = [8 + 13 * (i % 9) for i in range(90)]
+    orders = random.Random(0)
     slots = [  # of batches of 8 in random order, with 2 sequences in the last
         sum(len(row) * max(row) for row in (order[i : i + 8] for i in range(0, 90, 8)))
         for order in (orders.sample(texts, 90) for _ in range(200))

@@ -24,9 +24,11 @@ from tests.tiny import tiny_llama
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self._alpha, self.window = 1.0, (4, 0)
+        self._alpha = 1.0
+        self.window = (4, 0)
         self.config = SimpleNamespace(beta=2.0)
-        self.shape, self.gain = torch.abs, torch.ones(1)
+        self.shape = torch.abs
+        self.gain = torch.ones(1)
 
     def helper(self) -> float:
         return 1.0
@@ -46,7 +48,9 @@ class Part(nn.Module):
         self.norm = nn.BatchNorm1d(2)
         self.inner = Inner()
         self.metric = MeanMetric()  # whose hash is of its state
-        self.scale, self.seen, self.config = 1.0, [1], {2: 0.5}
+        self.scale = 1.0
+        self.seen = [1]
+        self.config = {2: 0.5}
         self.register_buffer("table", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +134,8 @@ class Weighed(GraphModule):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"factor": 1.0})
-        self.beta, self.batches = np.float32(1.0), 0
+        self.beta = np.float32(1.0)
+        self.batches = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return causal_lm_loss(self.model, batch) * self.hparams["factor"] * weight_of(self)

@@ -54,7 +54,8 @@ def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
 
 def test_fifty_layouts_equal_padded_eager() -> None:
     module = model()
-    step, used = step_of(module), set()
+    step = step_of(module)
+    used = set()
     for seed in range(50):
         batch = batch_of(seed, count=1 + seed % 24)
         bucket, _ = choose(BUCKETS, batch)
@@ -94,7 +95,8 @@ def test_gradients_under_autocast_and_checkpointing_are_those_of_eager() -> None
 def test_dropout_differs_from_replay_to_replay() -> None:
     module = model()
     module.model.layers[0].mlp = nn.Sequential(module.model.layers[0].mlp, nn.Dropout(0.3))
-    step, batch = step_of(module), batch_of(1, count=6)
+    step = step_of(module)
+    batch = batch_of(1, count=6)
     losses = []
     for _ in range(4):
         loss = step(batch)
@@ -110,7 +112,8 @@ def reads(module: nn.Module, batch: THDBatch) -> Tensor:
 
 
 def test_a_failed_capture_leaves_the_device_usable_and_names_the_line() -> None:
-    module, batch = model(), batch_of(1, count=6)
+    module = model()
+    batch = batch_of(1, count=6)
     step = GraphedStep(reads, module, buckets=BUCKETS)
     with pytest.warns(UserWarning, match=r"test_gpu.py:\d+ in reads"):
         loss = step(batch)
@@ -136,7 +139,8 @@ class Broken:
 
 
 def test_a_capture_that_breaks_at_its_end_leaves_allocator_and_generator_usable() -> None:
-    module, batch = model(), batch_of(1, count=6)
+    module = model()
+    batch = batch_of(1, count=6)
     step = GraphedStep(Broken(), module, buckets=BUCKETS)
     with pytest.warns(UserWarning, match=r"CUDA graphs are off.*test_gpu.py:\d+ in __call__"):
         loss = step(batch)
@@ -164,7 +168,8 @@ def test_ddp_keeps_the_nodes_of_parameters_and_capture_does_not_meet_them(tmp_pa
     store: Any = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl", **store, device_id=torch.device("cuda", 0))
     try:
-        module, eager = model(), model()
+        module = model()
+        eager = model()
         wrapped = DistributedDataParallel(module, device_ids=[0])
         step = step_of(wrapped)
         for seed in range(4):

@@ -19,7 +19,8 @@ COUNTS = torch.tensor([1, 2])
 
 
 def test_a_replay_reads_present_values_and_writes_where_the_capture_did() -> None:
-    x, total = torch.ones(3), torch.zeros(3)
+    x = torch.ones(3)
+    total = torch.zeros(3)
 
     def function() -> Tensor:
         total.add_(x)

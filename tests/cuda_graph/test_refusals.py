@@ -70,7 +70,8 @@ def test_sharded_modules_and_steps_without_buckets_are_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_without_cuda_steps_run_eagerly() -> None:
-    model, batch = tiny_llama(torch.float64), random_batch(1, count=4)
+    model = tiny_llama(torch.float64)
+    batch = random_batch(1, count=4)
     step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS)
     with pytest.warns(UserWarning, match="there is no CUDA device"):
         assert torch.equal(step(batch), causal_lm_loss(model, batch))
@@ -81,11 +82,14 @@ class Extra(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.model, self.kind = tiny_llama(torch.float64), kind
+        self.model = tiny_llama(torch.float64)
+        self.kind = kind
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
         # a list hides it from the module
         self.outside = [torch.ones((), dtype=torch.float64, requires_grad=True)]
-        self.last, self.calls, self.losses = torch.zeros(()), 0, list[Tensor]()
+        self.last = torch.zeros(())
+        self.calls = 0
+        self.losses = list[Tensor]()
         self.mean = MeanMetric()
 
     def loss(self, batch: THDBatch) -> Tensor:
@@ -221,7 +225,8 @@ def test_families_are_clean(name: str) -> None:
 
 
 def test_lightning_modules_are_judged_by_their_training_step_and_left_as_they_were() -> None:
-    module, batch = GraphModule(), random_batch(1, count=4)
+    module = GraphModule()
+    batch = random_batch(1, count=4)
     before = {name: p.clone() for name, p in module.state_dict().items()}
     state = torch.get_rng_state()
     report = lint_capture(module, batch)
@@ -269,7 +274,9 @@ def test_messages() -> None:
 
 def test_expanded_attributes_do_not_stop_a_module_from_being_given_back() -> None:
     module: Any = nn.Linear(2, 2)
-    module.mask, module.count, module.kept = torch.ones(1).expand(3), 1, torch.ones(2)
+    module.mask = torch.ones(1).expand(3)
+    module.count = 1
+    module.kept = torch.ones(2)
     give_back = remembered(map(vars, module.modules()))
     module.count = 5
     module.kept.zero_()

@@ -23,7 +23,8 @@ from lightning_thd.data.streams import Stream
 from tests.data.chats import CALLING, GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
 from tests.data.support import open_source
 
-USER, ANSWER = {"role": "user", "content": "What colour?"}, {"role": "assistant", "content": "It is blue."}
+USER = {"role": "user", "content": "What colour?"}
+ANSWER = {"role": "assistant", "content": "It is blue."}
 RESULT = {"role": "system", "content": "blue"}
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 # Of messages by users and assistants alone, as templates with an `elif` for each known role are.
@@ -96,7 +97,8 @@ def test_a_tokenizer_that_writes_first_words_otherwise_is_followed() -> None:
 
         def __init__(self) -> None:
             self._inner = make_tokenizer(PLAIN)
-            self.chat_template, self.eos_token_id = PLAIN, self._inner.eos_token_id
+            self.chat_template = PLAIN
+            self.eos_token_id = self._inner.eos_token_id
             self.apply_chat_template = self._inner.apply_chat_template
             self.get_chat_template = self._inner.get_chat_template
 
@@ -128,7 +130,8 @@ def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     asked = {"prompt": "two plus two is", "completion": " four"}
     file = write(tmp_path, asked, {"prompt": "", "completion": "x"})
     store: Any = open_source(file, tokenizer=tokenizer, num_workers=num_workers)
-    before, after = tokenizer("two plus two is")["input_ids"], tokenizer(" four")["input_ids"]
+    before = tokenizer("two plus two is")["input_ids"]
+    after = tokenizer(" four")["input_ids"]
     end = tokenizer.eos_token_id
     assert store[0]["input_ids"].tolist() == [*before, *after, end]
     assert store[0]["labels"].tolist() == [*[-100] * len(before), *after, end]
@@ -156,7 +159,11 @@ def test_a_completion_begins_without_the_blank_that_a_tokenizer_puts_before_a_te
 
 def test_documents_and_completions_end_with_eos_once() -> None:
     tokenizer = make_tokenizer(None)
-    end, ids = tokenizer.eos_token_id, lambda text: tokenizer(text)["input_ids"]
+    end = tokenizer.eos_token_id
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
     texts = [("a", "blue and red"), ("b", "four<|end|>")]
     ended = Encoder(tokenizer=tokenizer, kind="text").encode(texts)
     assert ended.tokens.tolist() == [*ids("blue and red"), end, *ids("four"), end]
@@ -265,7 +272,8 @@ def test_messages_that_are_not_to_be_learned(template: str, key: tuple[str, Any]
     tokenizer = make_tokenizer(template)
     talk: list[dict[str, Any]] = [dict(message) for message in TALKS[1]]
     whole, _ = encode_chat(tokenizer, talk)
-    talk[2][key[0]], talk[4][key[0]] = key[1], 1
+    talk[2][key[0]] = key[1]
+    talk[4][key[0]] = 1
     ids, mask = encode_chat(tokenizer, talk)
     assert list(ids) == list(whole)
     assert tokenizer.decode(np.array(ids)[mask]) == "Red, or green.<|end|>"
@@ -355,7 +363,8 @@ def test_variables_of_the_template_beside_a_conversation(tmp_path: Path, record:
 @pytest.mark.parametrize("kind", ["rows", "parquet", "iterable", "stream of parquet", "generator"])
 def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, kind: str) -> None:
     """Arrow gives every call the arguments of all calls, and every tool the parameters of all, null."""
-    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    pa = pytest.importorskip("pyarrow.parquet")
     records = [
         {"messages": [USER, calling(call({"of": "sky"}))], "tools": [{"name": "colour", "a": 1}]},
         {"messages": [USER, calling(call({"depth": 3}, "depth"))], "tools": [{"name": "depth", "b": 2}]},

@@ -46,11 +46,13 @@ from tests.tiny import VOCAB, TinyModule, nll, sequences, tiny_llama
 
 
 def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -> None:
-    module, samples = TinyModule(), sequences(60)
+    module = TinyModule()
+    samples = sequences(60)
     trainer = make_trainer(max_epochs=2)
     trainer.fit(module, pickle.loads(ForkingPickler.dumps(THDDataModule(samples, capacity=CAPACITY))))
     half = len(module.seen) // 2
-    first, second = flat(module.seen[:half]), flat(module.seen[half:])
+    first = flat(module.seen[:half])
+    second = flat(module.seen[half:])
     assert sorted(first) == sorted(second) == list(range(60))
     assert first != second
     assert trainer.estimated_stepping_batches == trainer.global_step == len(module.seen)
@@ -58,7 +60,8 @@ def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loaders_work_without_a_trainer(num_workers: int) -> None:
-    samples, before = sequences(60, labels=True), set(mp.active_children())
+    samples = sequences(60, labels=True)
+    before = set(mp.active_children())
     data = THDDataModule(samples, capacity=CAPACITY, num_workers=num_workers, seed=3)
     data.setup("fit")
     loader = data.train_dataloader()
@@ -86,7 +89,8 @@ def test_the_last_step_of_a_limited_epoch_is_still_the_mean_over_its_tokens() ->
 
 
 def test_validation_and_prediction_come_back_per_sequence() -> None:
-    samples, module = sequences(40, labels=True), TinyModule()
+    samples = sequences(40, labels=True)
+    module = TinyModule()
     data = THDDataModule(capacity=CAPACITY, val=samples, predict=samples)
     [metrics] = make_trainer().validate(module, data, verbose=False)
     with torch.no_grad():
@@ -115,7 +119,8 @@ def test_validation_and_prediction_come_back_per_sequence() -> None:
     ],
 )
 def test_trainer_switches(switch: dict[str, Any], batches: int) -> None:
-    module, samples = TinyModule(), sequences(60)
+    module = TinyModule()
+    samples = sequences(60)
     trainer = make_trainer(**switch)
     trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, val=samples[:9]))
     if "max_time" in switch:
@@ -164,10 +169,8 @@ def test_the_models_window_counts_in_batches_and_in_a_cost_that_a_resume_finds_a
     for batch in batches:
         expected = sum(min(i + 1, 6) for length in batch.lengths for i in range(length))
         assert batch.stats.window_pairs == ((6, expected),)
-    one, settings = (
-        open_set("train", sequences(8), Opener(), empty="error"),
-        planning.DataSettings(capacity=32),
-    )
+    one = open_set("train", sequences(8), Opener(), empty="error")
+    settings = planning.DataSettings(capacity=32)
     jobs = [Job(ranks=4, sharing=Sharing(max_degree=degree), model=model) for degree in (2, 4)]
     settings = replace(settings, global_batch=Sequences(4))
     two, four = (planning.make_planner(one, settings, job, training=True) for job in jobs)
@@ -207,7 +210,8 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
     normed = TinyModule()
     normed.norm = nn.BatchNorm1d(4)
     for module, message in ((CausalLMModule(tiny_llama), "average nothing"), (normed, "one more epoch for")):
-        data, averaging = THDDataModule(sequences(9), capacity=CAPACITY), StochasticWeightAveraging(1e-3)
+        data = THDDataModule(sequences(9), capacity=CAPACITY)
+        averaging = StochasticWeightAveraging(1e-3)
         with pytest.raises(MisconfigurationException, match=f"StochasticWeightAveraging .*{message}"):
             make_trainer(callbacks=[averaging]).fit(module, data)
 
@@ -215,7 +219,8 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
 class Known(list[dict[str, Any]]):
     def __init__(self, rows: list[dict[str, Any]], fingerprint: str = "a") -> None:
         super().__init__(rows)
-        self.fingerprint, self.reads = fingerprint, 0
+        self.fingerprint = fingerprint
+        self.reads = 0
 
     def __getitem__(self, i: Any) -> Any:
         self.reads += 1
@@ -318,7 +323,8 @@ def test_fewer_sequences_than_ranks_give_every_rank_as_many_batches(step: Any) -
 
 
 def test_what_is_not_planned_by_degrees() -> None:
-    opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
+    opener = Opener()
+    settings = planning.DataSettings(capacity=CAPACITY)
     job = Job(ranks=2, sharing=Sharing(max_degree=2))
     mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
     with pytest.raises(ValueError, match="context_parallel_size='dynamic' cannot be used with a mixture"):

@@ -19,7 +19,8 @@ from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.streams import Stream
 from tests.data.support import Rows, batches_of, read
 
-datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+datasets = pytest.importorskip("datasets")
+pa = pytest.importorskip("pyarrow")
 
 
 def texts(train: Any, **how: Any) -> list[str]:
@@ -70,7 +71,8 @@ def test_a_hugging_face_stream_in_its_second_epoch_is_resumed(shards: int) -> No
 
     first = used(steps())
     source.set_epoch(1)
-    again, begun = used(steps()), steps()
+    again = used(steps())
+    begun = steps()
     assert again != first
     assert sorted(again) == sorted(first) == [*range(40 * shards)]
     assert used(begun, 7) + used(steps(begun.state_dict())) == again
@@ -88,7 +90,9 @@ class OneBuffer:
     """Hands out one buffer again and again."""
 
     def __init__(self, rows: np.ndarray, **others: np.ndarray) -> None:
-        self._rows, self._others, self._buffer = rows, others, np.empty_like(rows[0])
+        self._rows = rows
+        self._others = others
+        self._buffer = np.empty_like(rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,7 +117,8 @@ def test_a_buffer_that_is_handed_out_again_fills_no_other_sequence() -> None:
 
 @pytest.mark.parametrize(("kind", "found"), [(np.uint8, 156), (np.uint16, 65436)])
 def test_labels_without_a_sign_hold_no_minus_100(kind: Any, found: int) -> None:
-    ids, labels = np.array([1, 2, 3]), np.array([-100, 2, 3]).astype(kind)
+    ids = np.array([1, 2, 3])
+    labels = np.array([-100, 2, 3]).astype(kind)
     row = {"input_ids": ids, "labels": labels}
     table = pa.table({"input_ids": [ids], "labels": pa.array([labels], pa.list_(pa.from_numpy_dtype(kind)))})
     tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

@@ -56,11 +56,14 @@ def oracle(family: str, record: dict[str, Any], folder: Path) -> Any:
 def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Path, family: str) -> None:
     file = write_chats(tmp_path, 4)
     data = opened(file, family, cache_dir=tmp_path / "cache")
-    one, packed = model(family, "eager").eval(), model(family, "thd").eval()
+    one = model(family, "eager").eval()
+    packed = model(family, "thd").eval()
     packed.load_state_dict(one.state_dict())
-    rows, logits = [], []
+    rows = []
+    logits = []
     for i, line in enumerate(file.read_text().splitlines()):
-        row, want = data.dataset[i], oracle(family, json.loads(line), tmp_path)
+        row = data.dataset[i]
+        want = oracle(family, json.loads(line), tmp_path)
         rows.append(row)
         assert row["input_ids"].tolist() == want["input_ids"][0].tolist()
         assert data.index.lengths[i] == len(row["input_ids"])
@@ -84,7 +87,8 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
 
 def test_the_loss_counts_what_the_assistant_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = opened(write_chats(tmp_path, 4), cache_dir=tmp_path / "cache")
-    decode, rows = processor("qwen2_5_vl").tokenizer.decode, [data.dataset[i] for i in range(4)]
+    decode = processor("qwen2_5_vl").tokenizer.decode
+    rows = [data.dataset[i] for i in range(4)]
     said = [decode(row["input_ids"][row["labels"] != -100]).replace(" ", "") for row in rows]
     assert [x.split("<|im_end|>")[:-1] for x in said] == [["red"], ["green", "yes"], ["blue"], ["red", "yes"]]
     chats = VisionChat(processor("llava"))
@@ -111,7 +115,8 @@ def as_bytes(i: int) -> bytes:
 def test_every_way_to_give_an_image_is_the_same(tmp_path: Path) -> None:
     image(0).save(tmp_path / "a.png")
     data = as_bytes(0)
-    plain, place = {"type": "text", "text": "what colour?"}, {"type": "image"}
+    plain = {"type": "text", "text": "what colour?"}
+    place = {"type": "image"}
     address = "data:image/png;base64," + base64.b64encode(data).decode()
 
     def record(*parts: Any, **more: Any) -> dict[str, Any]:
@@ -423,7 +428,8 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
     eager = build("qwen2_5_vl", "eager").double()
     expected = 0.0
     for row in rows:
-        ids, labels = row["input_ids"][None], row["labels"]
+        ids = row["input_ids"][None]
+        labels = row["labels"]
         given = {k: row[k] for k in ("pixel_values", "image_grid_thw") if k in row}
         if "position_ids" in row:
             given["position_ids"] = row["position_ids"][:, None]

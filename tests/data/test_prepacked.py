@@ -133,7 +133,8 @@ class Counted(list[dict[str, Any]]):
 
 @pytest.mark.parametrize("kind", [list, Counted])
 def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, Any]]]) -> None:
-    single, double = {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
+    single = {"input_ids": [1, 2, 3]}
+    double = {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
     with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids begin again.*packed='off'"):
         batches_of(THDDataModule(kind([single, double]), capacity=16))
     with pytest.raises(ValueError, match=r"Row 1 has none of lengths, .*; wanted exactly one.*packed='off'"):
@@ -144,7 +145,8 @@ def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_files_of_packs_are_read_back(tmp_path: Path, form: str) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     samples = sequences(70, labels=True)
     rows = [pack_by_hand(samples[i : i + 5], form, pad=3) for i in range(0, 70, 5)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "packs.parquet")

@@ -49,7 +49,8 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
     return file
 
 
-A, B = lines({"text": "a"}), lines({"text": "b"})
+A = lines({"text": "a"})
+B = lines({"text": "b"})
 PACKED = {
     "gz": gzip.compress(A * 99),
     "bz2": bz2.compress(A * 99),
@@ -165,7 +166,8 @@ def test_a_bad_line_is_skipped_and_listed(tmp_path: Path) -> None:
 
 
 def columns(folder: Path, name: str, **given: Any) -> Path:
-    table, file = pa.table(given), folder / name
+    table = pa.table(given)
+    file = folder / name
     if file.suffix == ".parquet":
         pa.parquet.write_table(table, file, row_group_size=1)
     elif file.suffix == ".feather":
@@ -259,7 +261,8 @@ def test_strings_that_are_no_paths_are_documents() -> None:
 
 @pytest.mark.parametrize("wrap", [str, lambda path: Stream(str(path))], ids=["files", "stream"])
 def test_a_folder_with_brackets_in_its_name_is_read_as_it_is_written(wrap: Any, tmp_path: Path) -> None:
-    one, two = [[*b"one", 257]], [[*b"two", 257]]
+    one = [[*b"one", 257]]
+    two = [[*b"two", 257]]
     write(tmp_path / "d[x]", "a.jsonl", lines({"text": "one"}))
     write(tmp_path / "dx", "a.jsonl", lines({"text": "two"}))
     for pattern in ("d[x]/a.jsonl", "d[x]/*.jsonl", "d[x]", "d[x]/**/*.jsonl"):
@@ -315,7 +318,9 @@ def test_a_file_is_tokenised_once_and_again_when_its_content_changes(tmp_path: P
     def put(text: str) -> Path:
         return write(tmp_path, name, f"text\n{text}\n" if name.endswith("csv") else lines({"text": text}))
 
-    file, cache, calls = put("old"), tmp_path / "cache", []
+    file = put("old")
+    cache = tmp_path / "cache"
+    calls = []
 
     class Tokenizer(ByteTokenizer):
         def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
@@ -353,7 +358,8 @@ def test_chunks_of_any_size_give_every_line_once(
 
 def test_any_number_of_processes_gives_the_same_store(tmp_path: Path) -> None:
     given = [f"document {i} " * (i % 7) for i in range(500)]
-    file, tokenizer = write(tmp_path, "d.jsonl", lines(*({"text": text} for text in given))), ByteTokenizer()
+    file = write(tmp_path, "d.jsonl", lines(*({"text": text} for text in given)))
+    tokenizer = ByteTokenizer()
     for num_workers in (0, 2):
         chunks = file_chunks(find_files(file), chunk_bytes=1000)
         parts = tokenize(chunks, Encoder(tokenizer=tokenizer, kind="text"), num_workers=num_workers)

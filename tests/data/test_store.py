@@ -76,7 +76,8 @@ def test_a_cache_that_outgrows_its_disk_is_named(tmp_path: Path) -> None:
             build_once(tmp_path / name, write)
 
 
-TOKENS, OFFSETS = np.array([5, 6, 7], np.uint16), np.array([0, 1, 3])
+TOKENS = np.array([5, 6, 7], np.uint16)
+OFFSETS = np.array([0, 1, 3])
 WITH = Rows(TOKENS, np.array([1, 2]), np.array([-100, 6, 7]))
 WITHOUT = Rows(TOKENS, np.array([1, 2]))
 LABELLED = WITHOUT._replace(label=np.array([0, 1]))
@@ -253,7 +254,8 @@ def test_pieces_are_read_and_counted_with_their_targets(
     targets: dict[int, dict[int, int]] = {}
     for k in range(len(planner)):
         for spans in planner.step(0, k, 1).microbatches(0):
-            total, columns = 0, (spans.index, spans.start, spans.stop, spans.continued)
+            total = 0
+            columns = (spans.index, spans.start, spans.stop, spans.continued)
             for i, start, stop, continued in zip(*columns, strict=True):
                 sample = index.sample(samples, int(i), int(start), int(stop), bool(continued))
                 assert np.array_equal(sample["input_ids"], samples[i]["input_ids"][start:stop])

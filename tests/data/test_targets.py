@@ -43,7 +43,8 @@ def make_samples(count: int, kind: str) -> list[Sample]:
 
 def brute_force(samples: list[Sample]) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """Weight of every (sequence, token) among tokens, and among sequences; each sums to 1."""
-    tokens, sequences = {}, {}
+    tokens = {}
+    sequences = {}
     for i, sample in enumerate(samples):
         whole = np.ndim(sample["weights"]) == 0
         row = np.broadcast_to(sample["weights"], len(sample["input_ids"])).astype(np.float64)
@@ -352,7 +353,8 @@ def test_names_of_classes_are_refused_for_a_classifier(source: str, tmp_path: Pa
 
 
 def test_the_mean_of_an_evaluation_is_that_over_its_sequences() -> None:
-    module, given = Classifies(), rows(30)
+    module = Classifies()
+    given = rows(30)
     [found] = make_trainer().validate(module, THDDataModule(val=given, capacity=64), verbose=False)
     whole = loss_of(module.model.eval(), **THDBatch.collate(given).hf_kwargs())
     assert found["val/loss"] == pytest.approx(whole, rel=1e-6)
@@ -400,7 +402,8 @@ def test_pooled_rows_are_those_of_every_sequence(how: Any, options: dict[str, An
 def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, data = Classifies(), THDDataModule(rows(12), capacity=40)
+    module = Classifies()
+    data = THDDataModule(rows(12), capacity=40)
     module.model = classifier(family, 2).float().train()
     batch = THDBatch.collate(samples([0, 1, 0]))
     assert module.model(**batch.hf_kwargs()).logits.shape == (3, 2)

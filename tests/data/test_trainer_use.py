@@ -58,7 +58,8 @@ class SavesAt(L.Callback):
     """Saves a checkpoint when a hook is called for the n-th time."""
 
     def __init__(self, hook: str, call: int, path: Path) -> None:
-        self._left, self._path = call, path
+        self._left = call
+        self._path = path
         setattr(self, hook, self._save)
 
     def _save(self, trainer: L.Trainer, *args: Any) -> None:
@@ -140,7 +141,8 @@ def test_capacity_and_step_hold_for_the_loaders_made_after_they_were_set() -> No
 @pytest.mark.parametrize("strategy", ["auto", "thd"])
 @pytest.mark.parametrize("train", [SAMPLES, Rows(*SAMPLES)], ids=["planned", "streamed"])
 def test_a_training_loader_without_its_data_module_is_refused(train: Any, strategy: str) -> None:
-    module, data = TinyModule(), THDDataModule(train, capacity=CAPACITY)
+    module = TinyModule()
+    data = THDDataModule(train, capacity=CAPACITY)
     data.setup("fit")
     with pytest.raises(MisconfigurationException, match=r"by itself.*fit\(module, datamodule=data\)"):
         make_trainer(strategy=strategy).fit(module, data.train_dataloader())
@@ -155,7 +157,9 @@ def run_on(train: Any, folder: Path, first: dict[str, Any], then: dict[str, Any]
         trainer.fit(module, THDDataModule(train, capacity=CAPACITY, val=SAMPLES[:4]), ckpt_path=path)
         return trainer.global_step
 
-    begun, resumed, whole = TinyModule(), TinyModule(), TinyModule()
+    begun = TinyModule()
+    resumed = TinyModule()
+    whole = TinyModule()
     saver = ModelCheckpoint(folder, filename="end")
     run(begun, callbacks=[saver], enable_checkpointing=True, **first)
     steps = run(resumed, folder / "end.ckpt", **then)
@@ -195,7 +199,8 @@ def test_a_stop_before_an_epochs_first_batch_loses_no_epoch(epoch: int, tmp_path
         def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
             trainer.should_stop = trainer.current_epoch == epoch - 1
 
-    module, whole = TinyModule(), TinyModule()
+    module = TinyModule()
+    whole = TinyModule()
     trainer = make_trainer(max_epochs=3, callbacks=[Stops()])
     trainer.fit(module, THDDataModule(SAMPLES, capacity=CAPACITY))
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
@@ -229,7 +234,9 @@ def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None
     def data() -> THDDataModule:
         return THDDataModule(Stream(source=Rows(*SAMPLES), steps_per_epoch=steps), capacity=CAPACITY)
 
-    module, whole, given = TinyModule(), TinyModule(), data()
+    module = TinyModule()
+    whole = TinyModule()
+    given = data()
     trainer = make_trainer(max_epochs=-1, max_steps=2)
     for until in (2, 4, 5):
         trainer.fit_loop.epoch_loop.max_steps = until
@@ -299,7 +306,8 @@ class Records(L.LightningModule):
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()
-        self.weight, self.folder = nn.Parameter(torch.ones(())), folder
+        self.weight = nn.Parameter(torch.ones(()))
+        self.folder = folder
         self.events: list[Any] = []
         self.logger_of_steps = Steps()
         self.saved: dict[Path, int] = {}  # checkpoint -> events before the first that a resumed fit repeats
@@ -373,7 +381,8 @@ def fit(module: Records, kind: str, accumulate: int, limit: str, *, epochs: int,
 
 def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[str, ...] = ()) -> int:
     """Resume from every checkpoint of a fit, for as many epochs and one more; return how many were tried."""
-    whole, longer = Records(folder), Records()
+    whole = Records(folder)
+    longer = Records()
     fit(whole, kind, accumulate, limit, epochs=EPOCHS)
     fit(longer, kind, accumulate, limit, epochs=EPOCHS + 1)
     assert longer.events[: len(whole.events)] == whole.events

@@ -99,7 +99,8 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
 def image(i: int) -> Image.Image:
-    height, width = 12 + 9 * (i % 4), 40 - 7 * (i % 5)
+    height = 12 + 9 * (i % 4)
+    width = 40 - 7 * (i % 5)
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[2:, 3:] = [*COLOURS.values()][i % 3]
     return Image.fromarray(pixels)

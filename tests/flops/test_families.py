@@ -83,7 +83,8 @@ _SWITCHED: list[tuple[str, dict[str, Any]]] = [
 )  # GPT-BigCode's, older
 @pytest.mark.parametrize(("family", "switched"), _SWITCHED)
 def test_projections_behind_a_switch_equal_torchs_counter(family: str, switched: dict[str, Any]) -> None:
-    plain, config = small_config(family), small_config(family, **switched)
+    plain = small_config(family)
+    config = small_config(family, **switched)
     names = forward_by_name(FlopsModel.from_config(config), TOTAL)
     ours = sum(names[name] for name in names if name not in (*_SCANS, "experts_up", "experts_down"))
     by_op = counted(meta_model(config), TOTAL)
@@ -149,7 +150,8 @@ def test_compressed_attention_equals_the_models_own_masks_and_torchs_counter() -
     scored = sum((i + 1) // 4 for n in lengths for i in range(n))
     choices = 2 * 2 * 3 * (16 + 1) * scored  # two layers choose, by 3 heads of 16 and their weighted sum
     stats = SeqStats.from_lengths(lengths, windows=model.windows)
-    forward, training = model.forward_flops(stats), model.training_flops(stats)
+    forward = model.forward_flops(stats)
+    training = model.training_flops(stats)
     assert forward.attention == attended_flops(config, lengths) + choices
     assert training.attention == 3 * forward.attention - 2 * choices
     # on one row torch counts whole rectangles: 32 keys and the blocks of 4 or 8 of them
@@ -222,7 +224,11 @@ def test_llama4_routes_where_transformers_computes_every_expert() -> None:
 def test_mamba2_equals_megatrons_formula() -> None:
     """2Th(2D + 2gN + nheads) + 7TDN + 2TDh with D = nheads x headdim, forward."""
     config = small_config("mamba2")
-    hidden, heads, inner, state, groups = 96, 12, 12 * 16, 10, 2
+    hidden = 96
+    heads = 12
+    inner = 12 * 16
+    state = 10
+    groups = 2
     per_layer = 2 * hidden * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * hidden
     flops = FlopsModel.from_config(config).forward_flops(SeqStats.from_lengths([TOTAL]))
     assert flops.linear == config.num_hidden_layers * TOTAL * per_layer
@@ -234,7 +240,8 @@ def test_gated_delta_net_equals_megatrons_formula() -> None:
     from lightning_thd.flops.families.parts import gated_delta
 
     hidden, qk_heads, v_heads, dim, kernel = 96, 2, 4, 14, 4
-    qk, value = qk_heads * dim, v_heads * dim
+    qk = qk_heads * dim
+    value = v_heads * dim
     formula = (
         hidden * (2 * qk + 2 * value + 2 * v_heads)
         + kernel * (2 * qk + value)
@@ -272,7 +279,8 @@ def test_cross_attention_counts_queries_times_what_they_read() -> None:
         },
     }
     model = FlopsModel.from_config(config, causal="exact")
-    queries, keys = [3, 5], [10, 4]
+    queries = [3, 5]
+    keys = [10, 4]
     flops = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=keys))
     pairs = sum(1 for q, k in zip(queries, keys, strict=True) for _ in range(q) for _ in range(k))
     own = sum(n * (n + 1) // 2 for n in queries)

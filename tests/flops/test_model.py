@@ -48,7 +48,8 @@ VERL: dict[str, tuple[dict[str, Any], int, int]] = {
     "qwen3-30b-a3b": (QWEN3_30B_A3B, 78593069678592, 306570470621184),
     "deepseek-v3-671b": (DEEPSEEK_V3, 848766538088448, 3145850406567936),
 }
-MIXED, EVEN = [512, 1024, 2048], [4096] * 3
+MIXED = [512, 1024, 2048]
+EVEN = [4096] * 3
 
 
 @pytest.mark.parametrize("name", VERL)
@@ -101,7 +102,8 @@ def tiny(window: int | Chunk | None, causal: Causal = "half") -> FlopsModel:
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=8), causal=st.sampled_from(["half", "exact", "full"]))
 def test_a_window_no_sequence_reaches_changes_nothing(lengths: list[int], causal: Causal) -> None:
-    windowed, whole = tiny(30, causal), tiny(None, causal)
+    windowed = tiny(30, causal)
+    whole = tiny(None, causal)
     stats = SeqStats.from_lengths(lengths, windows=windowed.windows)
     assert windowed.training_flops(stats) == whole.training_flops(SeqStats.from_lengths(lengths))
 
@@ -211,7 +213,8 @@ STATS = SeqStats.from_lengths([60, 40], slots=125)
 
 
 def test_every_key_and_value_on_one_device() -> None:
-    linear, attention = 6 * 50 * 100, 3 * 20 * (60**2 + 40**2) // 2
+    linear = 6 * 50 * 100
+    attention = 3 * 20 * (60**2 + 40**2) // 2
     flops = linear + attention
     assert throughput(STATS, seconds=2.0, model=MODEL, microbatches=1, peak=1e6, recompute="full") == {
         "device/items_per_sec": 62.5,

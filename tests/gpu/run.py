@@ -32,7 +32,8 @@ class Waits:
     """Counts optimizer steps, and the waits of the steps after the first ones."""
 
     def __init__(self, script: str) -> None:
-        self.steps, self._script = 0, str(Path(script).resolve())
+        self.steps = 0
+        self._script = str(Path(script).resolve())
         self._rows: list[tuple[int, str]] = []
 
     def step(self, *_: Any) -> None:

@@ -26,7 +26,8 @@ register_thd()
 
 @pytest.mark.parametrize(("make", "loss", "given"), [pytest.param(*rest, id=name) for name, *rest in cases()])
 def test_loss(make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given: Any) -> None:
-    here, there = make(), make().cuda()
+    here = make()
+    there = make().cuda()
     wanted, gradients = run(here, loss, given)
     moved = given.to("cuda")
     run(there, loss, moved)
@@ -65,7 +66,8 @@ def test_compiled_model(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str) -> None:
     model = thd_model(name).eval().to("cuda")
-    logits, targets = [], []
+    logits = []
+    targets = []
     for batch in (pack.to("cuda") for pack in matrix.packs()):
         logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
         targets += batch.unpack(batch.targets)

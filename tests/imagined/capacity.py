@@ -43,7 +43,8 @@ def main() -> None:
     with imagined_gpu():
         torch.cuda.mem_get_info = lambda device=None: (BUDGET, BUDGET)
         torch.cuda.memory_reserved = lambda device=None: 0
-        module, data = Module(), THDDataModule(sequences(4_000, longest=100), capacity="auto")
+        module = Module()
+        data = THDDataModule(sequences(4_000, longest=100), capacity="auto")
         trainer = quiet_trainer(accelerator="gpu", max_steps=3)
         trainer.fit(module, data)
         peak = torch.cuda.max_memory_allocated()

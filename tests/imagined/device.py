@@ -32,7 +32,10 @@ class Log:
     """What the host asked of the device: reads and uploads, each with its caller and optimizer step."""
 
     def __init__(self):
-        self.reads, self.uploads, self.read_steps, self.upload_steps = [], [], [], []
+        self.reads = []
+        self.uploads = []
+        self.read_steps = []
+        self.upload_steps = []
         self.counting, self.sync_mode, self.step = True, 0, 0
 
     def clear(self):
@@ -45,7 +48,8 @@ LOG = Log()
 
 def caller() -> str:
     """Return file, line and function of the nearest frame of ours, else of a library's, else of a test's."""
-    frames, frame = [], sys._getframe(1)
+    frames = []
+    frame = sys._getframe(1)
     while frame is not None:
         if "/imagined" not in frame.f_code.co_filename:
             frames.append((frame.f_code.co_filename, f"{frame.f_lineno} {frame.f_code.co_name}"))
@@ -66,10 +70,12 @@ def caller() -> str:
 def _told(kind, name, size, flags):
     """Note a read or an upload; 1 makes the caller raise as where waiting is an error, 2 as in a capture."""
     try:
-        kind, name = kind.decode(), name.decode()
+        kind = kind.decode()
+        name = name.decode()
         if not LOG.counting or kind not in ("read", "upload"):
             return 0
-        pinned, free = bool(flags & 1), bool(flags & 2)
+        pinned = bool(flags & 1)
+        free = bool(flags & 2)
         if kind == "read":
             LOG.reads.append((name.removeprefix("aten::"), caller()))
             LOG.read_steps.append(LOG.step)
@@ -77,7 +83,8 @@ def _told(kind, name, size, flags):
         else:
             LOG.uploads.append((name.removeprefix("aten::"), size, pinned, free, caller()))
             LOG.upload_steps.append(LOG.step)
-            waits, forbidden = not free, not pinned
+            waits = not free
+            forbidden = not pinned
         return 2 if forbidden and _lib.imagined_capturing() else int(waits and LOG.sync_mode == 2)
     except BaseException:  # nothing may leave a callback
         return 0
@@ -85,7 +92,8 @@ def _told(kind, name, size, flags):
 
 def compiled(name: str, *options: str) -> Path:
     """Compile a source of this folder, once for all processes, and return the library."""
-    source, root = HERE / f"{name}.cpp", Path(torch.__file__).parent
+    source = HERE / f"{name}.cpp"
+    root = Path(torch.__file__).parent
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     out = BUILT / f"imagined_{name}_{key}.so"
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -137,7 +145,9 @@ def _scores(q, k, scale, seen):
 
 def _attend(q, k, v, scale, seen):
     """Return one sequence's output and logsumexp [H, Q], +inf for rows that see nothing."""
-    q, k, v = q.float(), k.float(), v.float()
+    q = q.float()
+    k = k.float()
+    v = v.float()
     scores = _scores(q, k, scale, seen)
     total = scores.logsumexp(-1)
     p = (scores - torch.where(total.isinf(), 0, total)[..., None]).exp()
@@ -149,7 +159,8 @@ def _attend_backward(grad, q, k, v, out, lse, scale, seen):
     """Return the gradients of one sequence's queries, keys and values."""
     grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    repeated, values = k.repeat_interleave(heads[1], 1), v.repeat_interleave(heads[1], 1)
+    repeated = k.repeat_interleave(heads[1], 1)
+    values = v.repeat_interleave(heads[1], 1)
     p = (_scores(q, k, scale, seen) - lse[..., None]).exp()
     dp = torch.einsum("qhd,khd->hqk", grad, values)
     ds = p * (dp - (grad * out).sum(-1).T[..., None]) * scale
@@ -180,7 +191,8 @@ def _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right):
         assert max(lengths, default=0) <= most, f"imagined CUDA: max_seqlen={most} is below the longest"
         assert int(cu[-1]) <= slots, "imagined CUDA: cu_seqlens reach beyond the tokens"
     for _, a, b in _sequences(cu_q, cu_k):
-        n, m = a.stop - a.start, b.stop - b.start
+        n = a.stop - a.start
+        m = b.stop - b.start
         away = torch.arange(m)[None] - torch.arange(n)[:, None] - m + n  # of a key from its query
         seen = torch.ones(n, m, dtype=torch.bool)
         if left is not None and left >= 0:
@@ -192,7 +204,8 @@ def _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right):
 
 def _fa_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug_mask, *, scale=None, **others):
     _outside("_flash_attention_forward")
-    left, right = others.pop("window_size_left", None), others.pop("window_size_right", None)
+    left = others.pop("window_size_left", None)
+    right = others.pop("window_size_right", None)
     assert not any(value is not None for value in others.values())
     assert dropout_p == 0
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -214,7 +227,8 @@ def _fa_backward(
     _outside("_flash_attention_backward")
     _demand(grad.dtype == q.dtype == out.dtype, "query and dout must have the same dtype")
     _demand(lse.dtype == torch.float32 and lse.shape == (q.shape[1], q.shape[0]), f"softmax_lse {lse.shape}")
-    left, right = windows.get("window_size_left"), windows.get("window_size_right")
+    left = windows.get("window_size_left")
+    right = windows.get("window_size_right")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=x.dtype) for x in (q, k, v))
     for a, b, seen in _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, left, right):
@@ -241,9 +255,11 @@ def _efficient_parts(q, k, v, cu_q, cu_k, max_q, max_k, mask_type, window):
     windowed = window is not None and window > 0
     _demand(not windowed or mask_type, "window_size is used with causal masks only")
     for i, a, b in _sequences(cu_q, cu_k):
-        n, m = a.stop - a.start, b.stop - b.start
+        n = a.stop - a.start
+        m = b.stop - b.start
         _demand(n <= max_q and m <= max_k, "a sequence is longer than max_seqlen: rows would stay unwritten")
-        row, col = torch.arange(n)[:, None] + (m - n if mask_type == 2 else 0), torch.arange(m)[None]
+        row = torch.arange(n)[:, None] + (m - n if mask_type == 2 else 0)
+        col = torch.arange(m)[None]
         seen = torch.ones(n, m, dtype=torch.bool) if mask_type == 0 else col <= row
         yield i, a, b, seen & (col > row - window) if windowed else seen
 
@@ -341,7 +357,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device=None, priority=0, stream_id=None, **_):
         if stream_id is None:
-            stream_id, Stream._next = Stream._next, Stream._next + 1
+            stream_id = Stream._next
+            Stream._next = Stream._next + 1
         return super().__new__(cls, stream_id=stream_id, device_index=_index(device), device_type=1)
 
     def __init__(self, device=None, priority=0, stream_id=None, **_):
@@ -374,7 +391,8 @@ class Stream(torch.Stream):
 
     def __enter__(self):
         self._before = getattr(self, "_before", [])
-        device, index = _lib.imagined_set_device(self.device_index), self.device_index
+        device = _lib.imagined_set_device(self.device_index)
+        index = self.device_index
         self._before.append((device, _lib.imagined_stream_of(index)))
         _lib.imagined_set_stream_of(index, self.stream_id)
         return self
@@ -387,10 +405,13 @@ class Stream(torch.Stream):
 
 class Event:
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
-        self.timing, self.recorded, self.time = enable_timing, False, 0.0
+        self.timing = enable_timing
+        self.recorded = False
+        self.time = 0.0
 
     def record(self, stream=None):
-        self.recorded, self.time = True, time.perf_counter()
+        self.recorded = True
+        self.time = time.perf_counter()
 
     def wait(self, stream=None):
         pass
@@ -426,12 +447,14 @@ class CUDAGraph:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
         _demand(_lib.imagined_get_stream(), "CUDA graphs must be captured on a non-default stream.")
         _demand(not _lib.imagined_capturing(), "a capture is under way")
-        self._pool, self._begun = pool or graph_pool_handle(), True
+        self._pool = pool or graph_pool_handle()
+        self._begun = True
         _lib.imagined_begin(id(self))
 
     def capture_end(self):
         _demand(self._begun, "capture_end without a capture")
-        self._graph, self._begun = _lib.imagined_end(), False
+        self._graph = _lib.imagined_end()
+        self._begun = False
         if not _lib.imagined_steps(self._graph):
             warnings.warn("The CUDA Graph is empty.", stacklevel=2)
 
@@ -465,7 +488,8 @@ class _Device:
     def __init__(self, device=None):
         named = f"cuda:{device}" if isinstance(device, int) else device
         on_gpu = named is not None and torch.device(named).type == "cuda"
-        self.idx, self.prev_idx = (_index(device) if on_gpu else -1), -1
+        self.idx = _index(device) if on_gpu else -1
+        self.prev_idx = -1
 
     def __enter__(self):
         self.prev_idx = _lib.imagined_set_device(self.idx) if self.idx >= 0 else -1
@@ -509,7 +533,9 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
     major, minor = capability
     props = types.SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
     props.multi_processor_count, props.warp_size, props.gcnArchName, props.uuid = 132, 32, "", "imagined"
-    props.L2_cache_size, props.max_threads_per_multi_processor, props.is_integrated = 50 << 20, 2048, False
+    props.L2_cache_size = 50 << 20
+    props.max_threads_per_multi_processor = 2048
+    props.is_integrated = False
 
     def set_sync_debug_mode(mode):
         LOG.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
@@ -653,7 +679,8 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
 
 def data(tensor):
     """Look at a tensor without being counted."""
-    before, LOG.counting = LOG.counting, False
+    before = LOG.counting
+    LOG.counting = False
     try:
         return tensor.detach().cpu()
     finally:

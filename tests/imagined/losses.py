@@ -23,7 +23,8 @@ RELATIVE, ABSOLUTE = 2e-4, 1e-6
 
 def compare(log: Any, make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given: Any) -> str:
     """Compare a loss with the CPU's; return what its second call reads, and uploads without pinned memory."""
-    here, there = make(), make().cuda()
+    here = make()
+    there = make().cuda()
     wanted, gradients = run(here, loss, given)
     run(there, loss, given.to("cuda"))
     moved = given.to("cuda")
@@ -47,7 +48,8 @@ def compare_family(log: Any, name: str) -> str:
     model = build(name, "thd")
     model.load_state_dict(state)
     model = model.eval().to("cuda")
-    logits, targets = [], []
+    logits = []
+    targets = []
     for batch in (pack.to("cuda") for pack in matrix.packs()):
         logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
         targets += batch.unpack(batch.targets)

@@ -36,8 +36,10 @@ class Options:
     backend, group_name, group_desc, split_from, split_color = "nccl", "", "", None, None
 
     def __init__(self, is_high_priority_stream=False):
-        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
-        self.global_ranks_in_group, self.config = [], types.SimpleNamespace()
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group = []
+        self.config = types.SimpleNamespace()
 
     @property
     def timeout(self):
@@ -55,7 +57,8 @@ class ProcessGroupNCCL(ext.ImaginedNCCL):
         wait = timedelta(seconds=60)
         inner = dist.ProcessGroupGloo(dist.PrefixStore("imagined_gloo", store), rank, size, timeout=wait)
         inner._set_sequence_number_for_group()
-        self.options, self._inner = options, inner
+        self.options = options
+        self._inner = inner
         self.label = f"{options.group_name or '?'}({','.join(map(str, options.global_ranks_in_group))})"
         super().__init__(inner, store, rank, size, self.label, int(wait.total_seconds() * 1000))
         _alive.append(self)
@@ -80,7 +83,8 @@ def _split_group(self, ranks, timeout=None, opts=None, group_name=None, group_de
     store = dist.PrefixStore(f"{group_name}/", self.get_group_store())
     group = dist.ProcessGroup(store, members.index(self.rank()), len(members))
     options = Options()
-    options.group_name, options.group_desc = group_name, group_desc or ""
+    options.group_name = group_name
+    options.group_desc = group_desc or ""
     options.global_ranks_in_group = [dist.get_global_rank(self, r) for r in members]
     if timeout is not None:
         options._timeout = timeout

@@ -46,9 +46,16 @@ class Job:
         save_every: int = 2,
         seen: Seen = lambda step, ids: None,
     ) -> None:
-        self.make_model, self.samples, self.capacity = make_model, samples, capacity
-        self.step, self.accumulate, self.ranks, self.steps = step, accumulate, ranks, steps
-        self.out, self.save_every, self.seen = out, save_every, seen
+        self.make_model = make_model
+        self.samples = samples
+        self.capacity = capacity
+        self.step = step
+        self.accumulate = accumulate
+        self.ranks = ranks
+        self.steps = steps
+        self.out = out
+        self.save_every = save_every
+        self.seen = seen
 
     def data(self) -> THDDataModule:
         return THDDataModule(self.samples, capacity=self.capacity, global_batch=self.step)
@@ -59,7 +66,8 @@ class Job:
         return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 
     def _lightning(self) -> tuple[nn.Module, list[float]]:
-        job, losses = self, []
+        job = self
+        losses = []
 
         class Module(L.LightningModule):
             def __init__(self) -> None:
@@ -135,7 +143,9 @@ class Job:
 
     def _trainer(self) -> tuple[nn.Module, list[float]]:
         assert isinstance(self.step, Packs), "a Hugging Face Trainer counts its steps in packs"
-        job, shares, losses = self, [], []
+        job = self
+        shares = []
+        losses = []
 
         class Watched(packed_trainer()):  # type: ignore[misc]
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -25,10 +25,12 @@ def make_loop(
     engine: str, step: Any, accumulate: int = 1, *, data: Any = None, model: Any = None, **options: Any
 ) -> tuple[Any, PackedLoop]:
     """Return Accelerator or Fabric and its loop; ``host`` may be given, others go to ``prepare_*``."""
-    model, data = model or tiny_llama(), data or make_data(step)
+    model = model or tiny_llama()
+    data = data or make_data(step)
     optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    host, options = options.pop("host", None), {"peak": 1e9, **options}
+    host = options.pop("host", None)
+    options = {"peak": 1e9, **options}
     if engine == "accelerate":
         host = host or accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         return host, prepare_thd(host, model, data, optimizer, scheduler, **options)
@@ -43,7 +45,8 @@ def make_loop(
 def run(
     loop: PackedLoop, steps: int, batches: Any = None
 ) -> tuple[dict[str, torch.Tensor], list[float], list[Any]]:
-    losses, seen = [], []
+    losses = []
+    seen = []
     for _, batch in zip(range(steps), batches or epochs(loop), strict=False):
         losses.append(float(loop.backward(batch)))
         seen.append([b.sequence_ids for b in batch.microbatches])

@@ -21,14 +21,16 @@ from tests.loss.test_router_balance import SAMPLES, expert_model, one_at_a_time
 
 def loop_of(engine: str, model: Any, **options: Any) -> Any:
     data = THDDataModule(SAMPLES, capacity=24, global_batch=Sequences(len(SAMPLES)))
-    optimizer, options = torch.optim.SGD(model.parameters(), lr=0.0), {"peak": 1e9, **options}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"peak": 1e9, **options}
     if engine == "fabric":
         return prepare_fabric(Fabric(accelerator="cpu", devices=1), model, data, optimizer, **options)
     return prepare_thd(Accelerator(cpu=True), model, data, optimizer, **options)
 
 
 def test_every_integration_balances_sequences(tmp_path: Path) -> None:
-    model, batch = expert_model("gpt_oss"), THDBatch.collate(SAMPLES)
+    model = expert_model("gpt_oss")
+    batch = THDBatch.collate(SAMPLES)
     with torch.no_grad():
         wanted = pytest.approx(float(one_at_a_time(model, SAMPLES)), rel=1e-9)
         plain = pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-9)
@@ -41,7 +43,8 @@ def test_every_integration_balances_sequences(tmp_path: Path) -> None:
     options: dict[str, Any] = {"capacity": 256, "router_balance": "sequence"}
     trainer = packed_trainer()(model=model, args=args, train_dataset=SAMPLES, **options)
     module: Any = CausalLMModule(model, router_balance="sequence")
-    module._trainer, logged = object(), {}
+    module._trainer = object()
+    logged = {}
     module.log = lambda name, value, **_: logged.update({name: float(value)})
     with torch.no_grad():
         assert float(trainer.compute_loss(model, {"batch": batch})) == wanted

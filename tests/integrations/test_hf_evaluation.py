@@ -21,7 +21,8 @@ CAPACITY = 48
 
 
 def accuracy(found: Any) -> dict[str, float]:
-    predictions, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    predictions = found.predictions[:, :-1]
+    labels = found.label_ids[:, 1:]
     return {"accuracy": float((predictions == labels)[labels != -100].mean()), "rows": float(len(labels))}
 
 
@@ -40,7 +41,8 @@ def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
     longest = max(len(s["input_ids"]) for s in samples)
     batch: dict[str, Any] = {"input_ids": [], "labels": [], "attention_mask": []}
     for s in samples:
-        n, ids = longest - len(s["input_ids"]), list(s["input_ids"])
+        n = longest - len(s["input_ids"])
+        ids = list(s["input_ids"])
         batch["input_ids"].append(ids + [0] * n)
         batch["labels"].append([-100, *list(s["labels"])[1:]] + [-100] * n)
         batch["attention_mask"].append([1] * len(ids) + [0] * n)
@@ -72,7 +74,8 @@ def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
     )
     wanted = theirs.predict(SAMPLES)
     for found in run_ranks(evaluate, world, str(tmp_path)):
-        metrics, predicted = found["metrics"], found["predicted"]
+        metrics = found["metrics"]
+        predicted = found["predicted"]
         assert metrics["eval_first_accuracy"] == pytest.approx(wanted.metrics["test_accuracy"], rel=1e-12)
         assert metrics["eval_first_rows"] == len(SAMPLES)
         assert metrics["eval_other_rows"] == len(OTHER)
@@ -96,7 +99,8 @@ def test_logits_come_back_a_row_a_sequence(tmp_path: Path) -> None:
             wanted = tiny_llama()(input_ids=ids[None]).logits[0]
         np.testing.assert_allclose(row[: len(ids)], wanted.numpy(), rtol=1e-9, atol=1e-9)
         assert (row[len(ids) :] == -100).all()
-    packs, metrics = len(trainer.get_eval_dataloader(SAMPLES)), found.metrics
+    packs = len(trainer.get_eval_dataloader(SAMPLES))
+    metrics = found.metrics
     rate = metrics["test_steps_per_second"] / metrics["test_samples_per_second"]
     assert rate * len(SAMPLES) == pytest.approx(packs, rel=0.01)
 

@@ -54,7 +54,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 def loss_alone(model: Any, samples: list[dict[str, Any]], per_token: bool) -> torch.Tensor:
     """Mean over sequences or labelled tokens, one row at a time, as transformers computes it."""
-    losses, tokens = [], 0
+    losses = []
+    tokens = 0
     for sample in samples:
         ids = torch.tensor([sample["input_ids"]])
         labels = torch.tensor([sample["labels"]] if per_token else [sample["label"]])
@@ -73,7 +74,8 @@ def loss_alone(model: Any, samples: list[dict[str, Any]], per_token: bool) -> to
     ],
 )
 def test_a_pass_of_all_rows_equals_one_row_at_a_time(auto: Any, per_token: bool, tmp_path: Path) -> None:
-    model, samples = model_of(auto), rows(per_token)
+    model = model_of(auto)
+    samples = rows(per_token)
     with torch.no_grad():
         wanted = loss_alone(model, samples, per_token).item()
     trainer = packed_trainer()(
@@ -105,10 +107,8 @@ def test_heads_of_places_and_smoothing_are_refused_by_name(tmp_path: Path) -> No
 
 
 def test_rows_whose_labels_would_be_wrong_are_refused(tmp_path: Path) -> None:
-    tagger, classifier = (
-        model_of(AutoModelForTokenClassification),
-        model_of(AutoModelForSequenceClassification),
-    )
+    tagger = model_of(AutoModelForTokenClassification)
+    classifier = model_of(AutoModelForSequenceClassification)
     with pytest.raises(ValueError, match="oversize='split' with a BertForTokenClassification"):
         packed_trainer()(
             model=tagger, args=arguments(tmp_path), capacity=24, data_kwargs={"oversize": "split"}
@@ -139,7 +139,8 @@ def test_a_loop_evaluates_a_classifier_by_sequences() -> None:
     """The model's own mean, and the line of classification.md, on packs of different numbers of sequences."""
     host = L.Fabric(accelerator="cpu", devices=1)
     host.launch()
-    model, samples = model_of(AutoModelForSequenceClassification), rows(False)
+    model = model_of(AutoModelForSequenceClassification)
+    samples = rows(False)
     with torch.no_grad():
         wanted = loss_alone(model, samples, False).item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -55,7 +55,8 @@ def train(folder: str, accumulate: int, steps: int, resume: bool = False, callba
 def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     tmp_path: Path, ranks: int
 ) -> None:
-    samples, accumulate = write_samples(tmp_path), 2
+    samples = write_samples(tmp_path)
+    accumulate = 2
     runs = run_ranks(train, ranks, str(tmp_path), accumulate, 3)
     more = run_ranks(train, ranks, str(tmp_path), accumulate, 6, True)
     packs = [[*one[1], *other[1]] for one, other in zip(runs, more, strict=True)]

@@ -114,7 +114,9 @@ def test_thawed_weights_count_from_their_step(tmp_path: Path) -> None:
     trainer.args.logging_steps = STEPS
     trainer.add_callback(Thaws())
     trainer.train()
-    samples, wanted, model = sequences(60, labels=True), 0, tiny_llama()
+    samples = sequences(60, labels=True)
+    wanted = 0
+    model = tiny_llama()
     for step, ids in enumerate(trainer.seen):
         Thaws().on_step_begin(None, type("", (), {"global_step": step}), None, model=model)
         flops = FlopsModel.from_config(model.config).for_module(model)

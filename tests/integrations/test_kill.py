@@ -48,7 +48,10 @@ def job_of(engine: str, ranks: int, out: Path | None, file: Path | None) -> Job:
 
 
 def main() -> None:
-    out, ranks, name, engine = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    out = Path(sys.argv[1])
+    ranks = int(sys.argv[2])
+    name = sys.argv[3]
+    engine = sys.argv[4]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
@@ -70,7 +73,8 @@ def survive(engine: str, out: Path, kills: int) -> None:
     names = []
     for k in range(kills):
         names.append(str(k))
-        before, ranks = lines(out), 2 if engine == "trainer" else rng.choice([1, 2])
+        before = lines(out)
+        ranks = 2 if engine == "trainer" else rng.choice([1, 2])
         job = start(JOB, out, ranks, names[-1], engine)
         run_until(job, out, before + rng.randint(2, 5) * 2)
         time.sleep(rng.random() * 0.2)

@@ -66,7 +66,8 @@ def run_shared(engine: str) -> Any:
 
 def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
     """Every step has all sequences, so that the order of the plan does not matter."""
-    found, samples = run_ranks(in_both, 2, run_shared), prefixed()
+    found = run_ranks(in_both, 2, run_shared)
+    samples = prefixed()
     planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
     with nothing_narrower():
         params, expected = train_by_hand(samples, planner, 2)
@@ -122,7 +123,9 @@ def test_a_step_that_was_fetched_but_not_run_is_the_next_one(engine: str, stream
         data = THDDataModule(source, capacity=CAPACITY, global_batch=Sequences(12))
         return make_loop(engine, None, data=data)[1]
 
-    whole, stopped, states = loop(), loop(), []
+    whole = loop()
+    stopped = loop()
+    states = []
     *_, wanted = run(whole, 4)
     for k, step in enumerate(stopped.loader):
         if k == 2:
@@ -258,7 +261,8 @@ def _model_parallel(dp: int, tp: int, kind: str) -> Any:
         loop = prepare_fabric(fabric, model, make_data(Sequences(12)), given, peak=1e9)
     except ValueError as err:
         return str(err)
-    losses, bare = [], loop.model.module
+    losses = []
+    bare = loop.model.module
     for _, batch in zip(range(STEPS), epochs(loop), strict=False):
         losses.append(float(loop.backward(batch)))
         clip_by_norm(bare.parameters(), 0.5)
@@ -289,7 +293,8 @@ def _evaluate(engine: str) -> Any:
     samples = sequences(23, labels=True, seed=4)
     data = THDDataModule(samples, val=samples, capacity=CAPACITY, global_batch=Packs(4))
     data.attach(ranks=2, accumulate=2)  # the data module of training
-    first, batches = loop.evaluate(data), epochs(loop)
+    first = loop.evaluate(data)
+    batches = epochs(loop)
     loop.backward(next(batches))
     with pytest.raises(ValueError, match=r"runs one set, but val= names several. Pass them one by one"):
         loop.evaluate(THDDataModule(val={"a": samples, "b": samples}, capacity=CAPACITY))

@@ -20,7 +20,8 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, tiny_llama
 
 trl = pytest.importorskip("trl")
-SFTConfig, SFTTrainer = trl.SFTConfig, trl.SFTTrainer
+SFTConfig = trl.SFTConfig
+SFTTrainer = trl.SFTTrainer
 
 CAPACITY, STEPS = 64, 4
 QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
@@ -101,7 +102,8 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     model = model_of(make_tokenizer(PLAIN))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     planner = PackPlanner(whole, CAPACITY, global_batch=Packs(1))
-    losses, metrics = [], []
+    losses = []
+    metrics = []
     for k in range(STEPS):
         epoch, step = divmod(k, len(planner))
         ids = [int(i) for i in planner.step(epoch, step, 1).indices_by_rank()[0][0]]

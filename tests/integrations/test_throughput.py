@@ -45,7 +45,8 @@ def test_a_padded_loop_of_fabric() -> None:
     """The library's own set-up and its wrapped model: no pack anywhere."""
     host = L.Fabric(accelerator="cpu", devices=1)
     host.launch()
-    bare, logged = llama(), []
+    bare = llama()
+    logged = []
     model, optimizer = host.setup(bare, torch.optim.SGD(bare.parameters(), 0.1))
     batches: Any = torch.utils.data.DataLoader([batch_of(one) for one in LENGTHS], batch_size=None)
     monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=3, warmup_steps=0)
@@ -72,10 +73,12 @@ def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
 
     host = L.Fabric(accelerator="cpu", devices=1)
     host.launch()
-    model, data = tiny_llama(torch.float32), THDDataModule(sequences(30), capacity=64)
+    model = tiny_llama(torch.float32)
+    data = THDDataModule(sequences(30), capacity=64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loop = prepare_fabric(host, model, data, optimizer, loss_fn=loss_fn, peak=PEAK, log_every_n_steps=1)
-    flops, wanted = FlopsModel.from_config(model.config), 0
+    flops = FlopsModel.from_config(model.config)
+    wanted = 0
     for number, step in zip(range(4), loop.loader, strict=False):
         loop.backward(step)
         stats = step.stats
@@ -92,7 +95,8 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
     tmp_path: Path, strategy: str, in_front: bool
 ) -> None:
     """A step takes 1 s, a save and an evaluation 100 s; the checkpoint of step 2 lies between two logs."""
-    now, errors = [0.0], list[Exception]()
+    now = [0.0]
+    errors = list[Exception]()
 
     class Slow(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:

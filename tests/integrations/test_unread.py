@@ -116,7 +116,8 @@ def test_a_noted_batch_answers_as_the_plain_one(noted: NotedBatch) -> None:
     for name in dir(THDBatch):
         if name.startswith("_") or callable(getattr(plain, name)):
             continue
-        mine, theirs = getattr(noted, name), getattr(plain, name)
+        mine = getattr(noted, name)
+        theirs = getattr(plain, name)
         assert mine is theirs or str(mine) == str(theirs), name
     assert str(pickle.loads(pickle.dumps(noted)).boundaries) == str(plain.boundaries)
 
@@ -432,6 +433,7 @@ def test_every_rank_raises_and_none_waits(cp: int) -> None:
 
 def test_the_numbers_are_those_of_training_without_the_check() -> None:
     """A noted first step changes no bit."""
-    with_check, without = fit(True), fit(True, needs_boundaries=False)
+    with_check = fit(True)
+    without = fit(True, needs_boundaries=False)
     for one, other in zip(with_check.parameters(), without.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -21,7 +21,8 @@ class Own(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.ported = ported
-        self.tokens, self.head = nn.Embedding(VOCAB, SIZE), nn.Linear(SIZE, VOCAB)
+        self.tokens = nn.Embedding(VOCAB, SIZE)
+        self.head = nn.Linear(SIZE, VOCAB)
         self.qkv = nn.Linear(SIZE, 3 * SIZE)
 
     def forward(self, batch: THDBatch) -> Tensor:

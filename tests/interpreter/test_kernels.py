@@ -65,7 +65,8 @@ def compare(
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Gated delta rule a step at a time on ``[1, n, H, D]``, from an empty state."""
-    q, k = F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6)
+    q = F.normalize(q, dim=-1, eps=1e-6)
+    k = F.normalize(k, dim=-1, eps=1e-6)
     state = v.new_zeros(v.shape[2], k.shape[3], v.shape[3])
     rows = []
     for t in range(v.shape[1]):
@@ -79,7 +80,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
 def delta_leaves() -> list[Tensor]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, T, 2, 16) for _ in range(3))
-    g, beta = F.logsigmoid(torch.randn(1, T, 2)), torch.rand(1, T, 2)
+    g = F.logsigmoid(torch.randn(1, T, 2))
+    beta = torch.rand(1, T, 2)
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
 
 
@@ -149,7 +151,9 @@ def test_mambas_chunk_scan(report: Report) -> None:
         return torch.cat([state_space(x_, dt_, a, b_, c_) for x_, dt_, b_, c_ in parts], dim=1)
 
     torch.manual_seed(2)
-    x, b, c = torch.randn(1, T, 2, 16), torch.randn(1, T, 1, 16), torch.randn(1, T, 1, 16)
+    x = torch.randn(1, T, 2, 16)
+    b = torch.randn(1, T, 1, 16)
+    c = torch.randn(1, T, 1, 16)
     leaves = [y.requires_grad_() for y in (x, torch.rand(1, T, 2), -torch.rand(2), b, c)]
     out, gradients = compare(kernel, oracle, leaves)
     report("mamba-ssm 2.3.2.post1 mamba_chunk_scan_combined forward", out)

@@ -72,7 +72,8 @@ def test_layers_patched_by_liger_are_exact_on_packs(
     name: str, built: bool, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     plain = build(name, "thd").train()
-    wanted, batches = [], [random_batch(seed, count=3, longest=8) for seed in (1, 2)]
+    wanted = []
+    batches = [random_batch(seed, count=3, longest=8) for seed in (1, 2)]
     for batch in batches:
         loss = causal_lm_loss(plain, batch)
         wanted.append((float(loss.detach()), [x.clone() for x in gradients(plain, loss)]))
@@ -92,7 +93,8 @@ def test_the_loss_of_packs_takes_the_place_of_ligers(built: bool, monkeypatch: p
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     from transformers.models.qwen3 import modeling_qwen3
 
-    plain, batch = build("qwen3", "thd").train(), random_batch(1, count=3)
+    plain = build("qwen3", "thd").train()
+    batch = random_batch(1, count=3)
     wanted = causal_lm_loss(plain, batch)
     of_plain = [x.clone() for x in gradients(plain, wanted)]
     whole: Any = modeling_qwen3.Qwen3ForCausalLM

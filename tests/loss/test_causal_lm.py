@@ -35,7 +35,8 @@ def assert_same(model: nn.Module, batch: THDBatch) -> None:
     # the oracle has the balancing loss of a stock model, which is over all slots
     loss = causal_lm_loss(model, batch, router_balance="microbatch")
     expected = oracle(model, batch)
-    ours, theirs = gradients(model, loss), gradients(model, expected)
+    ours = gradients(model, loss)
+    theirs = gradients(model, expected)
     assert len(ours) > 5
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     assert largest_error(ours, theirs) < 1e-9
@@ -51,7 +52,8 @@ def test_every_family_equals_its_own_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma2", "Cohere"])
 def test_logprobs_follow_the_models_scale_then_the_temperature(name: str) -> None:
-    model, batch = build(name), make_batch(ignored=0.4)
+    model = build(name)
+    batch = make_batch(ignored=0.4)
     found = causal_lm_logprobs(model, batch, temperature=0.5)
     log_p = (model(**batch.hf_kwargs()).logits[0] / 0.5).log_softmax(-1)
     counts = batch.targets != -100
@@ -66,7 +68,8 @@ def test_logprobs_follow_the_models_scale_then_the_temperature(name: str) -> Non
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_statistics_are_those_of_whole_logits_and_the_loss_is_the_same(smoothing: float) -> None:
-    model, batch = build("Llama"), make_batch(ignored=0.4)
+    model = build("Llama")
+    batch = make_batch(ignored=0.4)
     loss, stats = causal_lm_loss_and_stats(model, batch, label_smoothing=smoothing)
     wanted = causal_lm_loss(model, batch, label_smoothing=smoothing)
     assert torch.equal(loss, wanted)
@@ -89,10 +92,12 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("family", ["llama", "mamba2", "bamba"])
 def test_padding_for_alignment_changes_nothing(family: str) -> None:
-    model, padded = tiny_llama() if family == "llama" else family_model(family, "thd").double(), 0
+    model = tiny_llama() if family == "llama" else family_model(family, "thd").double()
+    padded = 0
     for seed, setting in enumerate(SETTINGS if family == "llama" else SETTINGS[1::4]):
         samples = sequences(4, labels=True, seed=seed)
-        bare, aligned = THDBatch.collate(samples), THDBatch.collate(samples, align=Alignment.for_(**setting))
+        bare = THDBatch.collate(samples)
+        aligned = THDBatch.collate(samples, align=Alignment.for_(**setting))
         padded += len(aligned.input_ids) > len(bare.input_ids)
         losses = [causal_lm_loss(model, batch) for batch in (aligned, bare)]
         found, wanted = ({"loss": loss.detach(), **gradients(model, loss)} for loss in losses)
@@ -101,7 +106,8 @@ def test_padding_for_alignment_changes_nothing(family: str) -> None:
 
 
 def test_smoothing_and_z_loss() -> None:
-    model, batch = build("Granite"), make_batch(ignored=0.4)
+    model = build("Granite")
+    batch = make_batch(ignored=0.4)
     loss = causal_lm_loss(model, batch, label_smoothing=0.1, z_loss=0.01)
     z = model(**batch.hf_kwargs()).logits[0]
     expected = F.cross_entropy(z, batch.targets, reduction="sum", label_smoothing=0.1)
@@ -172,7 +178,8 @@ def test_further_targets_of_context_parallel_shards() -> None:
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
 def test_dft_weighs_each_tokens_loss_by_its_probability(share_prefixes: bool) -> None:
-    model, rows = tiny_llama(), [[5, 6, 7, 8, 9], [5, 6, 7, 1], [2, 3]]
+    model = tiny_llama()
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 1], [2, 3]]
     samples = [{"input_ids": row, "weights": 0.5 + i} for i, row in enumerate(rows)]
     batch = THDBatch.collate(samples, share_prefixes=share_prefixes)
     found = dft_loss(causal_lm_logprobs(model, batch).logp, batch)

@@ -141,7 +141,8 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
 
 
 def test_flops_and_epoch_means_count_each_microbatch_once() -> None:
-    module, monitor = Embedder(), THDThroughputMonitor(peak=1e12)
+    module = Embedder()
+    monitor = THDThroughputMonitor(peak=1e12)
     trainer = quiet_trainer(
         strategy="thd", max_epochs=1, log_every_n_steps=1, callbacks=[monitor], num_sanity_val_steps=0
     )

@@ -558,7 +558,8 @@ class Collectives(TorchDispatchMode):
 
 def shards(leaves: list[Tensor]) -> list[Tensor]:
     """The hidden states whole, and this rank's rows of weight and bias."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     parts = [leaves[0], *(leaf.chunk(ranks)[rank] for leaf in leaves[1:])]
     return [part.detach().clone().requires_grad_() for part in parts]
 

@@ -28,8 +28,10 @@ def on_device(case: Case) -> tuple[list[Tensor], Tensor]:
 def test_values_and_gradients(dtype: torch.dtype, kind: str, softcap: float | None) -> None:
     size: Any = {"tokens": 300, "width": 128, "vocabulary": 9000 if kind == "nll" else 1000}
     case = Case(**size, dtype=dtype, bias=True, ignored=0.3, softcap=softcap)
-    (leaves, targets), taught = on_device(case), tuple(x.cuda() for x in case.teacher())
-    loss, leaves64 = fused(kind, leaves, targets, taught, **case.kwargs(leaves)), wide(leaves)
+    leaves, targets = on_device(case)
+    taught = tuple(x.cuda() for x in case.teacher())
+    loss = fused(kind, leaves, targets, taught, **case.kwargs(leaves))
+    leaves64 = wide(leaves)
     wanted = whole(kind, case, leaves64, targets, tuple(x.double() for x in taught))
     assert relative(loss, wanted) < max(1e-2 if dtype.itemsize == 2 else 0.0, TOLERANCE[dtype])
     theirs = torch.autograd.grad(wanted / case.tokens, leaves64)

@@ -94,9 +94,11 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_what_cannot_be_followed_gets_zeros_and_is_noted(name: str) -> None:
-    logits, function = carry_values(torch.ones(1), SHAPE), NOT_FOLLOWED[name]
+    logits = carry_values(torch.ones(1), SHAPE)
+    function = NOT_FOLLOWED[name]
     assert not logits.lost
-    found, wanted = function(logits), function(torch.zeros(SHAPE))
+    found = function(logits)
+    wanted = function(torch.zeros(SHAPE))
     assert logits.lost
     if wanted is not None:
         torch.testing.assert_close(found, wanted, equal_nan=True)
@@ -112,7 +114,8 @@ def compare(model: nn.Module, other: nn.Module | None = None) -> None:
     logits = (other or model)(**batch.hf_kwargs()).logits[0]
     wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
     torch.testing.assert_close(found, wanted)
-    ours, theirs = gradients(model, found), gradients(other or model, wanted)
+    ours = gradients(model, found)
+    theirs = gradients(other or model, wanted)
     assert ours.keys() == theirs.keys()
     for key, gradient in theirs.items():
         torch.testing.assert_close(ours[key], gradient, msg=key)
@@ -124,7 +127,8 @@ class Head(nn.Module):
     def __init__(self, weight: nn.Parameter, forward: Callable[[Head, Tensor], Tensor]) -> None:
         super().__init__()
         vocabulary, width = weight.shape
-        self.weight, self.function = weight, forward
+        self.weight = weight
+        self.function = forward
         self.down = nn.Parameter(torch.randn(4, width).to(weight.dtype))
         self.up = nn.Parameter(torch.zeros(vocabulary, 4).to(weight.dtype))
         self.offset = nn.Parameter(torch.zeros(vocabulary).to(weight.dtype))
@@ -166,7 +170,8 @@ def test_a_head_of_ones_own_is_run_as_it_is_and_learns(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:causal_lm_loss computes the logits")
 def test_log_probabilities_and_statistics_of_whole_logits() -> None:
-    model, batch = with_head(HEADS["LoRA"]), random_batch(1)
+    model = with_head(HEADS["LoRA"])
+    batch = random_batch(1)
     plain: Any = tiny_llama(torch.float64)
     plain.load_state_dict(model.state_dict(), strict=False)
     for options in ({"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sequences"}):
@@ -185,7 +190,8 @@ def test_log_probabilities_and_statistics_of_whole_logits() -> None:
 def test_a_head_that_was_patched_is_run_as_it_is() -> None:
     model = tiny_llama(torch.float64)
     head: Any = model.lm_head
-    own, more = head.forward, nn.Parameter(torch.zeros_like(head.weight))
+    own = head.forward
+    more = nn.Parameter(torch.zeros_like(head.weight))
     head.forward = lambda hidden: own(hidden) + hidden @ more.T
     with pytest.warns(UserWarning, match=WHOLE + "its head"):
         causal_lm_loss(model, random_batch(1)).backward()
@@ -253,7 +259,8 @@ def test_logits_that_a_hook_reads_or_changes_are_computed_whole(
 
 
 def test_logits_that_a_hook_keeps_raise_when_they_are_read_later() -> None:
-    model, kept = tiny_llama(torch.float64), list[Any]()
+    model = tiny_llama(torch.float64)
+    kept = list[Any]()
     model.lm_head.register_forward_hook(lambda m, i, o: kept.append(o))
     compare(model)
     with pytest.raises(ValueError, match="'argmax' was applied to logits that a hook or a model kept"):
@@ -285,7 +292,8 @@ def test_a_model_that_changes_its_logits_is_followed(kind: type, message: str) -
 
 
 def test_a_factor_of_a_heads_hook_is_recorded_and_gradients_of_logits_are_whole() -> None:
-    model, seen = tiny_llama(torch.float64), list[torch.Size]()
+    model = tiny_llama(torch.float64)
+    seen = list[torch.Size]()
     head: Any = model.lm_head
     head.register_forward_hook(lambda m, i, o: o * 2.0)
     compare(model)
@@ -296,7 +304,8 @@ def test_a_factor_of_a_heads_hook_is_recorded_and_gradients_of_logits_are_whole(
 
 
 def test_a_model_that_does_something_else_at_every_call_is_computed_whole() -> None:
-    model, factors = tiny_llama(torch.float64), iter((2.0, 3.0, 4.0, 4.0))
+    model = tiny_llama(torch.float64)
+    factors = iter((2.0, 3.0, 4.0, 4.0))
     model.lm_head.register_forward_hook(lambda m, i, o: o * next(factors))
     with pytest.warns(UserWarning, match=WHOLE + "the model changes them in another way in every call"):
         compare(model)
@@ -351,7 +360,8 @@ def test_a_plain_call_in_another_thread_gets_logits_and_leaves_the_loss_alone(ro
     """As an evaluation or a sampler runs beside a training step: here in the middle of its forward pass."""
     model = build("Mixtral")
     batch, other = (THDBatch.collate([{"input_ids": ids}]) for ids in ([3, 4, 5], [8, 9, 7, 6]))
-    alone, wanted = causal_lm_loss(model, batch, router_balance=router_balance), model(**other.hf_kwargs())
+    alone = causal_lm_loss(model, batch, router_balance=router_balance)
+    wanted = model(**other.hf_kwargs())
     found: list[Any] = []
 
     def beside(*_: Any) -> None:

@@ -36,9 +36,11 @@ TAUGHT = {**ARGUMENTS, "teacher_hidden": torch.zeros(4, 8), "teacher_weight": to
 logprobs = partial(fused_linear_logprobs, **ARGUMENTS)
 nll = partial(fused_linear_cross_entropy, **ARGUMENTS)
 distil = partial(fused_linear_distillation, **TAUGHT)
-IDS, MASK = torch.tensor([[5, 6, 0], [0, 7, 8]]), torch.tensor([[1, 1, 0], [0, 1, 1]])
+IDS = torch.tensor([[5, 6, 0], [0, 7, 8]])
+MASK = torch.tensor([[1, 1, 0], [0, 1, 1]])
 ROLLOUTS = PackedRollouts.from_padded(IDS, MASK, pad_to=5)
-ONE, FIVE = torch.zeros(2), torch.zeros(5)
+ONE = torch.zeros(2)
+FIVE = torch.zeros(5)
 given = {"logp": FIVE, "old_logp": FIVE, "advantages": ONE, "rollouts": ROLLOUTS}
 grpo = partial(policy.grpo_loss, **given)
 gspo = partial(policy.gspo_loss, **given)

@@ -181,14 +181,16 @@ def test_weights_and_scale_are_those_of_single_pairs_and_no_weight_touches_nothi
     name: str, poison: float
 ) -> None:
     function, rows, _ = LOSSES[name]
-    clean, weights = numbers(4)[:rows], torch.tensor([1.0, 0.0, 2.0, 0.5]).double()
+    clean = numbers(4)[:rows]
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5]).double()
     given = settings_of(name, 4)
     one = [{k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in given.items()} for i in range(4)]
     each = torch.stack([function(*(row[i : i + 1] for row in clean), **one[i]) for i in range(4)])
     torch.testing.assert_close(function(*clean, **given), each.mean())
     leaves = [torch.where(weights == 0, poison, row.detach()).requires_grad_() for row in clean]
     for how, divisor in (({}, weights.sum()), ({"scale": 0.25}, 4.0)):
-        ours, wanted = function(*leaves, weights=weights, **given, **how), (each * weights).sum() / divisor
+        ours = function(*leaves, weights=weights, **given, **how)
+        wanted = (each * weights).sum() / divisor
         torch.testing.assert_close(ours, wanted)
         found = torch.autograd.grad(ours, leaves, materialize_grads=True)
         expected = torch.autograd.grad(wanted, clean, retain_graph=True, materialize_grads=True)

@@ -80,7 +80,8 @@ QUICK = (
 )
 def test_loss_and_gradients_of_a_family(name: str) -> None:
     samples = tree(seed=sum(map(ord, name)))
-    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    plain = THDBatch.collate(samples)
+    shared = THDBatch.collate(samples, share_prefixes=True)
     assert shared.prefixes is not None
     assert shared.input_ids.shape[0] <= distinct(samples) < plain.input_ids.shape[0]
     model = build_in_double(name)
@@ -106,7 +107,8 @@ def test_scales_of_queries_count_the_tokens_of_a_prefix() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
     samples = tree(seed)
-    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    plain = THDBatch.collate(samples)
+    shared = THDBatch.collate(samples, share_prefixes=True)
     for options in ({"reduction": "sequences"}, {"label_smoothing": 0.1, "z_loss": 0.01}):
         loss, gradients = measured(llama, plain, **options)
         same, summed = measured(llama, shared, **options)
@@ -131,7 +133,8 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
     samples = tree(3)
-    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    plain = THDBatch.collate(samples)
+    shared = THDBatch.collate(samples, share_prefixes=True)
     model = build("llama", "thd").double().train()
     with nothing_narrower():
         _, gradients = measured(model, plain)

@@ -72,7 +72,8 @@ def test_sums_of_long_responses_lose_no_small_values(dtype: torch.dtype, rtol: f
     likely = torch.rand(2, 16_384, generator=torch.Generator().manual_seed(0)) ** 12 * 2
     mask = torch.ones(likely.shape, dtype=torch.long)
     packed = PackedRollouts.from_padded(torch.zeros_like(mask), mask)
-    values, wanted = packed.pack(-likely.to(dtype)), -likely.to(dtype)[:, 1:].double().sum(1)
+    values = packed.pack(-likely.to(dtype))
+    wanted = -likely.to(dtype)[:, 1:].double().sum(1)
     for found in (packed.sums(values), sequence_sums(values, packed.batch)):
         torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0.0)
 

@@ -77,9 +77,11 @@ def alone(model: Any, sample: dict[str, Any]) -> list[Tensor]:
 
 def balance(logits: Sequence[Tensor], top_k: int, *, sigmoid: bool = False) -> Tensor:
     """Balance one set of tokens by the paper's equations, a token at a time."""
-    experts, rows = logits[0].shape[1], sum(len(layer) for layer in logits)
+    experts = logits[0].shape[1]
+    rows = sum(len(layer) for layer in logits)
     total = torch.zeros((), dtype=torch.float64)
-    likely, chosen = torch.zeros(experts, dtype=torch.float64), [0] * experts
+    likely = torch.zeros(experts, dtype=torch.float64)
+    chosen = [0] * experts
     for layer in logits:
         for token in layer:
             scores = token.sigmoid() / token.sigmoid().sum() if sigmoid else token.exp() / token.exp().sum()
@@ -97,7 +99,8 @@ def one_at_a_time(model: Any, samples: Sequence[dict[str, Any]], *, z: float = 0
     loss = sum(total for total, _ in results) / sum(count for _, count in results)
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     for sample in samples:
-        logits, n = alone(model, sample), len(sample["input_ids"])
+        logits = alone(model, sample)
+        n = len(sample["input_ids"])
         loss = loss + n / tokens * COEFFICIENT * balance(logits, model.config.num_experts_per_tok, **how)
         lse = torch.stack([token.logsumexp(0) ** 2 for layer in logits for token in layer])
         loss = loss + z * n / tokens * lse.mean()
@@ -187,11 +190,10 @@ def test_dense_models_and_models_without_a_balancing_function_need_no_choice() -
 
 def over_a_step(model: Any, microbatches: Sequence[Sequence[dict[str, Any]]]) -> list[Tensor]:
     """Balance each microbatch by the choices of the step so far, as shares of all its tokens."""
-    top_k, tokens = (
-        model.config.num_experts_per_tok,
-        sum(len(s["input_ids"]) for m in microbatches for s in m),
-    )
-    seen, found = 0, list[Tensor]()
+    top_k = model.config.num_experts_per_tok
+    tokens = sum(len(s["input_ids"]) for m in microbatches for s in m)
+    seen = 0
+    found = list[Tensor]()
     for part in microbatches:
         logits = [alone(model, sample) for sample in part]
         likely = torch.cat([layer for layers in logits for layer in layers]).softmax(-1)
@@ -203,7 +205,8 @@ def over_a_step(model: Any, microbatches: Sequence[Sequence[dict[str, Any]]]) ->
 
 @torch.no_grad()
 def test_a_step_is_balanced_over_its_tokens_so_far() -> None:
-    model, parts = expert_model("gpt_oss"), (SAMPLES[:3], SAMPLES[3:])
+    model = expert_model("gpt_oss")
+    parts = (SAMPLES[:3], SAMPLES[3:])
     packs = [THDBatch.collate(part, loss_scale=0.0, token_scale=2 / TOKENS) for part in parts]
     packs = [pack.replace(microbatch=i) for i, pack in enumerate(packs)]
     found = []
@@ -244,7 +247,8 @@ def test_evaluations_leave_it_out() -> None:
 
 
 def test_refusals() -> None:
-    batch, model = THDBatch.collate(SAMPLES), expert_model("qwen3_moe")
+    batch = THDBatch.collate(SAMPLES)
+    model = expert_model("qwen3_moe")
     without = expert_model("deepseek_v3")
     without.config.router_aux_loss_coef = without.router_aux_loss_coef = None
     sequence: dict[str, Any] = {"router_balance": "sequence"}
@@ -271,7 +275,8 @@ def test_refusals() -> None:
 
 
 def test_in_a_pipeline_a_message_names_the_option_that_is_on() -> None:
-    model, batch = family_model("mixtral"), THDBatch.collate(SAMPLES)
+    model = family_model("mixtral")
+    batch = THDBatch.collate(SAMPLES)
     model.config.output_router_logits = True
     in_pipeline = mock.patch.object(router_balance, "stage_of")
     without = mock.patch.object(HeadCall, "balance_coefficient", None)
@@ -294,7 +299,8 @@ def test_recomputed_layers_are_balanced_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_no_sum_of_the_balance(router_balance: Any, dtype: torch.dtype) -> None:
     """The sums are those of a long sequence in 40 layers, of which fp16 has no number."""
-    model, batch = expert_model("mixtral"), THDBatch.collate(SAMPLES)
+    model = expert_model("mixtral")
+    batch = THDBatch.collate(SAMPLES)
     _is_switch.cache_clear()
     with _DtypeContextManager(dtype):  # as Lightning's "bf16-true" and "16-true" around a training step
         routers: Any = routers_for(HeadCall.of(model), batch, router_balance)
@@ -311,7 +317,8 @@ class Weighs(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(4, config.hidden_size))
-        self.function, self.top_k = config.function, config.top_k
+        self.function = config.function
+        self.top_k = config.top_k
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden @ self.weight.T

@@ -159,7 +159,8 @@ def test_heads_of_torchao(how: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    model, batch = build("Granite", torch.float32), make_batch()
+    model = build("Granite", torch.float32)
+    batch = make_batch()
     plain = causal_lm_loss(model, batch)
 
     def wanted(_: nn.Module, name: str) -> bool:
@@ -181,7 +182,8 @@ def test_heads_of_torchao(how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # renamed in transformers 5.23, absent before
 def test_autocast_and_checkpointing() -> None:
-    model, batch = build("Granite", torch.float32), make_batch(ignored=0.3)
+    model = build("Granite", torch.float32)
+    batch = make_batch(ignored=0.3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = causal_lm_loss(model, batch)
         logits = model(**batch.hf_kwargs()).logits[0].float()
@@ -195,7 +197,8 @@ def test_autocast_and_checkpointing() -> None:
 
 
 def test_composable_checkpoints_of_parts_are_exact_and_of_the_whole_model_refused() -> None:
-    model, batch = build("Qwen3"), make_batch()
+    model = build("Qwen3")
+    batch = make_batch()
     wanted = gradients(model, causal_lm_loss(model, batch))
     for names in (["model"], ["model.layers.0", "model.layers.1.mlp"]):
         checkpointed = build("Qwen3")
@@ -212,7 +215,8 @@ def test_composable_checkpoints_of_parts_are_exact_and_of_the_whole_model_refuse
 
 
 def test_copies_and_pickles_of_a_used_model_work() -> None:
-    model, batch = build("Cohere"), make_batch()
+    model = build("Cohere")
+    batch = make_batch()
     loss = causal_lm_loss(model, batch)
     assert "forward" not in model.__dict__
     assert "forward" not in model.get_output_embeddings().__dict__
@@ -242,7 +246,8 @@ def test_a_loss_is_not_rounded_by_an_output_dtype_nor_positions_by_narrow_buffer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_user_code, "is_users", lambda file: False)  # FSDP2 is no user's code
-    model, batch = build("Llama").train(), make_batch(lengths=LENGTHS[1])
+    model = build("Llama").train()
+    batch = make_batch(lengths=LENGTHS[1])
     loss = causal_lm_loss(model, batch)
     wanted = gradients(model, loss)
     model.model.rotary_emb.to(torch.bfloat16)  # FSDP1 does so to all buffers of its mixed precision
@@ -253,7 +258,8 @@ def test_a_loss_is_not_rounded_by_an_output_dtype_nor_positions_by_narrow_buffer
 
 
 def test_an_error_inside_the_model_leaves_it_as_it_was() -> None:
-    model, batch = build("Llama"), make_batch()
+    model = build("Llama")
+    batch = make_batch()
     handle = model.model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         causal_lm_loss(model, batch)

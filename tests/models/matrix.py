@@ -57,7 +57,8 @@ def oracle(name: str) -> tuple[dict[str, Any], Result]:
     """Run every sequence alone through the stock eager implementation."""
     model = build(name, "eager").eval()
     shake(model)
-    logits, targets = [], []
+    logits = []
+    targets = []
     for batch in packs():
         for ids, target in zip(batch.unpack(batch.input_ids), batch.unpack(batch.targets), strict=True):
             logits.append(model(ids[None], use_cache=False).logits[0])
@@ -67,7 +68,8 @@ def oracle(name: str) -> tuple[dict[str, Any], Result]:
 
 def run_packed(model: nn.Module, *, autocast: bool = False) -> Result:
     """Run all packs forward, then backward once through all of them."""
-    logits, targets = [], []
+    logits = []
+    targets = []
     for batch in packs():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(**batch.hf_kwargs()).logits

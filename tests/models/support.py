@@ -55,7 +55,8 @@ def pack(**arguments: Any) -> THDBatch:
 
 def loss_alone(stock: Any) -> Tensor:
     """Average the loss over the predicted tokens of all sequences, each alone."""
-    total, tokens = torch.zeros(()), 0
+    total = torch.zeros(())
+    tokens = 0
     for ids in samples():
         if len(ids) > 1:
             total = total + stock(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)

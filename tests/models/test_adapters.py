@@ -77,7 +77,8 @@ def test_adapters_of_single_tokens_are_exact(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
 def test_adapters_that_look_at_rows_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
-    model, batch = adapted(kind, options), THDBatch.collate(SAMPLES)
+    model = adapted(kind, options)
+    batch = THDBatch.collate(SAMPLES)
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(model, batch)
     if kind in ("LoraConfig", "LilyConfig"):

@@ -29,7 +29,8 @@ from tests.models.support import loss_alone, pack
 register_thd()
 Way = Callable[[Any], Any]
 COMPILED = [False, pytest.param(True, marks=pytest.mark.slow)]
-LLAVA, GEMMA = ("llava", "LlavaForConditionalGeneration"), ("gemma3", "Gemma3ForConditionalGeneration")
+LLAVA = ("llava", "LlavaForConditionalGeneration")
+GEMMA = ("gemma3", "Gemma3ForConditionalGeneration")
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
@@ -104,7 +105,8 @@ def test_a_language_model_without_thd_inside_one_with_it_is_refused(way: str, co
 @NON_LEAF
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_a_model_whose_config_is_changed_by_hand_is_refused_until_it_is_prepared(compiled: bool) -> None:
-    model, batch = build("llama", "eager").eval(), small_pack()
+    model = build("llama", "eager").eval()
+    batch = small_pack()
     model.config._attn_implementation = "thd"  # type: ignore[union-attr]
     call = called(model, compiled)
     with pytest.raises(
@@ -118,7 +120,8 @@ def test_a_model_whose_config_is_changed_by_hand_is_refused_until_it_is_prepared
 
 
 def test_a_family_without_attention_whose_config_is_changed_by_hand_is_prepared_by_the_loss() -> None:
-    model, batch = build("mamba2", "eager"), small_pack()
+    model = build("mamba2", "eager")
+    batch = small_pack()
     model.config._attn_implementation = "thd"  # type: ignore[union-attr]
     assert torch.equal(causal_lm_loss(model, batch), causal_lm_loss(build("mamba2", "thd"), batch))
 
@@ -147,14 +150,16 @@ def llava_around_thd(way: str) -> Any:
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("way", ["built", "copied", "copied afterwards"])
 def test_a_stock_model_around_a_language_model_with_thd_is_refused(way: str, compiled: bool) -> None:
-    model, batch = llava_around_thd(way), pack()
+    model = llava_around_thd(way)
+    batch = pack()
     with pytest.raises(ValueError, match=AROUND):
         called(model, compiled)(**batch.hf_kwargs(), labels=batch.input_ids[None])
 
 
 @pytest.mark.parametrize("way", ["built", "copied"])
 def test_a_stock_model_around_a_language_model_with_thd_is_exact_once_it_is_switched(way: str) -> None:
-    model, stock = llava_around_thd(way), families.build(*LLAVA, "eager")
+    model = llava_around_thd(way)
+    stock = families.build(*LLAVA, "eager")
     model.load_state_dict(stock.state_dict())
     with pytest.raises(ValueError, match=r"\w+ was not prepared for packs, and holds a \w+ with 'thd'"):
         prepare(model)
@@ -209,7 +214,8 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
     stock, model = (families.build("llama", "LlamaForCausalLM", x) for x in ("eager", "thd"))
     batch = pack()
     given = batch.hf_kwargs()
-    ids, positions = given.pop("input_ids"), given.pop("position_ids")
+    ids = given.pop("input_ids")
+    positions = given.pop("position_ids")
     given = {name: value for name, value in given.items() if name not in ("use_cache", "attention_mask")}
     labels = batch.input_ids[None]
     got = model(ids, None, positions, None, None, labels, **given)
@@ -224,7 +230,8 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
 
 def test_layers_of_an_unpickled_model_know_packs() -> None:
     model: Any = build("mamba2", "thd").eval()
-    batch, stock = small_pack(), build("mamba2", "eager").eval()
+    batch = small_pack()
+    stock = build("mamba2", "eager").eval()
     want = model(**batch.hf_kwargs()).logits
     twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(twin(**batch.hf_kwargs()).logits, want)

@@ -42,7 +42,8 @@ def test_recomputed_layers_know_their_pack(name: str, use_reentrant: bool) -> No
 def test_the_scope_ends_with_the_model_also_after_an_error() -> None:
     model = build("stablelm", "thd").eval()
     (batch, _) = matrix.packs()
-    kwargs, layer = batch.hf_kwargs(), model.get_submodule("model.layers.1")
+    kwargs = batch.hf_kwargs()
+    layer = model.get_submodule("model.layers.1")
     ids = kwargs["input_ids"]
     model(**kwargs)
     assert current_scope() is None
@@ -54,7 +55,8 @@ def test_the_scope_ends_with_the_model_also_after_an_error() -> None:
 
 
 def test_another_model_called_along_the_way_keeps_its_own_rows() -> None:
-    judge, (batch, _) = build("stablelm", "thd").eval(), matrix.packs()
+    judge = build("stablelm", "thd").eval()
+    batch, _ = matrix.packs()
     rows = torch.arange(3, 13).view(2, 5)
     alone = judge(rows, use_cache=False).logits
     with packed(batch):
@@ -71,7 +73,8 @@ def test_positions_that_restart_make_a_pack_without_cu_seqlens() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "stablelm", "mamba2", "qwen3_next"])
 def test_copies_and_pickles_keep_the_pack(name: str) -> None:
-    model, (batch, _) = build(name, "thd").eval(), matrix.packs()
+    model = build(name, "thd").eval()
+    batch, _ = matrix.packs()
     want = model(**batch.hf_kwargs()).logits
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(**batch.hf_kwargs()).logits, want)
@@ -130,6 +133,7 @@ def test_a_checkpoint_that_loses_the_pack_raises_in_backward() -> None:
     ],
 )
 def test_calls_that_would_leak_are_refused(changes: dict[str, Any], message: str) -> None:
-    model, (batch, _) = build("llama", "thd"), matrix.packs()
+    model = build("llama", "thd")
+    batch, _ = matrix.packs()
     with pytest.raises(ValueError, match=message):
         model(**{**batch.hf_kwargs(), **changes})

@@ -28,7 +28,8 @@ def norm(self: Any, hidden: Tensor) -> Tensor:
 
 def gated(self: Any, x: Tensor) -> Tensor:
     RAN.append("gated")
-    gate, up = F.linear(x, self.gate_proj.weight), F.linear(x, self.up_proj.weight)
+    gate = F.linear(x, self.gate_proj.weight)
+    up = F.linear(x, self.up_proj.weight)
     return F.linear(gate * gate.sigmoid() * up, self.down_proj.weight)
 
 

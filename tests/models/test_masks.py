@@ -30,7 +30,8 @@ NO_BLOCKS = torch.full((1, 6), -1)  # text through a multimodal model: -1 is a t
 
 def causal(window: int | None = None, attention: str = "thd", **arguments: Any) -> Any:
     config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2)
-    config._attn_implementation, config.sliding_window = attention, window
+    config._attn_implementation = attention
+    config.sliding_window = window
     positions = arguments.pop("position_ids", torch.tensor([[0, 1, 0, 1, 2, 3]]))
     mask = arguments.pop("attention_mask", None)
     embeds = torch.zeros(1, 6, 16)
@@ -127,7 +128,8 @@ def test_listed_families_build_masks_without_a_look_at_positions(
         "find_packed_sequence_indices",
         lambda positions: seen.append(positions) or search(positions),
     )
-    model, (batch, _) = build(name, "thd").eval(), packs()
+    model = build(name, "thd").eval()
+    batch, _ = packs()
     got = model(**batch.hf_kwargs()).logits
     assert not seen
     for module in model.modules():
@@ -138,7 +140,8 @@ def test_listed_families_build_masks_without_a_look_at_positions(
 
 def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
     pack = Boundaries.from_lengths([2, 1])
-    shown, hidden = torch.zeros(1, 1, 1, 3), torch.tensor([[[[0.0, -1e9, 0.0]]]])
+    shown = torch.zeros(1, 1, 1, 3)
+    hidden = torch.tensor([[[[0.0, -1e9, 0.0]]]])
     assert shows_all(shown, pack)
     assert shows_all(shown, pack)
     assert pack.shown_mask is shown

@@ -73,7 +73,8 @@ def test_every_known_layer_of_transformers_is_found_by_its_name() -> None:
 
 # ---- Fused kernels, on doubles, because they need a CUDA device
 
-FLA, SSD = ("fla", "causal_conv1d"), ("mamba_ssm", "causal_conv1d")
+FLA = ("fla", "causal_conv1d")
+SSD = ("mamba_ssm", "causal_conv1d")
 NAMES = ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")
 
 
@@ -117,7 +118,9 @@ def recorded(own: Any, told: list[Any]) -> Any:
 )
 def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """transformers drops keywords that a kernel does not take, so a wrong name would mix the sequences."""
-    (batch, _), model, told = matrix.packs(), build(name, "thd"), []
+    batch, _ = matrix.packs()
+    model = build(name, "thd")
+    told = []
     module = sys.modules[type(model).__module__]
     for kernel in (x for x in _KERNELS if hasattr(getattr(module, x, None), "__wrapped__")):
         monkeypatch.setattr(module, kernel, recorded(getattr(module, kernel), told))
@@ -181,7 +184,8 @@ def test_a_causal_function_on_groups_is_the_function_on_every_sequence(lengths: 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), spare=st.integers(0, 4))
 def test_a_group_of_fixed_size_does_what_fitted_groups_do(lengths: list[int], spare: int) -> None:
-    slots, longest = sum(lengths), max(lengths) + spare
+    slots = sum(lengths)
+    longest = max(lengths) + spare
     if slots == 0 or len(lengths) * longest > 32 * slots:
         return
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -193,7 +197,8 @@ def test_a_group_of_fixed_size_does_what_fitted_groups_do(lengths: list[int], sp
 
 
 def test_groups_worked_examples_and_limit() -> None:
-    x, bias = torch.ones(1, 5, 1), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
+    x = torch.ones(1, 5, 1)
+    bias = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
     groups = plan_groups([2, 3], torch.device("cpu"))
     want = torch.tensor([2.0, 5.0, 4.0, 9.0, 15.0]).view(1, 5, 1)
     assert torch.equal(run_grouped(running_sum, (x,), {"bias": bias}, groups, 5), want)

@@ -52,7 +52,8 @@ def alone(stock: Any) -> Tensor:
 @pytest.mark.parametrize("family", HEADS)
 def test_rows_loss_and_gradients_are_those_of_the_sequences_alone(family: str) -> None:
     stock, ours = both(family, HEADS[family])
-    batch, labels = pack(), torch.tensor([0, 1, 1, 0])
+    batch = pack()
+    labels = torch.tensor([0, 1, 1, 0])
     got = ours(**batch.hf_kwargs(), labels=labels)
     want = alone(stock)
     assert got.logits.shape == (4, 2)

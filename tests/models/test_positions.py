@@ -87,7 +87,8 @@ def test_padding_tokens_inside_a_sequence_count_as_in_a_row(shared: bool) -> Non
 
 
 def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, align = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])], Alignment.for_(cp=2)
+    rows = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])]
+    align = Alignment.for_(cp=2)
     batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align, pad_to=64)
     given = batch.input_ids[None], batch.position_ids[None]
     wanted = roberta.padded_positions(*given, 1, batch.boundaries)

@@ -40,7 +40,8 @@ def from_config(name: str, _: Path) -> Any:
 
 
 def from_constructor(name: str, _: Path) -> Any:
-    model_class, config = type(stock(name)), stock(name).config
+    model_class = type(stock(name))
+    config = stock(name).config
     config._attn_implementation = "thd"
     return with_weights(model_class(config), name)
 
@@ -107,7 +108,8 @@ WORKING = set(WAYS) - {"config_switched_by_hand"}
 
 def error_of(model: Any, name: str) -> float:
     """Return the largest relative difference of a pack's logits from those of the sequences, each alone."""
-    (batch, *_), wanted = matrix.packs(), matrix.oracle(name)[1].logits
+    batch, *_ = matrix.packs()
+    wanted = matrix.oracle(name)[1].logits
     with torch.no_grad():
         logits = model(**batch.hf_kwargs()).logits
     pairs = list(zip(batch.unpack(logits), wanted, strict=False))

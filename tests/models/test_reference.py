@@ -27,7 +27,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv = nn.Linear(SIZE, HEADS * HEAD), nn.Linear(SIZE, 2 * GROUPS * HEAD)
+        self.q = nn.Linear(SIZE, HEADS * HEAD)
+        self.kv = nn.Linear(SIZE, 2 * GROUPS * HEAD)
         self.out = nn.Linear(HEADS * HEAD, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +64,8 @@ class PortedAttention(Attention):
             options[wrong] = None
         if wrong == "window one too small":
             options["window"] = WINDOW - 1
-        cu, longest = batch.cu_seqlens_padded, batch.max_seqlen
+        cu = batch.cu_seqlens_padded
+        longest = batch.max_seqlen
         if wrong == "both ways":
             options |= {"causal": False, "window": (WINDOW - 1, WINDOW - 1)}
         out = varlen_attention(q, k, v, cu, cu, longest, longest, **options)
@@ -76,7 +78,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.window = WINDOW  # by which check_packing chooses a sequence long enough
-        self.norm1, self.norm2 = nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)
+        self.norm1 = nn.RMSNorm(SIZE)
+        self.norm2 = nn.RMSNorm(SIZE)
         self.attn = self.attention()
         self.mlp = nn.Sequential(nn.Linear(SIZE, 24), nn.GELU(), nn.Linear(24, SIZE))
 
@@ -105,7 +108,8 @@ class Original(nn.Module):
         torch.manual_seed(0)
         self.tokens = nn.Embedding(VOCAB, SIZE)
         self.layers = nn.ModuleList([self.block() for _ in range(2)])
-        self.norm, self.head = nn.RMSNorm(SIZE), nn.Linear(SIZE, VOCAB, bias=False)
+        self.norm = nn.RMSNorm(SIZE)
+        self.head = nn.Linear(SIZE, VOCAB, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
 
@@ -142,7 +146,8 @@ class Port(Original):
 
 
 def test_a_right_port_passes_with_a_module_and_with_a_function() -> None:
-    port, original = Port(), Original()
+    port = Port()
+    original = Original()
     nn.init.normal_(original.head.weight)  # the port's weights are used, whatever those of the original are
     report = check_packing(port, VOCAB, reference=original)
     assert report.ok

@@ -36,7 +36,8 @@ register_thd()
 
 
 def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
-    model, (batch, _) = build("llama", "thd"), matrix.packs()
+    model = build("llama", "thd")
+    batch, _ = matrix.packs()
     layer: Any = model.get_submodule("model.layers.1")
     layer.memory = nn.Sequential(nn.Conv1d(32, 32, 4, groups=32))
     with pytest.raises(
@@ -110,7 +111,8 @@ def test_no_sequence_predicts_the_next_ones_first_token(family: str) -> None:
 
 
 def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> None:
-    model, batch = tiny("llama", CAUSAL["llama"], "thd"), pack()
+    model = tiny("llama", CAUSAL["llama"], "thd")
+    batch = pack()
     message = (
         "LlamaForCausalLM got labels with a pack: the labels are the next tokens already, as batch.targets"
     )
@@ -167,7 +169,8 @@ def test_what_needs_whole_sequences_refuses_a_shard(
 
 @pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 60], [0, 30, 20, 38], [5, 43]])
 def test_offsets_that_do_not_end_with_the_pack(offsets: list[int]) -> None:
-    model, given = tiny("llama", "LlamaForSequenceClassification", "thd"), pack().hf_kwargs()
+    model = tiny("llama", "LlamaForSequenceClassification", "thd")
+    given = pack().hf_kwargs()
     given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(
         ValueError, match=r"cu_seq_lens_q runs from \[\d\] to \[\d+\], but must run from 0 to 38, the slots"
@@ -206,7 +209,8 @@ def test_one_score_for_all_sequences_is_refused_and_one_a_token_is_not() -> None
 
 
 def test_an_ignored_label_of_another_number_stays_ignored() -> None:
-    model, ids = tiny_llama(), torch.arange(3, 15)
+    model = tiny_llama()
+    ids = torch.arange(3, 15)
     batch = THDBatch.collate([{"input_ids": ids[:7]}, {"input_ids": ids[7:]}])
     labels = torch.where(ids % 3 == 0, 9, ids)
     got = model(**batch.hf_kwargs(), labels=labels[None], ignore_index=9).loss

@@ -90,7 +90,8 @@ def pack(model: Any) -> THDBatch:
 @cache
 def oracle(name: str) -> tuple[dict[str, Any], Result]:
     model = build(name, "eager").eval()
-    logits, targets = [], []
+    logits = []
+    targets = []
     for row in samples():
         ids = row["input_ids"][None]
         kwargs = {key: value for key, value in row.items() if key != "input_ids"}
@@ -149,7 +150,8 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
     turn = sample([(1, 4, 4)], generator)
     rows.append({key: torch.cat([rows[0][key], turn[key]]) for key in turn})
     for row in rows:
-        ids, grids = row["input_ids"][None], row.get("image_grid_thw")
+        ids = row["input_ids"][None]
+        grids = row.get("image_grid_thw")
         row["mm_token_type_ids"] = (ids[0] == IMAGE).int()
         positions, _ = model.model.get_rope_index(ids, row["mm_token_type_ids"][None], image_grid_thw=grids)
         row["position_ids"] = positions[:, 0]
@@ -162,7 +164,8 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
 )
 def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None:
     model = build(name, "thd").double().train()
-    patches, found = list[int](), []
+    patches = list[int]()
+    found = []
     tower = model.model.visual.patch_embed
     tower.register_forward_pre_hook(lambda _, given: patches.append(given[0].shape[0]))
     rows = rows_with_shared_images(model)

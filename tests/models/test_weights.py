@@ -41,7 +41,8 @@ def stage(model: nn.Module, rank: int) -> nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stage_draws_what_the_whole_model_draws(family: str) -> None:
-    whole, host = on_meta(family), family_model(family)
+    whole = on_meta(family)
+    host = family_model(family)
     before = torch.get_rng_state()
     draw_weights(whole, CPU, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -131,7 +132,8 @@ def test_what_nobody_gives_values_is_named() -> None:
 
     class Replaced(Gate):
         def reset_parameters(self) -> None:
-            self.scale, self.steps = nn.Parameter(torch.ones(3)), torch.ones(1, dtype=torch.long)
+            self.scale = nn.Parameter(torch.ones(3))
+            self.steps = torch.ones(1, dtype=torch.long)
             self.mask = torch.ones(2, 2, dtype=torch.bool).tril()
 
     with torch.device("meta"):

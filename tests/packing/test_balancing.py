@@ -161,10 +161,13 @@ def test_says_what_is_wrong(call: Callable[[], object], message: str) -> None:
 
 
 def test_no_plan_is_below_the_bound_that_the_benchmark_prints() -> None:
-    cost, tight = Cost(linear=20, quadratic=1), 0
+    cost = Cost(linear=20, quadratic=1)
+    tight = 0
     for seed in range(5):
         lengths = np.random.default_rng(seed).integers(1, 11, 6)
-        work, best, least = cost(lengths), np.inf, bound(lengths, 10, 2, cost)
+        work = cost(lengths)
+        best = np.inf
+        least = bound(lengths, 10, 2, cost)
         for bins in (2, 4, 6):
             for owner in itertools.product(range(bins), repeat=6):
                 if np.bincount(owner, weights=lengths).max() <= 10:

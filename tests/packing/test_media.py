@@ -121,7 +121,8 @@ def test_packs_of_windows_hold_no_patch_too_many(oversize: Any) -> None:
 
 def test_equal_lengths_with_other_patches_make_as_many_packs_in_every_epoch() -> None:
     draw = np.random.default_rng(0)
-    lengths, patches = draw.integers(1, 5, 600) * 8, draw.integers(0, 6, 600)
+    lengths = draw.integers(1, 5, 600) * 8
+    patches = draw.integers(0, 6, 600)
     planner = PackPlanner(lengths, 64, global_batch=Packs(1), window=50, patches=patches, max_patches=12)
     for epoch in range(5):
         assert sum(planner.step(epoch, k).sequences for k in range(len(planner))) == 600

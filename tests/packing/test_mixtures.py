@@ -50,7 +50,8 @@ def planner(step: Packs | Sequences, *, seed: int = 0, **options: Any) -> Mixtur
 
 @pytest.mark.parametrize("step", [Packs(4), Sequences(10)])
 def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> None:
-    made, other = planner(step), planner(step)
+    made = planner(step)
+    other = planner(step)
     assert other.resume(made.state(1, 4)) == (1, 4)
     with pytest.raises(ValueError, match="lengths was"):
         planner(step, seed=1).resume(made.state(1, 4))

@@ -41,7 +41,8 @@ def run_epoch(planner: PackPlanner, epoch: int, dp: int) -> dict[int, list[tuple
 def test_an_epoch_holds_every_token_once_below_the_cap(
     lengths: object, batch: Packs | Sequences, oversize: str, align: Alignment | None, dp: int, window: int
 ) -> None:
-    capacity, limit = 36, 36 if align is None else 32
+    capacity = 36
+    limit = 36 if align is None else 32
     if not any(n > 0 and (n <= limit or oversize != "drop") for n in lengths):
         return
     planner = PackPlanner(
@@ -150,7 +151,8 @@ class Virtual:
     """A billion lengths that nobody holds."""
 
     def __init__(self, count: int, *, summary: LengthSummary | None = None) -> None:
-        self.count, self.largest_read = count, 0
+        self.count = count
+        self.largest_read = 0
         if summary is not None:
             self.summary = summary
 

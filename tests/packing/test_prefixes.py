@@ -69,7 +69,8 @@ class Watched(TinyModule):
 
 
 def test_the_data_module_trains_the_same_loss() -> None:
-    data, runs = rows(), []
+    data = rows()
+    runs = []
     for share in (False, True):
         module = Watched(torch.float64, lr=0.1)
         # All sequences are one step, so that both runs learn the same.
@@ -85,7 +86,8 @@ def test_the_data_module_trains_the_same_loss() -> None:
 def test_groups_hold_distinct_tokens_and_pairs_and_a_large_tree_repeats_its_prefix() -> None:
     data = rows()
     planner = planner_of(data, 64, global_batch=Sequences(48))
-    plan, cost = planner.step(0, 0, 2), planner.cost
+    plan = planner.step(0, 0, 2)
+    cost = planner.cost
     packs = [[data[i] for i in pack.tolist()] for rank in plan.indices_by_rank() for pack in rank]
     stats = [THDBatch.collate(pack, share_prefixes=True).stats for pack in packs]
     work = sum(cost.linear * one.real_tokens + cost.quadratic * one.sum_squares for one in stats)

@@ -63,14 +63,16 @@ class Received(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             # The larger side holds the parts of all ranks, of which one is this rank's own.
             most = max(x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            name, ranks = str(func.overloadpacket).split(".")[-1].strip("_"), dist.get_world_size()
+            name = str(func.overloadpacket).split(".")[-1].strip("_")
+            ranks = dist.get_world_size()
             self.by_name[name] = self.by_name.get(name, 0) + most * (ranks - 1) // ranks
         return func(*args, **(kwargs or {}))
 
 
 def received() -> list[tuple[dict[str, int], dict[str, int], int]]:
     """Return the bytes by collective of a forward and a backward pass, and the slots, in every way."""
-    found, model = [], family_model("qwen3")
+    found = []
+    model = family_model("qwen3")
     for layout, communication in WAYS:
         align = Alignment.for_(cp=dist.get_world_size(), layout=layout)
         batch = THDBatch.collate(sequences(5, labels=True), align=align)

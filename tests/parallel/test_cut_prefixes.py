@@ -30,9 +30,11 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
     """Return the errors of the loss and of the gradients of every family and layout."""
     warnings.filterwarnings("ignore")
     group: Any = dist.group.WORLD
-    cp, errors = group.size(), {}
+    cp = group.size()
+    errors = {}
     for family in families:
-        samples, options = tree(seed=sum(map(ord, family)) % 7), OPTIONS.get(family, {})
+        samples = tree(seed=sum(map(ord, family)) % 7)
+        options = OPTIONS.get(family, {})
         for layout in layouts:
             align = Alignment.for_(cp=cp, layout=layout)
             batch = THDBatch.collate(samples, align=align, share_prefixes=True)
@@ -98,7 +100,8 @@ def test_queries_see_the_keys_of_their_path_in_the_window(layout: Layout, left: 
     """Beside a table that is made by walking up the tree from every slot."""
     cp = 2
     whole = THDBatch.collate(tree(2), align=Alignment.for_(cp=cp), share_prefixes=True)
-    prefixes, shown = whole.prefixes, {}
+    prefixes = whole.prefixes
+    shown = {}
     for path, queries in zip(
         torch.split(prefixes.keys, list(prefixes.key_lengths)), prefixes.query_lengths, strict=True
     ):
@@ -109,7 +112,8 @@ def test_queries_see_the_keys_of_their_path_in_the_window(layout: Layout, left: 
     gathered = torch.cat([part.boundaries.layout.own for part in order])
     for part in order:
         call = part.boundaries.layout.call(causal=True, left=left)
-        keys, slot = gathered[call.keys], iter(part.boundaries.layout.own.tolist())
+        keys = gathered[call.keys]
+        slot = iter(part.boundaries.layout.own.tolist())
         offsets = zip(
             call.cu_seqlens_q.diff().tolist(), torch.split(keys, list(call.kv_lengths)), strict=True
         )

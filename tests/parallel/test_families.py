@@ -110,7 +110,8 @@ def test_models_without_a_plan_are_refused(family: str) -> None:
 
 
 def refusal(family: str) -> str:
-    model, mesh = build(family), init_device_mesh("cpu", (2,))
+    model = build(family)
+    mesh = init_device_mesh("cpu", (2,))
     try:
         apply_sequence_parallel(model, mesh.get_group())
         gradients(model)

@@ -19,7 +19,8 @@ from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 from tests.tiny import largest_error
 
-STEPS, LENGTHS = 2, (3, 40, 1, 17, 3)
+STEPS = 2
+LENGTHS = (3, 40, 1, 17, 3)
 LAYOUTS = ("contiguous", "dual_chunk", "mixed", "striped")
 WAYS = ("needed", "ulysses", "ring", "all_gather")
 
@@ -35,7 +36,8 @@ def build() -> nn.Module:
 
 def train(layout: Any = None, way: Any = "auto") -> dict[str, Tensor]:
     """Train on this rank's shards, or on whole packs."""
-    model, group = build(), dist.group.WORLD
+    model = build()
+    group = dist.group.WORLD
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(STEPS):
         rows = [{"input_ids": (torch.arange(n) * 7 + step) % 60 + 1} for n in LENGTHS]

@@ -30,7 +30,8 @@ def owners(lengths: list[int], cp: int, layout: str) -> dict[int, tuple[int, int
 
 
 def seen_pairs(lengths: list[int], *, causal: bool, left: int) -> set[tuple[int, int]]:
-    pairs, first = set(), 0
+    pairs = set()
+    first = 0
     for length in lengths:
         for q, k in product(range(length), range(length)):
             if (not causal or k <= q) and (left < 0 or k >= q - left):
@@ -41,7 +42,8 @@ def seen_pairs(lengths: list[int], *, causal: bool, left: int) -> set[tuple[int,
 
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[list[int], int, str]:
-    cp, layout = draw(st.sampled_from([2, 3, 4])), draw(st.sampled_from(LAYOUTS))
+    cp = draw(st.sampled_from([2, 3, 4]))
+    layout = draw(st.sampled_from(LAYOUTS))
     multiple = 2 * cp if layout in ("dual_chunk", "mixed") else 1
     lengths = [n * multiple for n in draw(st.lists(st.integers(0, 24 // multiple), min_size=1, max_size=6))]
     lengths.append(-sum(lengths) % (cp * multiple))
@@ -53,7 +55,8 @@ def packs(draw: st.DrawFn) -> tuple[list[int], int, str]:
 def test_rows_are_those_that_some_query_sees(
     pack: tuple[list[int], int, str], causal: bool, left: int
 ) -> None:
-    (lengths, cp, layout), left = pack, left if causal else -1
+    lengths, cp, layout = pack
+    left = left if causal else -1
     where = owners(lengths, cp, layout)
     wanted: dict[tuple[int, int], set[int]] = {pair: set() for pair in product(range(cp), range(cp))}
     for q, k in seen_pairs(lengths, causal=causal, left=left):
@@ -116,7 +119,8 @@ def test_an_exchange_brings_each_row_to_its_place(pack: tuple[list[int], int, st
 
 
 def test_striped_shards() -> None:
-    lengths, cp = [5, 0, 9, 2], 4
+    lengths = [5, 0, 9, 2]
+    cp = 4
     held = [held_lengths(lengths, cp=cp, rank=rank, layout="striped") for rank in range(cp)]
     assert np.sum(held, axis=0).tolist() == lengths
     real = [held_real_lengths([3, 0, 9], lengths, cp=cp, rank=rank, layout="striped") for rank in range(cp)]

@@ -64,7 +64,8 @@ def test_a_shard_of_one_slot_takes_the_logits_a_model_gives_of_it(monkeypatch: p
 def test_m_rope_positions_and_extras_of_one_value_a_slot() -> None:
     batch = pack()
     slots = len(batch.input_ids)
-    positions, types = torch.arange(3 * slots).view(3, slots), torch.arange(slots)[None]
+    positions = torch.arange(3 * slots).view(3, slots)
+    types = torch.arange(slots)[None]
     batch = batch.replace(position_ids=positions, extras={"token_type_ids": types})
     shard = shard_batch(batch, group=None, cp=2, rank=1)
     assert torch.equal(shard.position_ids, positions[:, shard.boundaries.layout.own])

@@ -122,7 +122,8 @@ def test_run_clm(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("wide")
 def test_an_accelerate_script() -> None:
     model = llama()
-    start, accelerator = eager(model), accelerate.Accelerator(cpu=True)
+    start = eager(model)
+    accelerator = accelerate.Accelerator(cpu=True)
     data = THDDataModule(ROWS, capacity=48, global_batch=Sequences(6))
     ran = Ran.nothing()
     optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
@@ -186,7 +187,8 @@ def test_run_glue(tmp_path: Path) -> None:
 def test_run_mlm(tmp_path: Path) -> None:
     """Labels are those of the masked tokens, and not shifted."""
     model = bert(AutoModelForMaskedLM)
-    draw, rows = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    rows = []
     for row in ROWS:
         ids = np.array(row["input_ids"])
         masked = draw.random(len(ids)) < 0.4
@@ -226,7 +228,8 @@ def test_log_probabilities_of_rollouts() -> None:
     """A policy gradient with given advantages, over packs of rollouts."""
     rows = [row for row in ROWS if len(row["input_ids"]) > 3][:40]
     model = llama()
-    start, ran = eager(model), Ran.nothing()
+    start = eager(model)
+    ran = Ran.nothing()
     optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
     for step in range(STEPS):
         picked = [(7 * step + k) % len(rows) for k in range(6)]

@@ -41,7 +41,8 @@ class Module(L.LightningModule):
 
     def __init__(self, model: nn.Module, lr: float = 1e-3) -> None:
         super().__init__()
-        self.model, self.lr = model, lr
+        self.model = model
+        self.lr = lr
         self.losses: list[float] = []
         self.slots: list[int] = []
 

@@ -78,7 +78,8 @@ def install(monkeypatch: Any) -> State:
             super().__init__()
             assert torch.device(device).type == "meta", "memory would be taken twice"
             assert params_dtype in (torch.bfloat16, torch.float32)
-            self.in_features, self.out_features = in_features, out_features
+            self.in_features = in_features
+            self.out_features = out_features
             like = {"device": device, "dtype": params_dtype}
             self.weight = nn.Parameter(torch.empty(out_features, in_features, **like))  # type: ignore[arg-type]
             self.bias: Any = torch.Tensor()
@@ -142,14 +143,17 @@ def install(monkeypatch: Any) -> State:
 
     @contextmanager
     def autocast(*, enabled: bool, recipe: Any, amax_reduction_group: Any) -> Iterator[None]:
-        before, called = state.recipe, state.called
+        before = state.recipe
+        called = state.called
         state.outside.append(torch.is_autocast_enabled("cpu"))
         state.regions.append((type(recipe).__name__, amax_reduction_group, torch.is_grad_enabled()))
-        state.recipe, state.called = (recipe if enabled else None), set()
+        state.recipe = recipe if enabled else None
+        state.called = set()
         try:
             yield
         finally:
-            state.recipe, state.called = before, called
+            state.recipe = before
+            state.called = called
 
     te.Linear, te.autocast = Linear, autocast  # type: ignore[attr-defined]
     root.pytorch, root.common, common.recipe = te, common, recipes  # type: ignore[attr-defined]

@@ -71,7 +71,8 @@ def test_the_loss_after_200_steps_is_within_one_percent_of_bf16(
 ) -> None:
     converted(engine, recipe)  # or skip
     settings: dict[str, Any] = {"steps": 200, "accelerator": "gpu"}
-    plain, low = Module(llama(**WIDE)), Module(llama(**WIDE))
+    plain = Module(llama(**WIDE))
+    low = Module(llama(**WIDE))
     fit(tmp_path, plain, None, precision="bf16-true", **settings)
     fit(tmp_path, low, FP8Precision(recipe, engine=engine), **settings)
     assert np.mean(low.losses[-50:]) == pytest.approx(np.mean(plain.losses[-50:]), rel=0.01)

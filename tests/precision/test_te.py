@@ -51,7 +51,8 @@ def te(monkeypatch: pytest.MonkeyPatch) -> State:
 def test_every_recipe_trains_aligned_packs_in_its_region_and_evaluates_without_the_group(
     tmp_path: Path, te: State, recipe: str
 ) -> None:
-    group, module = object(), Module(llama(**WIDE))
+    group = object()
+    module = Module(llama(**WIDE))
 
     class Grouped(FP8Precision):
         """As on several ranks, whose group is that of the job."""
@@ -79,8 +80,12 @@ def test_every_recipe_trains_aligned_packs_in_its_region_and_evaluates_without_t
 def test_a_resumed_run_goes_on_exactly_and_weights_load_both_ways(
     tmp_path: Path, te: State, recipe: str
 ) -> None:
-    whole, first, second = Module(llama()), Module(llama()), Module(llama(seed=1))
-    plain, plugin, resumed = list(first.state_dict()), FP8Precision(recipe), FP8Precision(recipe)
+    whole = Module(llama())
+    first = Module(llama())
+    second = Module(llama(seed=1))
+    plain = list(first.state_dict())
+    plugin = FP8Precision(recipe)
+    resumed = FP8Precision(recipe)
     fit(tmp_path, whole, plugin, steps=4)
     fit(tmp_path, first, FP8Precision(recipe), steps=2).save_checkpoint(tmp_path / "two.ckpt")
     fit(tmp_path, second, resumed, steps=4, ckpt_path=tmp_path / "two.ckpt")
@@ -88,7 +93,8 @@ def test_a_resumed_run_goes_on_exactly_and_weights_load_both_ways(
     assert list(second.state_dict()) == plain
     llama().load_state_dict(second.model.state_dict())
     second.model.load_state_dict(llama().state_dict())
-    histories, expected = resumed.state_dict(), plugin.state_dict()
+    histories = resumed.state_dict()
+    expected = plugin.state_dict()
     assert len(histories) == len(expected) == (14 if recipe == "delayed" else 0)
     for name, state in expected.items():
         assert state["scaling_fwd"][1].count_nonzero() == 4
@@ -246,7 +252,8 @@ def test_devices(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Test")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found, device = resolve(recipe, "te"), torch.device("cuda", 0)
+    found = resolve(recipe, "te")
+    device = torch.device("cuda", 0)
     if message is None:
         check_device(found, device)
     else:
@@ -263,7 +270,8 @@ def test_without_the_engine_the_way_to_install_it_is_said() -> None:
 
 
 def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cpu = llama(**WIDE), torch.device("cpu")
+    model = llama(**WIDE)
+    cpu = torch.device("cpu")
     convert_linear(model, recipe="current")
     monkeypatch.setattr(meter, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
     low = meter.low_precision(model, cpu, "auto")

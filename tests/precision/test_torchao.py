@@ -37,7 +37,8 @@ def emulated(recipe: Any = "tensorwise", **settings: Any) -> FP8Precision:
     "recipe", ["rowwise_with_gw_hp", *(pytest.param(x, marks=pytest.mark.slow) for x in RECIPES[:2])]
 )
 def test_a_packed_fit_follows_bf16_and_every_batch_is_aligned(tmp_path: Path, recipe: str) -> None:
-    plain, low = Module(llama()), Module(llama())
+    plain = Module(llama())
+    low = Module(llama())
     fit(tmp_path, plain, None, steps=8, precision="bf16-true")
     trainer = fit(tmp_path, low, emulated(recipe), steps=8)
     assert trainer.precision == f"fp8-torchao-{recipe}"
@@ -75,7 +76,8 @@ def test_the_share_leaves_out_the_head_and_gradients_in_high_precision() -> None
 def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
     found: dict[bool, list[str]] = {}
     for low in (False, True):
-        model, seen = llama(tie_word_embeddings=False), found.setdefault(low, [])
+        model = llama(tie_word_embeddings=False)
+        seen = found.setdefault(low, [])
         layer = model.model.layers[0].mlp.up_proj.eval()
         layer.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"), with_kwargs=True)
         layer.register_forward_hook(lambda *_, seen=seen: seen.append("after"), always_call=True)
@@ -119,8 +121,12 @@ def test_layers_are_kept_with_their_reasons() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.good, self.odd, self.small = nn.Linear(64, 64), nn.Linear(64, 40), nn.Linear(16, 16)
-            self.lm_head, self.named, self.asked = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+            self.good = nn.Linear(64, 64)
+            self.odd = nn.Linear(64, 40)
+            self.small = nn.Linear(16, 16)
+            self.lm_head = nn.Linear(64, 64)
+            self.named = nn.Linear(64, 64)
+            self.asked = nn.Linear(64, 64)
             self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
             self.sub = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
             self.patched = nn.Linear(64, 64)

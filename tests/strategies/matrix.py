@@ -35,7 +35,8 @@ from lightning_thd.strategies.norms import grad_norm
 from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer, make_trainer
 from tests.tiny import largest_error, planned, sequences, train_alone
 
-STEP, STEPS = Sequences(12), 3
+STEP = Sequences(12)
+STEPS = 3
 SAMPLES = sequences(14, labels=True, seed=5)
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
@@ -78,7 +79,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 def strategy_of(strategy: str, name: str) -> Strategy:
     """Make a strategy of one of the matrix's rows, with the sizes of a layout."""
-    axes, made = LAYOUTS[name], KINDS[strategy]()
+    axes = LAYOUTS[name]
+    made = KINDS[strategy]()
     made.context_parallel_size = axes.get("cp", 1)
     made.tensor_parallel_size = axes.get("tp", 1)
     made.pipeline_parallel_size = axes.get("pp", 1)
@@ -249,7 +251,9 @@ class Measured(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.largest, self.val_mean = MeanMetric(), MaxMetric(), MeanMetric()
+        self.mean = MeanMetric()
+        self.largest = MaxMetric()
+        self.val_mean = MeanMetric()
         words = self.model.config.vocab_size
         accuracy = {"num_classes": words, "average": "micro", "ignore_index": -100}
         self.val = MetricCollection({"right": MulticlassAccuracy(**accuracy)}, prefix="val/")
@@ -275,7 +279,8 @@ class Counting(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.seen = SumMetric(), SumMetric()
+        self.tokens = SumMetric()
+        self.seen = SumMetric()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         self.tokens(float(batch.loss_tokens))
@@ -339,7 +344,8 @@ class Cell:
 
 def given(step: Packs | Sequences = STEP, *, multiple: int = 1) -> THDDataModule:
     """Make the data of a run; with lengths of a ``multiple`` no layout pads, and all have the same packs."""
-    train, val = sequences(80, labels=True), sequences(8, seed=7)
+    train = sequences(80, labels=True)
+    val = sequences(8, seed=7)
     for sample in [*train, *val] if multiple > 1 else ():
         length = -(-len(sample["input_ids"]) // multiple) * multiple
         sample.update({name: np.resize(values, length) for name, values in sample.items()})
@@ -364,13 +370,15 @@ def logged(trainer: L.Trainer) -> dict[str, Tensor]:
 
 
 def evaluate(cell: Cell, stage: str) -> dict[str, Tensor]:
-    trainer, module = cell.trainer(), Plain()
+    trainer = cell.trainer()
+    module = Plain()
     (found,) = getattr(trainer, stage)(module, given(), verbose=False)
     return {f"logged {key}": torch.tensor(value).double() for key, value in found.items()}
 
 
 def predict(cell: Cell) -> dict[str, Tensor]:
-    trainer, module = cell.trainer(), Plain()
+    trainer = cell.trainer()
+    module = Plain()
     rows = {i: row for batch in trainer.predict(module, given()) or () for i, row in batch}
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -393,7 +401,8 @@ def lr_find(cell: Cell) -> dict[str, Tensor]:
     module = Plain()
     module.lr = 1e-3
     trainer = cell.trainer(gradient_clip_val=None, max_steps=8)
-    before, here = full_parameters(module.model), Path.cwd()
+    before = full_parameters(module.model)
+    here = Path.cwd()
     os.chdir(cell.folder)  # Lightning keeps what it had there
     try:
         found = Tuner(trainer).lr_find(module, given(), num_training=6, min_lr=1e-5)
@@ -446,7 +455,9 @@ def ema(cell: Cell) -> dict[str, Tensor]:
     """Average weights, and go on from a checkpoint with them; returns the norms of gradients too."""
     options: dict[str, Any] = {"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 1}
     saver = ModelCheckpoint(cell.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    module, again, callbacks = Normed(), Plain(), [EMAWeightAveraging(decay=0.5), saver]
+    module = Normed()
+    again = Plain()
+    callbacks = [EMAWeightAveraging(decay=0.5), saver]
     trainer = cell.fit(module, callbacks=callbacks, enable_checkpointing=True, **options)
     path = f"{cell.folder}/step=2.ckpt"
     cell.fit(again, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path=path, **options)

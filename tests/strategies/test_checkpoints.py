@@ -72,7 +72,8 @@ def fit(layout: Layout, saves: str = "", goes_on: str | None = None, **options: 
     how: Any = {"every_n_train_steps": SAVED, "save_top_k": -1, "save_last": last}
     savers = [ModelCheckpoint(saves, filename="{step}", **how)] if saves else []
     defaults = {"callbacks": savers, "enable_checkpointing": bool(saves), "max_steps": STEPS}
-    module, compiles = Grouped(), options.pop("compiles", False)
+    module = Grouped()
+    compiles = options.pop("compiles", False)
     module.model = torch.compile(module.model, backend="eager") if compiles else module.model
     trainer = make_trainer(layout, **{**defaults, **options})
     trainer.fit(module, data(Sequences(12)), ckpt_path=goes_on)
@@ -113,7 +114,9 @@ def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
 
 
 def other_models(folder: str) -> None:
-    trainer, unknown, missing = fit(PLACES["dp2"], folder, max_steps=SAVED), "lacks.*layers.1", "Missing key"
+    trainer = fit(PLACES["dp2"], folder, max_steps=SAVED)
+    unknown = "lacks.*layers.1"
+    missing = "Missing key"
     batches = DataLoader(2 * [THDBatch.collate([{"input_ids": [1, 2, 3]}])], batch_size=None)
     for depth, strict, error in ((2, 1, ""), (1, 1, unknown), (1, 0, ""), (3, 1, missing), (3, 0, "")):
         other = Job(f"qwen3@{depth}t")  # which this Trainer has not trained
@@ -219,7 +222,9 @@ BEHIND = Layout(dp=2, options={"asynchronous_checkpoints": True})
 
 def break_a_write(kind: str) -> None:
     """Make every checkpoint take longer than a step, and one of them end its rank, or fail."""
-    write, calls, at = FileSystemWriter.write_data, [0], 2 if kind != "kill" or dist.get_rank() == 1 else -1
+    write = FileSystemWriter.write_data
+    calls = [0]
+    at = 2 if kind != "kill" or dist.get_rank() == 1 else -1
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1

@@ -28,7 +28,9 @@ from tests.strategies.jobs import (
 )
 from tests.tiny import VOCAB, largest_error, nll, train_alone
 
-CAPACITY, LARGEST, STEP = 16, 4, Sequences(10)
+CAPACITY = 16
+LARGEST = 4
+STEP = Sequences(10)
 COUNT = 40  # sequences, of four steps an epoch
 TOLERANCE = 1e-10  # fp64: other orders of the same sums
 
@@ -79,7 +81,8 @@ def run(
     strict_warnings()
     module = Watched(family, torch.float64)
     layout = Layout(dp=dist.get_world_size())
-    degree, global_batch = options.pop("largest", LARGEST), options.pop("global_batch", STEP)
+    degree = options.pop("largest", LARGEST)
+    global_batch = options.pop("global_batch", STEP)
     made = strategy(name, **options)
     made.max_context_parallel_size = degree
     saving = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=6, filename="half")]

@@ -35,7 +35,8 @@ class Balanced(Job):
     def __init__(self, family: str, balance: Any) -> None:
         super().__init__(family)
         exact(self.model)
-        self.balance, self.packs = balance, list[tuple[int, ...]]()
+        self.balance = balance
+        self.packs = list[tuple[int, ...]]()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         self.packs.append(batch.sequence_ids)

@@ -77,7 +77,8 @@ def test_a_job_that_sigterm_stops_does_not_say_that_it_is_done(tmp_path: Path, r
 
 @pytest.mark.slow
 def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed = tmp_path / "killed"
+    whole = tmp_path / "whole"
     for folder in (killed, whole):
         folder.mkdir()
     job = start(killed, 2, 1, SHARE_PREFIXES="1")

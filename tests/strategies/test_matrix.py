@@ -29,7 +29,8 @@ OF_A_PACK = {"logs", "sums", "validated in between"}
 
 def refusals(strategy: str, layout: str) -> dict[str, str]:
     """Return which features a row refuses, and how."""
-    place, found = layout_of(layout), {}
+    place = layout_of(layout)
+    found = {}
     if place.world > 1:
         found["thawed"] = r"Thaw under \w+: it unfreezes weights"
     if "model_parallel" in strategy:  # ranks that share weights out have no whole ones to copy
@@ -54,7 +55,8 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
     features = [feature for feature in features if feature not in left_out]
     [wanted] = run_ranks(one_process, 1, features, timeout_s=600)
     row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
-    refused, faults = refusals(strategy, layout), []
+    refused = refusals(strategy, layout)
+    faults = []
     for feature, outcomes in zip(features, row, strict=True):
         compare = partial(error_of, wanted=wanted.get(oracle_of(feature, layout)))
         errors = [error_or(outcome, compare) for outcome in outcomes]

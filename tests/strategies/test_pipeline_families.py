@@ -34,7 +34,8 @@ class Tiny(L.LightningModule):
 
     def __init__(self, family: str, model_class: str) -> None:
         super().__init__()
-        self.family, self.model_class = family, model_class
+        self.family = family
+        self.model_class = model_class
         self.model: Any = None
         self.losses: list[float] = []
 
@@ -56,7 +57,8 @@ class Tiny(L.LightningModule):
 
 def train(family: Family, stages: int) -> list[float]:
     """Return the losses of this rank: zeros but on the last stage."""
-    rng, module = random.Random(0), Tiny(*family)
+    rng = random.Random(0)
+    module = Tiny(*family)
     rows = [{"input_ids": [rng.randrange(3, 60) for _ in range(length)]} for length in LENGTHS]
     trainer = quiet_trainer(
         strategy=THDModelParallelStrategy(pipeline_parallel_size=2) if stages > 1 else "thd",

@@ -30,7 +30,8 @@ from tests.tiny import VOCAB, largest_error, nll
 from tests.wide import nothing_narrower
 
 STEPS, TOLERANCE = 4, 1e-9  # fp64: other orders of the same sums
-BATCH, CAPACITY = Sequences(21), 40
+BATCH = Sequences(21)
+CAPACITY = 40
 EMBEDDING = "model.embed_tokens.weight"
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
@@ -98,7 +99,9 @@ def by_hand(family: str, steps: int) -> dict[str, Any]:
         [len(row["input_ids"]) for row in samples], CAPACITY, ids=ids.__getitem__, global_batch=BATCH
     )
     model = family_model(family)
-    optimizer, losses, seen = make_optimizer(model), [], []
+    optimizer = make_optimizer(model)
+    losses = []
+    seen = []
     for k in range(steps):
         plan = planner.step(*divmod(k, len(planner)), 1)
         seen.append(sorted(plan.spans.index.tolist()))

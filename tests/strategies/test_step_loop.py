@@ -157,7 +157,8 @@ class LogsEverything(TinyModule):
 
 def test_logs_are_reduced_over_the_microbatches_of_a_step() -> None:
     samples = sequences(60)
-    module, trainer = LogsEverything(), make_trainer("thd", max_steps=1)
+    module = LogsEverything()
+    trainer = make_trainer("thd", max_steps=1)
     with pytest.warns(UserWarning, match=r"returns \['extra'\] beside the loss.* of only one microbatch"):
         trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(20)))
     lengths = [len(samples[i]["input_ids"]) for ids in module.seen for i in ids]

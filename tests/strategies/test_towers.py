@@ -21,7 +21,9 @@ from tests.strategies.jobs import Layout, family_model, full_parameters, make_op
 from tests.tiny import largest_error
 
 MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}  # the tower is cut as well
-ONE, TWO, NONE = [(1, 4, 4)], [(1, 4, 8), (1, 4, 4)], []
+ONE = [(1, 4, 4)]
+TWO = [(1, 4, 8), (1, 4, 4)]
+NONE = []
 # By step, rank and microbatch. The third step has no image at all: AdamW leaves the tower alone.
 GRIDS: list[list[list[list[tuple[int, int, int]]]]] = [
     [[ONE, NONE], [NONE, NONE]],
@@ -57,7 +59,8 @@ def steps(model: Any) -> list[list[THDStep]]:
 
 def pack_of(model: Any, grids: list[tuple[int, int, int]], generator: torch.Generator) -> THDBatch:
     row: dict[str, Any] = sample(grids, generator)
-    ids, grid = row["input_ids"][None], row.get("image_grid_thw")
+    ids = row["input_ids"][None]
+    grid = row.get("image_grid_thw")
     positions, _ = model.model.get_rope_index(ids, (ids == IMAGE).int(), image_grid_thw=grid)
     row["position_ids"] = positions[:, 0]
     if grids:
@@ -86,7 +89,8 @@ def train_all(layouts: list[Layout]) -> list[dict[str, Tensor]]:
 
 def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = build("qwen2_5_vl", "thd").double()
-    before, optimizer = full_parameters(model), make_optimizer(model)
+    before = full_parameters(model)
+    optimizer = make_optimizer(model)
     for ranks in steps(model):
         optimizer.zero_grad()
         for batch in (batch for step in ranks for batch in step.microbatches):
@@ -95,7 +99,8 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return before, full_parameters(model)
 
 
-FSDP_AND_DDP, TENSOR = [Layout(dp=2), Layout(strategy="thd_ddp", dp=2)], [Layout(dp=2, tp=2)]
+FSDP_AND_DDP = [Layout(dp=2), Layout(strategy="thd_ddp", dp=2)]
+TENSOR = [Layout(dp=2, tp=2)]
 
 
 @pytest.mark.parametrize("layouts", [FSDP_AND_DDP, pytest.param(TENSOR, marks=pytest.mark.slow)])
@@ -110,7 +115,8 @@ def test_ranks_without_images(layouts: list[Layout]) -> None:
 
 
 def test_towers() -> None:
-    vision, text = build("qwen2_5_vl", "thd"), family_model("qwen3")
+    vision = build("qwen2_5_vl", "thd")
+    text = family_model("qwen3")
     assert towers_of(vision) == [vision.model.visual]
     assert towers_of(text) == towers_of(text.model) == towers_of(nn.Linear(2, 2)) == []
     assert layers_of(vision) == list(vision.model.language_model.layers)

@@ -51,7 +51,8 @@ def cold_starts(rounds: int, folder: Path) -> dict[str, int]:
     """Start six processes at once on a cache that is not there: one builds it, and all find it whole."""
     fork = get_context("fork")
     for k in range(rounds):
-        barrier, queue = fork.Barrier(_PROCESSES), fork.Queue()
+        barrier = fork.Barrier(_PROCESSES)
+        queue = fork.Queue()
         arguments = (str(folder / f"{k}" / "cache"), barrier, queue)
         processes = [fork.Process(target=_build, args=arguments) for _ in range(_PROCESSES)]
         for process in processes:

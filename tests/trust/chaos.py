@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing new after so many")
     parser.add_argument("--seed", type=int, default=100)
     given = parser.parse_args()
-    struck, epochs, started = Counter[str](), 0, time.monotonic()
+    struck = Counter[str]()
+    epochs = 0
+    started = time.monotonic()
 
     def goes_on() -> bool:
         return struck.total() < given.kills and time.monotonic() - started < 60 * given.minutes

@@ -56,7 +56,8 @@ def draw(rng: random.Random) -> Case:
         options["context_parallel_communication"] = rng.choice(COMMUNICATIONS)
     if where.get("tp", 1) > 1 and rng.random() < 0.3:
         options["sequence_parallel"] = True
-    dp, packs = where.get("dp", 1), rng.random() < 0.4
+    dp = where.get("dp", 1)
+    packs = rng.random() < 0.4
     return Case(
         family=rng.choice(FAMILIES),
         layout={**where, "options": options},
@@ -115,7 +116,9 @@ class Tally:
 
 def run(count: int, seed: int, minutes: float) -> Tally:
     """Run combinations until there are enough of them or the time is over."""
-    rng, tally, ends = random.Random(seed), Tally(), time.monotonic() + 60 * minutes
+    rng = random.Random(seed)
+    tally = Tally()
+    ends = time.monotonic() + 60 * minutes
     waiting: dict[int, list[Case]] = {}
     drawn = 0
     while drawn < count and time.monotonic() < ends:
@@ -159,7 +162,8 @@ def main() -> None:
     given = parser.parse_args()
     started = time.monotonic()
     tally = run(given.count, given.seed, given.minutes)
-    exact, stage = tally.outcomes["right"], tally.outcomes["refused by one stage"]
+    exact = tally.outcomes["right"]
+    stage = tally.outcomes["refused by one stage"]
     right = exact + tally.outcomes["refused"] + stage
     record(
         "combinations",

@@ -110,7 +110,8 @@ class CombinedModule(L.LightningModule):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case, self.model = case, case.model()
+        self.case = case
+        self.model = case.model()
         self.used: list[list[int]] = [[] for _ in range(STEPS)]
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
@@ -139,7 +140,8 @@ def _timed_case(case: Case, folder: Path, number: int) -> Outcome:
     alarm = threading.Timer(CASE_S, os._exit, (4,))
     alarm.daemon = True
     alarm.start()
-    outcome, rank = run_case(case), dist.get_rank()
+    outcome = run_case(case)
+    rank = dist.get_rank()
     file = folder / f"{number}-{rank}.tmp"
     file.write_bytes(pickle.dumps(outcome))
     file.rename(folder / f"{number}-{rank}.found")
@@ -218,7 +220,8 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor], *, part: 
 
 def packed(case: Case) -> tuple[dict[str, Tensor], list[list[int]]]:
     """Train the combination, and gather which sequences of the whole job made each step."""
-    module, where = CombinedModule(case), case.where
+    module = CombinedModule(case)
+    where = case.where
     step = case.step
     accumulate = step.n // where.dp if isinstance(step, Packs) and where.pp == 1 else 1
     strategy = where.strategy if where.strategy in ("thd", "auto") else where.make(case.family)
@@ -244,7 +247,8 @@ def packed(case: Case) -> tuple[dict[str, Tensor], list[list[int]]]:
 
 def by_hand(case: Case, used: list[list[int]]) -> dict[str, Tensor]:
     """Train on the same steps with every sequence alone."""
-    model, samples = case.model(), case.samples()
+    model = case.model()
+    samples = case.samples()
     optimizer = make_optimizer(model)
     for ids in used:
         parts = [loss_of(model, samples[i], case) for i in ids]

@@ -75,7 +75,8 @@ def while_it_saves(scene: Scene) -> None:
     job = scene.start()
     scene.let_it_run(job)
     folder = scene.last.parent
-    before, deadline = _stamps(folder), time.monotonic() + 60
+    before = _stamps(folder)
+    deadline = time.monotonic() + 60
     while _stamps(folder) == before and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(scene.rng.random() * 0.01)

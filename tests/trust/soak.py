@@ -49,7 +49,8 @@ class Watch(L.Callback):
     """Samples what may drift, and stops when the time is over."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.started = seconds, time.monotonic()
+        self.seconds = seconds
+        self.started = time.monotonic()
         self.samples = array("d")  # seconds, MiB, open files, threads, steps, CPU seconds; 48 bytes a sample
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -57,7 +58,8 @@ class Watch(L.Callback):
         early = trainer.global_step < _FIRST
         if early or now - self.samples[-_COLUMNS] >= _SAMPLE_S:
             gc.collect()
-            files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+            files = len(os.listdir("/proc/self/fd"))
+            threads = threading.active_count()
             self.samples.extend((now, resident_mib(), files, threads))
             self.samples.extend((trainer.global_step, time.process_time()))
         trainer.should_stop = now > self.seconds
@@ -123,7 +125,8 @@ def endless() -> Iterator[dict[str, Any]]:
 def drift(samples: np.ndarray) -> dict[str, float]:
     """Compare the warm beginning of a run with its end, from rows of samples."""
     warm = samples[samples[:, 0] >= _WARM_UP * samples[-1, 0]]
-    seconds, memory = warm[:, 0] - warm[:, 0].mean(), warm[:, 1] - warm[:, 1].mean()
+    seconds = warm[:, 0] - warm[:, 0].mean()
+    memory = warm[:, 1] - warm[:, 1].mean()
     slope = float(seconds @ memory / max(seconds @ seconds, 1e-9)) * 3600
     half = len(warm) // 2
     parts = (warm[:half], warm[half:])

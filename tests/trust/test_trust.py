@@ -36,7 +36,8 @@ def test_a_few_steps_of_soak(tmp_path: Path) -> None:
 
 
 def test_combinations_on_one_process_are_right_or_refused() -> None:
-    rng, tally = random.Random(1), Tally()
+    rng = random.Random(1)
+    tally = Tally()
     cases = [case for case in (draw(rng) for _ in range(60)) if case.world == 1][:12]
     for case, outcome in zip(cases, run_cases(cases), strict=True):
         tally.add(case, [outcome])

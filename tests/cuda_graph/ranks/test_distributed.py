@@ -56,7 +56,8 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
     "strategy", ["ddp", pytest.param("ddp_find_unused_parameters_true", marks=pytest.mark.slow)]
 )
 def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
-    found, wanted = run_ranks(train, 2, True, strategy), run_ranks(train, 2, False, strategy)
+    found = run_ranks(train, 2, True, strategy)
+    wanted = run_ranks(train, 2, False, strategy)
     assert found[0]["replays"] != found[1]["replays"]  # or nothing was shown
     assert min(r["replays"] for r in found) > 0
     assert max(r["fallbacks"] for r in found) > 0
@@ -67,8 +68,10 @@ def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
 
 
 def raw_ddp() -> tuple[float, int, dict[str, int]]:
-    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
-    wrapped, reference = DistributedDataParallel(model), DistributedDataParallel(eager)
+    model = tiny_llama(torch.float64)
+    eager = tiny_llama(torch.float64)
+    wrapped = DistributedDataParallel(model)
+    reference = DistributedDataParallel(eager)
     step = graphed(wrapped)
     error = 0.0
     for i in range(5):
@@ -148,7 +151,8 @@ def test_ranks_that_saw_different_batches_capture_all_or_none(count: int, lists:
 
 def shared_packs() -> tuple[dict[str, int], float, str]:
     batch = THDBatch.collate([{"input_ids": torch.arange(8)}] * 2, align=Alignment.for_(cp=2))
-    shard, model = shard_batch(batch, group=dist.group.WORLD), tiny_llama(torch.float64)
+    shard = shard_batch(batch, group=dist.group.WORLD)
+    model = tiny_llama(torch.float64)
     step = graphed(model)
     error = abs(float((step(shard) - causal_lm_loss(model, shard)).detach()))
     messages = ""
@@ -181,7 +185,8 @@ def compare(name: str, count: int) -> dict[str, Any]:
         batch = random_batch(seed)  # the same on both ranks
         model.zero_grad()
         whole.zero_grad()
-        loss, wanted = step(batch), causal_lm_loss(whole, batch)
+        loss = step(batch)
+        wanted = causal_lm_loss(whole, batch)
         loss.backward()
         wanted.backward()
         result["loss"] = max(result["loss"], abs(float(loss.detach() / wanted.detach()) - 1))

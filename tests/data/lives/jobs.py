@@ -47,7 +47,8 @@ class LocalJob:
         state: Any = None,
         ranks: list[int] | None = None,
     ) -> None:
-        self._setup, self._per_step = setup, setup.step.n // dp if setup.batches else 1
+        self._setup = setup
+        self._per_step = setup.step.n // dp if setup.batches else 1
         ranks = list(range(dp)) if ranks is None else ranks
         how = {"capacity": capacity, "dp": dp, "workers": workers}
         self._loaders = [loader_of(setup, folder, rank=rank, **how) for rank in ranks]
@@ -105,7 +106,8 @@ class LocalJob:
 
     def kill(self) -> None:
         """Leave everything where it is, without a word."""
-        self._iterators, self._loaders = None, []
+        self._iterators = None
+        self._loaders = []
         gc.collect()
 
 
@@ -118,7 +120,8 @@ class RanksJob:
         ctx = forkserver()
         self._place = tempfile.TemporaryDirectory()
         how = {"capacity": capacity, "dp": dp, "workers": workers, "state": state}
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
         for rank in range(dp):
             here, there = ctx.Pipe()
             process = ctx.Process(target=_rank_main, args=(there, rank, self._place.name, setup, folder, how))

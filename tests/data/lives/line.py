@@ -85,7 +85,8 @@ class Line:
 
     def end_epoch(self) -> None:
         """Hold the epoch that ended against what the setup says of it, and begin the next."""
-        setup, number = self.setup, len(self.epochs)
+        setup = self.setup
+        number = len(self.epochs)
         all_uses = self.uses(slice(None))
         # Packs of a stream are filled from a window, in which a short source may stand several times.
         choosy = setup.mixed and setup.stream is not None and not isinstance(setup.step, Sequences)
@@ -109,14 +110,16 @@ class Line:
 
     def check_state(self, state: Any, places: dict[tuple[int, int], int]) -> None:
         """Hold a stream's state against the line: what was read is used or pending, as often as read."""
-        setup, stream = self.setup, state.get("stream")
+        setup = self.setup
+        stream = state.get("stream")
         if setup.tail == "drop" or (setup.oversize == "drop" and len(self.capacities) > 1) or stream is None:
             return
         if setup.oversize == "drop":  # lines that died may have had other capacities
             places = {at: i for at, i in places.items() if setup.length(i) <= min(self.capacities)}
         per_source = {"files": 3, "parts": int(state["parts"])}.get(setup.stream or "", 1)
         pending = Counter((shard, row) for shard, row, _ in stream["pending"].tolist())
-        uses, cursors = self.uses(slice(None)), stream["cursors"].tolist()
+        uses = self.uses(slice(None))
+        cursors = stream["cursors"].tolist()
         for place in {*pending, *places}:
             shard, row = place
             read = stream["rounds"][shard // per_source] + (row < cursors[shard])

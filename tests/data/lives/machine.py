@@ -48,7 +48,8 @@ class Lives(RuleBasedStateMachine):
         warnings.simplefilter("ignore")  # a stream without a position says so at every start
         torch.set_num_threads(1)
         write(setup, self.folder)
-        self.setup, self.capacity = setup, setup.capacity
+        self.setup = setup
+        self.capacity = setup.capacity
         self.line = Line(setup)
         self.tally["lives"] += 1
         self.tally["of mixtures"] += setup.mixed
@@ -88,7 +89,8 @@ class Lives(RuleBasedStateMachine):
         """Begin where the job stands: a state saved after the last step of an epoch is of the next."""
         assert self.job is not None
         self.since = self.number, 0
-        epoch, known = self.job.epoch(), len(self.line.epochs) - 1
+        epoch = self.job.epoch()
+        known = len(self.line.epochs) - 1
         assert epoch in (known, known + 1), (epoch, known)
         if epoch > known:
             self.line.end_epoch()
@@ -138,7 +140,8 @@ class Lives(RuleBasedStateMachine):
 
     def _same_as_before(self, of_ranks: list[Told]) -> None:
         """Hold a step against the same one run before, and against that of an undisturbed run."""
-        epoch, step = len(self.line.epochs) - 1, len(self.line.epochs[-1])
+        epoch = len(self.line.epochs) - 1
+        step = len(self.line.epochs[-1])
         number, after = self.since
         self.since = number, after + 1
         planned = self.setup.stream is None

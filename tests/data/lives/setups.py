@@ -75,7 +75,8 @@ class Records:
     """Begins an iterator over the sequences of a source, always the same."""
 
     def __init__(self, setup: Setup, source: int) -> None:
-        self.setup, self.source = setup, source
+        self.setup = setup
+        self.source = source
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         return iter(self.setup.samples(self.source))
@@ -92,10 +93,13 @@ class WithState(IterableDataset[dict[str, Any]]):
     """An iterable that knows where it stands."""
 
     def __init__(self, setup: Setup, source: int) -> None:
-        self.setup, self.source, self.at = setup, source, 0
+        self.setup = setup
+        self.source = source
+        self.at = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self.at = self.at, 0
+        start = self.at
+        self.at = 0
         for self.at, sample in enumerate(self.setup.samples(self.source)[start:], start + 1):  # noqa: B020
             yield sample
         self.at = 0

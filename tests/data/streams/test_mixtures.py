@@ -67,7 +67,8 @@ def check_shares(
 ) -> None:
     """Assert after every step that the first source (shards below ``first_shard``) has its share."""
     for ids in steps:
-        total, of = total + len(ids), of + sum(i >> 40 < first_shard for i in ids)
+        total = total + len(ids)
+        of = of + sum(i >> 40 < first_shard for i in ids)
         assert abs(of - share * total) < 1
 
 
@@ -128,7 +129,8 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
         now = ids_of(found)
         if dry == "restart" or total < 80:
             check_shares(now, 3, 0.3, total=total, of=of)
-        total, of = total + sum(map(len, now)), of + sum(i >> 40 < 3 for ids in now for i in ids)
+        total = total + sum(map(len, now))
+        of = of + sum(i >> 40 < 3 for ids in now for i in ids)
         used += counted(found)
         state = found[0][1]
         assert all(repr(other) == repr(state) for _, other in found)
@@ -138,8 +140,10 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
 
 def test_the_same_ranks_go_on_with_the_same_steps(tmp_path: Path) -> None:
     write(tmp_path, {"code": [20], "chat": [5, 9, 30]})
-    go, given = partial(run, dry="rest", window=3), (3, str(tmp_path), WEIGHTS)
-    whole, first = run_ranks(go, *given), run_ranks(partial(go, steps=2), *given)
+    go = partial(run, dry="rest", window=3)
+    given = (3, str(tmp_path), WEIGHTS)
+    whole = run_ranks(go, *given)
+    first = run_ranks(partial(go, steps=2), *given)
     rest = run_ranks(partial(go, state=first[0][1]), *given)
     assert [seen for seen, _ in rest] == [seen[2:] for seen, _ in whole]
 
@@ -180,7 +184,8 @@ def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path) 
 
 def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
     write(tmp_path, {"code": [5], "chat": [5]})
-    stream, file = Stream(f"{tmp_path}/code/*.jsonl"), f"{tmp_path}/code/000.jsonl"
+    stream = Stream(f"{tmp_path}/code/*.jsonl")
+    file = f"{tmp_path}/code/000.jsonl"
     longer = [(Stream("x", steps_per_epoch=steps), 1) for steps in (3, 4)]
     refused: list[tuple[Any, Mixing | None, str]] = [
         ({"code": (stream, 1), "chat": stream}, None, r"train\['chat'\] is a Stream, wanted \(source, wei"),

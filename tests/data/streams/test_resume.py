@@ -90,7 +90,8 @@ def test_every_sequence_counts_once_along_the_surviving_line(tmp_path: Path, kil
     write_shards(tmp_path, [90, 20, 60, 5, 65])
     names = []
     for number in range(kills + 1):
-        ranks, workers = (4, 2)[number % 2], (0, 2)[number // 2 % 2]
+        ranks = (4, 2)[number % 2]
+        workers = (0, 2)[number // 2 % 2]
         names.append(f"run{number}")
         job = chaos.start(JOB, tmp_path, ranks, names[-1], str(workers))
         if number < kills:

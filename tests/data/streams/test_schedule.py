@@ -16,11 +16,9 @@ from tests.packing.test_media import LENGTHS as IMAGE_LENGTHS
 
 def pool_of(lengths: list[int] | np.ndarray, dp: int) -> Table:
     pool = np.zeros(len(lengths), POOL)
-    pool["length"], pool["row"], pool["holder"] = (
-        lengths,
-        np.arange(len(lengths)),
-        np.arange(len(lengths)) % dp,
-    )
+    pool["length"] = lengths
+    pool["row"] = np.arange(len(lengths))
+    pool["holder"] = np.arange(len(lengths)) % dp
     return pool
 
 
@@ -59,7 +57,9 @@ def test_what_is_planned_and_what_is_left_are_all_there_is(
 
 @pytest.mark.parametrize("step", [Sequences(128), Packs(16)])
 def test_images_of_a_stream_are_bounded_in_packs_and_even_over_ranks(step: Packs | Sequences) -> None:
-    pool, dp, most = pool_of(IMAGE_LENGTHS, 8), 8, 40_000
+    pool = pool_of(IMAGE_LENGTHS, 8)
+    dp = 8
+    most = 40_000
     pool["patches"], pool["squares"] = PATCHES.T
     how = Scheduling(step=step, slots=make_slots(16_384, None, most), cost=COST, dp=dp)
     steps, _ = plan_steps(pool[:512], how, ended=False)

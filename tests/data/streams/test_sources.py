@@ -36,7 +36,8 @@ def written(folder: Path, name: str, content: bytes) -> str:
 
 
 def columns(folder: Path, suffix: str) -> str:
-    table, path = pa.table({"input_ids": ROWS}), folder / f"x.{suffix}"
+    table = pa.table({"input_ids": ROWS})
+    path = folder / f"x.{suffix}"
     if suffix == "parquet":
         parquet.write_table(table, path, row_group_size=3)
     else:
@@ -132,7 +133,9 @@ class Continuing(IterableDataset):
     made = 0
 
     def __init__(self, size: int = 300) -> None:
-        self._size, self._number, self._at = size, 0, 0
+        self._size = size
+        self._number = 0
+        self._at = 0
 
     def _records(self, at: int) -> Iterator[tuple[int, Any]]:
         order = np.random.default_rng(self._number).permutation(self._size)
@@ -142,7 +145,8 @@ class Continuing(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         for at, record in self._records(self._at):
-            self._at, ended = at % self._size, at == self._size
+            self._at = at % self._size
+            ended = at == self._size
             self._number += ended
             yield record
 
@@ -150,23 +154,29 @@ class Continuing(IterableDataset):
         return {"at": self._at, "number": self._number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at, self._number = state["at"], state["number"]
+        self._at = state["at"]
+        self._number = state["number"]
 
 
 class Resumable(Continuing):
     """Begins its next pass in each iteration, and has a state only after its first record."""
 
     def __init__(self, size: int = 300) -> None:
-        self._size, self._number, self._loaded = size, -1, 0
+        self._size = size
+        self._number = -1
+        self._loaded = 0
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._number, self._loaded = self._loaded, self._number + (not self._loaded), 0
+        first = self._loaded
+        self._number = self._number + (not self._loaded)
+        self._loaded = 0
         for at, record in self._records(first):
             self._at = at
             yield record
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded, self._number = state["at"], state["number"]
+        self._loaded = state["at"]
+        self._number = state["number"]
 
 
 @pytest.mark.parametrize("kind", [Resumable, Continuing])
@@ -211,7 +221,8 @@ def test_a_function_is_read_again_and_an_iterator_is_not() -> None:
     whole, state = run(records, steps=7, **kwargs)
     assert len(run(records, state=state, steps=2, **kwargs)[0]) == 2
     assert run(records, epochs=2, **kwargs)[0][:7] == whole
-    generator, mapped = records(), map(dict, records())
+    generator = records()
+    mapped = map(dict, records())
     for made in (lambda: generator, lambda: map(dict, records()), lambda: lambda: mapped):
         with pytest.raises(ValueError, match="can be read only once.*a new one.$"):  # not a record to skip
             run(made(), epochs=2, on_error="skip", **kwargs)
@@ -244,7 +255,8 @@ def asks_nothing() -> Iterator[Any]:
 
 
 def split_job() -> list[str]:
-    rank, once = dist.get_rank(), asks_nothing()
+    rank = dist.get_rank()
+    once = asks_nothing()
     sources = (AsksTorch(), lambda: iter([{"input_ids": [rank, 2]}] * 20), asks_nothing, lambda: once)
     return [caught(source, n=4) for source in sources]
 

@@ -24,7 +24,8 @@ def delta_rule(
     for t in range(value.shape[1]):
         decay = g[:, t].exp()
         state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
-        k, v = key[:, t], value[:, t]
+        k = key[:, t]
+        v = value[:, t]
         seen = torch.einsum("rhk,rhkv->rhv", k, state)
         state = state + torch.einsum("rhk,rhv->rhkv", k, (v - seen) * beta[:, t, :, None])
         outputs.append(torch.einsum("rhk,rhkv->rhv", query[:, t], state) * query.shape[-1] ** -0.5)

@@ -75,7 +75,8 @@ def test_a_scan_runs_every_slot_once_and_keeps_one_state_a_branch() -> None:
     prompt = list(range(3, 99))
     rows = [{"input_ids": [*prompt, *(100 + 4 * i + k for k in range(4))]} for i in range(48)]
     batch = THDBatch.collate(rows, share_prefixes=True)
-    run_slots, entered = [], []
+    run_slots = []
+    entered = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         run_slots.append(args[0].shape[0] * args[0].shape[1])

@@ -40,7 +40,8 @@ class InDouble(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, frame = kwargs or {}, sys._getframe(1)
+        kwargs = kwargs or {}
+        frame = sys._getframe(1)
         while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "torch":
             frame = frame.f_back
         if frame.f_globals["__name__"].startswith("transformers."):
@@ -66,7 +67,8 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
     batch = THDBatch.collate(rows, align=Alignment.for_(cp=cp, layout=layout))
     errors = {}
     for family in families:
-        model, passed = build_in_double(family), [0]
+        model = build_in_double(family)
+        passed = [0]
         loss, wanted = gradients(model, THDBatch.collate(rows))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recurrent, "run_carried", counting(passed))

@@ -107,7 +107,8 @@ def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
 def whole(kind: str, lengths: list[int]) -> dict[str, Tensor]:
     """Run every sequence alone; the oracle."""
     t = {name: x.requires_grad_() for name, x in tensors(kind, sum(lengths)).items()}
-    slots, outputs = {name for name, x in t.items() if x.shape[0] == sum(lengths)}, []
+    slots = {name for name, x in t.items() if x.shape[0] == sum(lengths)}
+    outputs = []
     for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         if length:
             own = {name: x[end - length : end] if name in slots else x for name, x in t.items()}
@@ -188,7 +189,9 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
         raise RuntimeError("Expected x.is_cuda() to be true")
 
     run = adopt._in_torch("causal_conv1d_fn", kernel)
-    x, weight, bias = torch.randn(2, 3, 7), torch.randn(3, 4), torch.randn(3)
+    x = torch.randn(2, 3, 7)
+    weight = torch.randn(3, 4)
+    bias = torch.randn(3)
     assert torch.equal(run(x, weight, bias, activation="silu"), own(x, weight, bias, activation="silu"))
     assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture
     with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
