@@ -14,27 +14,32 @@ def dense_attention(
     q = q.double()
     k = k.double()
     v = v.double()
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
+    queries_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_key, 1)
+    v = v.repeat_interleave(queries_per_key, 1)
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+
     outs = []
     lses = []
     for qs, ks, vs in zip(q.split(lengths_q), k.split(lengths_kv), v.split(lengths_kv), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", qs, ks) * (q.shape[2] ** -0.5 if scale is None else scale)
+        scores = torch.einsum("qhd,khd->hqk", qs, ks) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        i = torch.arange(len(qs))[:, None] + len(ks) - len(qs)
+
+        i = torch.arange(len(qs))[:, None] + len(ks) - len(qs)  # the last query is at the last key
         j = torch.arange(len(ks))[None]
-        seen = torch.ones(len(qs), len(ks), dtype=torch.bool)
+        is_seen = torch.ones(len(qs), len(ks), dtype=torch.bool)
         if left >= 0:
-            seen &= j >= i - left
+            is_seen &= j >= i - left
         if right >= 0:
-            seen &= j <= i + right
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
+            is_seen &= j <= i + right
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+
+        if sinks is not None:  # one more key, whose value is zero
             column = sinks.double()[:, None, None].expand(-1, len(qs), 1)
             scores = torch.cat([scores, column], dim=2)
-            vs = torch.cat([vs, torch.zeros_like(vs[:1]) if len(vs) else vs.new_zeros(1, *vs.shape[1:])])
+            vs = torch.cat([vs, vs.new_zeros(1, *vs.shape[1:])])
         lse = scores.logsumexp(2)
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)).exp()
         outs.append(torch.einsum("hqk,khe->qhe", weights, vs))

@@ -48,13 +48,16 @@ def brute_force(samples: list[Sample]) -> tuple[dict[tuple[int, int], float], di
     for i, sample in enumerate(samples):
         whole = np.ndim(sample["weights"]) == 0
         row = np.broadcast_to(sample["weights"], len(sample["input_ids"])).astype(np.float64)
-        own = {j: row[j] for j in range(1, len(row)) if sample["labels"][j] != -100}
-        total = sum(own.values())
-        for j, weight in own.items():
+        of_targets = {j: row[j] for j in range(1, len(row)) if sample["labels"][j] != -100}
+        total = sum(of_targets.values())
+        of_sequence = float(sample["weights"]) if whole else 1.0
+        for j, weight in of_targets.items():
             tokens[i, j] = weight
             if total > 0:
-                sequences[i, j] = weight / total * (float(sample["weights"]) if whole else 1.0)
-    return [{key: x / sum(found.values()) for key, x in found.items()} for found in (tokens, sequences)]  # type: ignore[return-value]
+                sequences[i, j] = weight / total * of_sequence
+    token_shares = {key: weight / sum(tokens.values()) for key, weight in tokens.items()}
+    sequence_shares = {key: weight / sum(sequences.values()) for key, weight in sequences.items()}
+    return token_shares, sequence_shares
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "both"])
@@ -63,6 +66,7 @@ def brute_force(samples: list[Sample]) -> tuple[dict[tuple[int, int], float], di
 def test_the_microbatches_of_a_step_weigh_what_the_brute_force_does(
     kind: str, oversize: Any, capacity: int, dp: int
 ) -> None:
+    """The weight of every token in a step, by tokens and by sequences, is its share of all weights."""
     samples = make_samples(24, kind)
     index = build_index(samples)
     weigh = partial(index.loss_weights, samples)
@@ -70,29 +74,38 @@ def test_the_microbatches_of_a_step_weigh_what_the_brute_force_does(
         index.lengths, capacity, global_batch=Sequences(24), oversize=oversize, loss_tokens=weigh
     )
     maker = BatchMaker(dataset=samples, index=index)
-    found: tuple[dict[tuple[int, int], float], ...] = ({}, {})
+    by_tokens: dict[tuple[int, int], float] = {}
+    by_sequences: dict[tuple[int, int], float] = {}
     for rank in range(dp):
         (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=dp, kind="step"))
         plan = planner.step(0, 0, dp).microbatches(rank)
         for batch, spans in zip(step.microbatches, plan, strict=True):
             assert batch.weights is not None
             assert batch.sequence_scale is not None
-            rows = (batch.unpack(batch.weights), batch.sequence_shares)
-            every = zip(spans.index.tolist(), spans.start.tolist(), *rows, strict=True)
-            for i, start, weights, share in every:
-                for at, weight in enumerate(weights.tolist(), start=start + 1):
+            share_of_microbatch = 1.0 / dp / len(plan)
+            sequences = zip(
+                spans.index.tolist(),
+                spans.start.tolist(),
+                batch.unpack(batch.weights),
+                batch.sequence_shares,
+                strict=True,
+            )
+            for i, start, weights, share in sequences:
+                for token, weight in enumerate(weights.tolist(), start=start + 1):
                     if weight:
-                        mean = 1.0 / dp / len(plan)
-                        found[0][i, at] = weight * batch.loss_scale * mean
-                        found[1][i, at] = weight * share * batch.sequence_scale * mean
-    for ours, theirs in zip(found, brute_force(samples), strict=True):
-        theirs = {key: x for key, x in theirs.items() if x}
-        assert ours.keys() == theirs.keys()
+                        by_tokens[i, token] = weight * batch.loss_scale * share_of_microbatch
+                        of_sequence = weight * share * batch.sequence_scale
+                        by_sequences[i, token] = of_sequence * share_of_microbatch
+
+    for ours, brute in zip((by_tokens, by_sequences), brute_force(samples), strict=True):
+        expected = {key: weight for key, weight in brute.items() if weight}
+        assert ours.keys() == expected.keys()
         assert len(ours) > 50
-        assert max(abs(ours[key] - theirs[key]) for key in theirs) < 1e-9
+        assert max(abs(ours[key] - expected[key]) for key in expected) < 1e-9
 
 
 def test_a_truncated_sequence_counts_what_is_left_of_it() -> None:
+    """Weights and scales of a plan count only tokens before the cut."""
     samples = [{"input_ids": list(range(1, 9)), "weights": 2.0}, {"input_ids": [5, 6]}]
     samples[1]["weights"] = [1.0, 0.5]
     index = build_index(samples)
@@ -105,6 +118,7 @@ def test_a_truncated_sequence_counts_what_is_left_of_it() -> None:
 
 @pytest.mark.parametrize("labels", [None, [[1, -100, 3], [4, 5]]])
 def test_without_weights_shares_are_means_and_padded_rows_agree(labels: list[list[int]] | None) -> None:
+    """A sequence's share is one over its loss tokens, from samples and from padded rows alike."""
     ids = [[1, 2, 3], [4, 5]]
     samples: list[Sample] = [{"input_ids": row} for row in ids]
     for sample, row in zip(samples, labels or [], strict=False):
@@ -131,12 +145,15 @@ def test_without_weights_shares_are_means_and_padded_rows_agree(labels: list[lis
     ],
 )
 def test_weights_that_are_none(weights: Any, message: str) -> None:
+    """Weights of another length, that are no numbers, negative or NaN are refused, wherever they enter."""
     for take in (THDBatch.collate, build_index):
         with pytest.raises(ValueError, match=message):
             take([{"input_ids": [1, 2, 3], "weights": weights}])
 
 
 def test_weights_that_were_not_counted_are_refused() -> None:
+    """A data set with ``lengths`` is not read to be counted, so a weight in its rows is refused later."""
+
     class Lengths(list[Sample]):
         lengths = (3, 3)
 
@@ -148,6 +165,7 @@ def test_weights_that_were_not_counted_are_refused() -> None:
 
 @pytest.mark.parametrize("weights", [2.5, 1, [9.0, 1.0, 2.5]])
 def test_weights_and_targets_that_change_after_they_were_counted_are_refused(weights: Any) -> None:
+    """Rows that draw other weights or labels at every read would make the step's scales wrong."""
     index = build_index([{"input_ids": [1, 2, 3], "weights": 2.0}])
     for stop in (3, 2):  # whole, and cut
         with pytest.raises(ValueError, match=r"0 has \([\d., ]+\) as the sum and .* weights, but \(4.0"):
@@ -181,20 +199,23 @@ class Logging(L.LightningModule):
 def test_epoch_means_are_exact_where_the_weight_of_a_batch_is_no_whole_number(
     weights: list[float] | None, tmp_path: Path
 ) -> None:
+    """Lightning's epoch means weigh batches by the sum of their weights, not by its nearest whole number."""
     rng = np.random.default_rng(3)
     samples: list[Sample] = [{"input_ids": rng.integers(3, 60, n)} for n in (5, 9, 3, 7, 12, 4)]
     for sample, weight in zip(samples, weights or (), strict=False):
         sample["weights"] = weight
+
     module = Logging()
     with torch.no_grad():
         batches = [THDBatch.collate([sample]) for sample in samples]
         totals = [1 / batch.loss_scale for batch in batches]
         losses = [float(causal_lm_loss(module.model, batch)) for batch in batches]
-    wanted = float(np.average(losses, weights=totals))
+    mean = float(np.average(losses, weights=totals))
+
     trainer = make_trainer(accumulate_grad_batches=2, default_root_dir=tmp_path)
     trainer.fit(module, THDDataModule(samples, capacity=16, val=samples, cache_dir=tmp_path))
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert found == pytest.approx({"train": wanted, "val": wanted}, rel=2e-7)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert logged == pytest.approx({"train": mean, "val": mean}, rel=2e-7)
 
 
 VOCAB = 31
@@ -203,11 +224,14 @@ IDS = [[5, 6, 7], [8, 9], [4, 3, 2, 1, 11]]
 
 
 def classifier(family: str, labels: int, auto: Any = AutoModelForSequenceClassification) -> Any:
+    """A small model of a family with some labels, in fp64."""
     torch.manual_seed(0)
-    config: Any = BertConfig if family == "bert" else LlamaConfig
-    more = {"attention_probs_dropout_prob": 0.0} if family == "bert" else {}
-    made = config(vocab_size=VOCAB, pad_token_id=0, num_labels=labels, **SIZES, **more)
-    model = auto.from_config(made, attn_implementation="thd").double()
+    options: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "num_labels": labels, **SIZES}
+    if family == "bert":
+        config: Any = BertConfig(**options, attention_probs_dropout_prob=0.0)
+    else:
+        config = LlamaConfig(**options)
+    model = auto.from_config(config, attn_implementation="thd").double()
     return model.eval()
 
 

@@ -18,33 +18,38 @@ from tests.models import matrix
 from tests.models.families import build
 
 # AdamW is not here: a gradient is compared as it comes. fp32 sums in other orders.
-RELATIVE, ABSOLUTE = 2e-4, 1e-6
+RELATIVE = 2e-4
+ABSOLUTE = 1e-6
 
 
-def compare(log: Any, make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given: Any) -> str:
+def compare(log: Any, make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], batch: Any) -> str:
     """Compare a loss with the CPU's; return what its second call reads, and uploads without pinned memory."""
-    here = make()
-    there = make().cuda()
-    wanted, gradients = run(here, loss, given)
-    run(there, loss, given.to("cuda"))
-    moved = given.to("cuda")
+    on_cpu = make()
+    on_gpu = make().cuda()
+    expected, expected_gradients = run(on_cpu, loss, batch)
+    run(on_gpu, loss, batch.to("cuda"))
+    moved = batch.to("cuda")
     log.clear()
-    value, found = run(there, loss, moved)
-    seen = [" ".join(map(str, read)) for read in log.reads]
-    seen += [f"{name} {place}" for name, _, pinned, free, place in log.uploads if not (pinned and free)]
-    torch.testing.assert_close(data(value), wanted, rtol=RELATIVE, atol=ABSOLUTE)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        near = {"rtol": RELATIVE, "atol": ABSOLUTE + RELATIVE * float(gradient.abs().max())}
+    value, gradients = run(on_gpu, loss, moved)
+    waits = [" ".join(map(str, read)) for read in log.reads]
+    waits += [f"{name} {place}" for name, _, pinned, free, place in log.uploads if not (pinned and free)]
+
+    torch.testing.assert_close(data(value), expected, rtol=RELATIVE, atol=ABSOLUTE)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
         torch.testing.assert_close(
-            data(found[name]), gradient, **near, msg=lambda said, n=name: f"{n}: {said}"
+            data(gradients[name]),
+            gradient,
+            rtol=RELATIVE,
+            atol=ABSOLUTE + RELATIVE * float(gradient.abs().max()),
+            msg=lambda message, name=name: f"{name}: {message}",
         )
-    return ", ".join(seen)
+    return ", ".join(waits)
 
 
 def compare_family(log: Any, name: str) -> str:
     """Compare logits, loss and gradients of a family with the oracle of ``tests/models``."""
-    state, wanted = matrix.oracle(name)
+    state, expected = matrix.oracle(name)
     model = build(name, "thd")
     model.load_state_dict(state)
     model = model.eval().to("cuda")
@@ -53,28 +58,35 @@ def compare_family(log: Any, name: str) -> str:
     for batch in (pack.to("cuda") for pack in matrix.packs()):
         logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
         targets += batch.unpack(batch.targets)
-    found = matrix.result_of(model, logits, targets)
-    gradients = {key: data(value) for key, value in found.gradients.items()}
-    here = matrix.Result([data(x) for x in found.logits], data(found.loss), gradients)
-    matrix.assert_same(here, wanted, tolerance=1e-5)
+    result = matrix.result_of(model, logits, targets)
+    gradients = {key: data(value) for key, value in result.gradients.items()}
+    on_cpu = matrix.Result([data(x) for x in result.logits], data(result.loss), gradients)
+    matrix.assert_same(on_cpu, expected, tolerance=1e-5)
     return ""
 
 
 def main() -> None:
+    """Compare families that are named on the command line, or all losses; exit with those that differ."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     register_thd()
-    wrong = []
     capability = tuple(int(part) for part in sys.argv[1].split("."))
-    families = [(name, compare_family, (name,)) for name in sys.argv[2:]]
-    for name, function, given in families or [(name, compare, rest) for name, *rest in cases()]:
+    comparisons: list[tuple[str, Callable[..., str], Any]] = [
+        (name, compare_family, (name,)) for name in sys.argv[2:]
+    ]
+    if not comparisons:
+        comparisons = [(name, compare, rest) for name, *rest in cases()]
+
+    wrong = []
+    for name, function, arguments in comparisons:
         with imagined_gpu(capability=capability) as log:
             try:
-                said = function(log, *given)
+                problem = function(log, *arguments)
             except Exception as error:  # the others still run
-                said = f"{type(error).__name__} {str(error)[:400]}"
-        wrong += [name] if said else []
-        sys.stdout.write(f"{name}: {said or 'equal'}\n")
+                problem = f"{type(error).__name__} {str(error)[:400]}"
+        if problem:
+            wrong.append(name)
+        sys.stdout.write(f"{name}: {problem or 'equal'}\n")
         sys.stdout.flush()
     sys.exit(f"different, or they read or wait: {wrong}" if wrong else 0)
 
