@@ -228,18 +228,19 @@ def sequences_in(x: Any, name: Literal["input_ids", "targets"]) -> int:
         return 0
     for noted in getattr(_RUNNING, "notes", ()):
         for batch in noted._read.batches:
-            own = batch.input_ids if name == "input_ids" else batch._targets
-            if own is not None and _same_values(own, x):
+            of_batch = batch.input_ids if name == "input_ids" else batch._targets
+            if of_batch is not None and _same_values(of_batch, x):
                 return len(batch)
     return 0
 
 
-def _same_values(own: Tensor, x: Tensor) -> bool:
-    if own.device != x.device or own.numel() != x.numel() or own.dtype != x.dtype:
+def _same_values(of_batch: Tensor, x: Tensor) -> bool:
+    """Return whether a tensor is one of a batch, a view of it, or on a CPU, has its values."""
+    if of_batch.device != x.device or of_batch.numel() != x.numel() or of_batch.dtype != x.dtype:
         return False
-    if own.data_ptr() == x.data_ptr():
+    if of_batch.data_ptr() == x.data_ptr():
         return True
-    return own.is_cpu and torch.equal(own, x.flatten())  # values on a device are not read
+    return of_batch.is_cpu and torch.equal(of_batch, x.flatten())  # values on a device are not read
 
 
 class FirstStep:
@@ -275,7 +276,8 @@ class FirstStep:
         if self._done:
             return self.step(*args, **kwargs)
         notes: list[THDBatch] = []
-        args, kwargs = _with_notes(args, notes), _with_notes(kwargs, notes)
+        args = _with_notes(args, notes)
+        kwargs = _with_notes(kwargs, notes)
         with _running([batch for batch in notes if isinstance(batch, NotedBatch)]):
             output = self.step(*args, **kwargs)
         self._judge(notes)

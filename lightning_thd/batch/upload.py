@@ -152,8 +152,12 @@ class PinnedBatch:
         tensors = {name: _view(buffer, part).to(part.dtype) for name, part in parts.items()}
         if self._computes_positions:
             tensors[_POSITIONS] = position_ids_from_cu_seqlens(tensors[_OFFSETS], self._slots)
-        tensors |= {k: x.to(device, non_blocking=non_blocking) for k, x in self._separate.items()}
-        return tensors, Arrived(buffer.view(torch.int32), tensors) if self._has_header else None
+        for name, x in self._separate.items():
+            tensors[name] = x.to(device, non_blocking=non_blocking)
+
+        if not self._has_header:
+            return tensors, None
+        return tensors, Arrived(buffer.view(torch.int32), tensors)
 
 
 def uploaded(tree: Any, device: torch.device) -> Any:

@@ -65,12 +65,14 @@ class GraphStats:
 
     def metrics(self) -> dict[str, float]:
         """Return the values to log, by key."""
-        counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
-        found = {"cuda_graph/hit_rate": self.hit_rate, "cuda_graph/capture_time_s": self.capture_s, **counts}
+        metrics = {"cuda_graph/hit_rate": self.hit_rate, "cuda_graph/capture_time_s": self.capture_s}
+        for reason, count in sorted(self.fallbacks.items()):
+            metrics[f"cuda_graph/fallback_{reason}"] = float(count)
+
         updates = self.optimizer_replays + self.optimizer_fallbacks.total()
         if updates:
-            found["cuda_graph/optimizer_hit_rate"] = self.optimizer_replays / updates
-        return found
+            metrics["cuda_graph/optimizer_hit_rate"] = self.optimizer_replays / updates
+        return metrics
 
 
 class GraphedStep:
@@ -154,7 +156,9 @@ class GraphedStep:
 
     def close(self) -> None:
         """Drop all graphs and their memory; if not ``off``, the next call with gradients captures again."""
-        self._graphs, self._modes, self._fingerprint = {}, None, None
+        self._graphs = {}
+        self._modes = None
+        self._fingerprint = None
         self._shared.drop_buffers()
         self._subject.backend.release()
 
@@ -168,14 +172,15 @@ class GraphedStep:
         return not self._shared.turn.pending and self._shared.own(gradients)
 
     def _run(self, batch: Any, *rest: Any) -> Any:
+        """Run the step on a batch, without DDP's forward around it."""
         if not torch.is_grad_enabled():  # validation, and the first pass of reentrant checkpointing
             return self._subject(batch, *rest)
-        found = self._find(batch, rest)
-        if isinstance(found, str):
-            self.stats.fallbacks[found] += 1
+        step = self._find(batch, rest)
+        if isinstance(step, str):
+            self.stats.fallbacks[step] += 1
             return self._subject(batch, *rest)
         self.stats.replays += 1
-        return found(batch, hand_over=self._hands_over())
+        return step(batch, hand_over=self._hands_over())
 
     def _hands_over(self) -> bool:
         """Return whether gradients may be the graph's buffers: nothing but the optimizer waits for them."""
