@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -21,7 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
-from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
+from lightning_thd.loss import (
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_logprobs,
+)
 from lightning_thd.loss.kernels import choice
 
 TOKENS, WIDTH, VOCABULARY = 32_768, 4096, 151_936
@@ -44,6 +48,8 @@ _BYTES = {
     "nll_of_rows": 10.0,
     "statistics_of_rows": 4.0,
     "gradient_of_rows": 6.0,
+    "divergence_terms_of_rows": 8.0,
+    "divergence_gradient_of_rows": 10.0,
 }
 
 
@@ -116,6 +122,17 @@ def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -rows.logp.sum() - 0.01 * rows.entropy.sum()
 
 
+def distilled(kind: Literal["kl", "reverse_kl", "jsd"]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a divergence from a teacher of the same size."""
+
+    def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        kept = targets.numel() - IGNORED
+        teacher = {"teacher_hidden": hidden.detach(), "teacher_weight": weight.detach()}
+        return fused_linear_distillation(hidden, weight, targets, **teacher, kind=kind, loss_tokens=kept)
+
+    return way
+
+
 def count(way: Callable[[Tensor, Tensor, Tensor], Tensor], *, kernels: bool) -> Count:
     """Count one forward and backward pass of a loss."""
     found = Count()
@@ -129,9 +146,22 @@ def count(way: Callable[[Tensor, Tensor, Tensor], Tensor], *, kernels: bool) -> 
     return found
 
 
-WAYS = {"scalar loss": scalar, "scalar loss, softcap": capped, "log-probs + entropy": logprobs}
+WAYS = {
+    "scalar loss": scalar,
+    "scalar loss, softcap": capped,
+    "log-probs + entropy": logprobs,
+    "distillation, kl": distilled("kl"),
+    "distillation, jsd": distilled("jsd"),
+}
 # Goals: bytes of each logit, and launches.
-GOALS = {"scalar loss": (10.0, 120), "scalar loss, softcap": (10.0, 120), "log-probs + entropy": (10.0, 700)}
+# A divergence counts the teacher's logits with the student's.
+GOALS = {
+    "scalar loss": (10.0, 120),
+    "scalar loss, softcap": (10.0, 120),
+    "log-probs + entropy": (10.0, 700),
+    "distillation, kl": (18.0, 400),
+    "distillation, jsd": (26.0, 450),
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -143,8 +143,8 @@ def _divergence_loss(
         bias = None if bias is None else bias.float()
         settings = replace(settings, compute=torch.float32)
 
-    def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
-        return divergence_and_gradients(head, teacher_for(head), weights, divergence, needs=needs)
+    def job(head: Head, targets: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
+        return divergence_and_gradients(head, teacher_for(head), targets, weights, divergence, needs=needs)
 
     soft = scalar_loss(
         hidden, weight, bias, prepared.targets, weights, settings, job, "fused_linear_distillation"

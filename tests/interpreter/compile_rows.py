@@ -21,19 +21,38 @@ _TYPES = {
     "z": "*fp32", "out": "*bf16", "bias": "*bf16", "targets": "*i64", "weights": "*fp32", "losses": "*fp32",
     "stats": "*fp32", "factors": "*fp32", "stride": "i32", "out_stride": "i32", "columns": "i32",
     "start": "i32", "rows": "i32", "ignore": "i32", "smoothing": "fp32", "z_loss": "fp32", "scale": "fp32",
-    "cap": "fp32", "heat": "fp32",
+    "cap": "fp32", "heat": "fp32", "u": "*fp32", "taught_bias": "*bf16", "sums": "*fp32", "beta": "fp32",
+    "log_student": "fp32", "log_teacher": "fp32", "taught_scale": "fp32", "taught_cap": "fp32",
 }  # fmt: skip
 # What torch's allocator and ``RowBuffer`` align to 16 bytes or numbers; so Triton specialises its kernels.
-_ALIGNED = ("z", "out", "bias", "targets", "weights", "losses", "stats", "factors", "stride", "out_stride")
+_ALIGNED = (
+    "z",
+    "u",
+    "out",
+    "bias",
+    "taught_bias",
+    "sums",
+    "targets",
+    "weights",
+    "losses",
+    "stats",
+    "factors",
+    "stride",
+    "out_stride",
+)
+_BIASES = {"bias": "BIAS", "taught_bias": "TAUGHT_BIAS"}
 
 
-def kernel_report(kernel: Any, columns: int, **constants: bool) -> dict[str, int]:
+def kernel_report(
+    kernel: Any, columns: int, rows_at_once: int = 1, **constants: bool | int
+) -> dict[str, int]:
     """Compile a kernel, and return registers, bytes of spills and the widths of loads and stores."""
-    block, warps = rows.shape_of(columns)
+    block, warps = rows.shape_of(columns, rows_at_once)
     every: dict[str, Any] = {"CAP": False, "BIAS": False, "TOTAL": False, "ENTROPY": False, "SLOPE": False}
-    every |= {**constants, "BLOCK": block, "bias": None}
+    every |= {"TAUGHT_CAP": False, "TAUGHT_BIAS": False, **constants, "BLOCK": block}
+    every |= {name: None for name, flag in _BIASES.items() if not every[flag]}
     names = kernel.arg_names
-    fixed = {name: every[name] for name in names if name in every and not (name == "bias" and every["BIAS"])}
+    fixed = {name: every[name] for name in names if name in every}
     signature = {name: "constexpr" if name in fixed else _TYPES[name] for name in names}
     aligned = [name for name in _ALIGNED if name in names and name not in fixed]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -67,6 +86,15 @@ def main() -> None:
                 rows._statistics, columns, CAP=cap, ENTROPY=True, TOTAL=True
             )
             found[f"gradient, {title}"] = kernel_report(rows._gradient, columns, CAP=cap, SLOPE=True)
+            for kind, number in rows.KINDS.items():
+                options: dict[str, Any] = {"rows_at_once": 2, "KIND": number, "CAP": cap, "TAUGHT_CAP": cap}
+                if kind != "kl":
+                    found[f"divergence {kind}, {title}"] = kernel_report(
+                        rows._divergence_terms, columns, **options
+                    )
+                found[f"gradient of {kind}, {title}"] = kernel_report(
+                    rows._divergence_gradient, columns, **options
+                )
     json.dump(found, sys.stdout)
 
 

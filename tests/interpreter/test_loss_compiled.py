@@ -23,10 +23,11 @@ def test_kernels_compile_without_spills_and_with_wide_loads() -> None:
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert len(found) == 16
+    assert len(found) == 36
     for name, kernel in found.items():
         assert kernel["spills"] == 0, (name, kernel)
         # two programs of a multiprocessor hide the latency of each other's loads
         assert 2 * kernel["threads"] * kernel["registers"] <= REGISTERS, (name, kernel)
         assert kernel["wide_loads"] > 0, (name, kernel)
-        assert ("statistics" in name) or kernel["wide_stores"] > 0, (name, kernel)
+        writes_rows = not name.startswith(("statistics", "divergence"))
+        assert kernel["wide_stores"] > 0 or not writes_rows, (name, kernel)

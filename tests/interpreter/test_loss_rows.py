@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_thd.loss.kernels.operators import (
     RowBuffer,
+    divergence_gradient_of_rows,
+    divergence_terms_of_rows,
     gradient_of_rows,
     nll_of_rows,
     statistics_of_rows,
@@ -176,6 +178,83 @@ def test_statistics_and_gradients_over_tiles_of_the_vocabulary(
         worst = (buffer.gradient(ROWS, width, compute).double() - wanted[:, part]).abs().max()
         assert float(worst / wanted.abs().max()) < TOLERANCE[compute]
     report(f"log-probabilities of rows, {columns} columns, {tiles} tiles", error(found[0], outputs[0]))
+
+
+def divergence_of(z: Tensor, u: Tensor, kind: str, beta: float) -> Tensor:
+    """Return the divergence of every row in fp64, from student logits ``z`` and teacher logits ``u``."""
+    s, t = z.log_softmax(1), u.log_softmax(1)
+    p, q = s.exp(), t.exp()
+    m = (beta * q + (1.0 - beta) * p).log()
+
+    def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        here = a > 0
+        return (a * torch.where(here, log_a - torch.where(here, log_b, 0.0), 0.0)).sum(1)
+
+    if kind == "jsd":
+        return beta * kl(q, t, m) + (1.0 - beta) * kl(p, s, m)
+    return kl(q, t, s) if kind == "kl" else kl(p, s, t)
+
+
+def divergence_cases() -> Iterator[Any]:
+    for kind, columns, compute, extra in itertools.product(
+        ("kl", "reverse_kl", "jsd"), (8, 1000, 1031, 9000), TOLERANCE, ("", "maps", "ignored", "-inf")
+    ):
+        sample = columns == 1031 and compute == torch.float32 and extra in ("maps", "-inf")
+        title = f"{kind} {columns} {str(compute)[6:]} {extra}".strip()
+        marks = [] if sample else [pytest.mark.slow]
+        yield pytest.param(kind, columns, compute, extra, marks=marks, id=title)
+
+
+@pytest.mark.parametrize(("kind", "columns", "compute", "extra"), list(divergence_cases()))
+def test_divergences_and_gradients(
+    kind: str, columns: int, compute: torch.dtype, extra: str, report: Report
+) -> None:
+    beta = 0.3
+    ours: dict[str, Any] = {"temperature": 1.0}
+    theirs: dict[str, Any] = {"temperature": 1.0}
+    bias, taught_bias = None, None
+    if extra == "maps":
+        ours = {"softcap": 20.0, "scale": 1.5, "temperature": 0.8}
+        theirs = {"softcap": 15.0, "scale": 0.5, "temperature": 0.8}
+        bias, taught_bias = torch.randn(columns), torch.randn(columns)
+    raw, targets = draw(columns, infinite=extra == "-inf")
+    torch.manual_seed(1)
+    taught_raw, weights = torch.randn(ROWS, columns) * 3, torch.rand(ROWS)
+    if extra == "-inf":
+        taught_raw[:, :-1:5] = -torch.inf
+    given = raw.clone()
+    if extra == "ignored":
+        targets[::3] = -100
+        given[0] = torch.nan  # a row that does not count
+
+    leaf = raw.double().requires_grad_()
+    z = logits_of(leaf, bias, ours)
+    u = logits_of(taught_raw.double(), taught_bias, theirs)
+    real = u.isfinite().all(0)  # autograd has NaN for columns without probability, which get no gradient
+    wanted = torch.where(targets != -100, divergence_of(z[:, real], u[:, real], kind, beta), 0.0)
+    (gradient,) = torch.autograd.grad((wanted * weights.double()).sum(), leaf)
+    wanted = wanted.detach()
+
+    buffer, teacher = filled(given), filled(taught_raw)
+    memory = buffer.memory(ROWS), teacher.memory(ROWS)
+    lse = [x.detach().logsumexp(1).float() for x in (z, u)]
+    factors = torch.stack([*lse, torch.zeros(ROWS)])
+    sums, losses = torch.full((2, ROWS), torch.nan), torch.full((ROWS,), torch.nan)
+    maps = (*numbers(ours)[:2], *numbers(theirs))
+    rest = (bias, taught_bias)
+    if kind != "kl":
+        divergence_terms_of_rows(*memory, sums, factors, targets, *rest, columns, -100, kind, beta, *maps)
+        losses, factors[2] = sums[0], sums[1]
+    divergence_gradient_of_rows(
+        *memory, losses, factors, targets, weights, *rest, compute, columns, -100, kind, beta, *maps
+    )  # fmt: skip
+    found = buffer.gradient(ROWS, columns, compute)
+    assert found.dtype == compute
+    assert float(((losses.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max()) < 5e-6
+    # If one token has nearly all the probability, its g and the sum of e^s g cancel (4.6e-5 at worst).
+    assert error(found, gradient) < max(TOLERANCE[compute], 1e-4)
+    if columns == 1031 and compute == torch.float32:
+        report(f"gradient of {kind}{extra and ', '}{extra}", error(found, gradient))
 
 
 def test_what_is_not_a_number_shows() -> None:

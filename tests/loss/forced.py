@@ -51,7 +51,7 @@ def _watched(rows: object, calls: list[str]) -> Iterator[None]:
 
         return counted
 
-    names = ("nll", "statistics", "gradient")
+    names = ("nll", "statistics", "gradient", "divergence_terms", "divergence_gradient")
     with mock.patch.multiple(rows, **{name: watched(name) for name in names}):
         yield
 

@@ -68,3 +68,54 @@ def gradient(
     found = log_p.exp() * (direct + (log_factor * log_p if slope else 0.0)) + flat
     onehot = torch.arange(start, start + columns, device=z.device) == targets[:, None]
     out[:, :columns] = (found + onehot * target) * bend
+
+
+def log_probabilities(
+    z: Tensor, lse: Tensor, bias: Tensor | None, columns: int, *logit_map: float | None
+) -> tuple[Tensor, Tensor]:
+    logits, bend = mapped(z, bias, columns, *logit_map)  # type: ignore[arg-type]
+    return logits - lse.double()[:, None], bend
+
+
+def parts_of(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Each column's part of the divergence, and g of ``tiles/divergence.py``."""
+    p, q = s.exp(), t.exp()
+    if kind == "kl":
+        return torch.where(q == 0, 0.0, q * (t - s)), torch.zeros_like(s)
+    if kind == "reverse_kl":
+        return torch.where(p == 0, 0.0, p * (s - t)), s - t
+    m = (beta * q + (1.0 - beta) * p).log()
+    found = beta * torch.where(q == 0, 0.0, q * (t - m)) + (1.0 - beta) * torch.where(
+        p == 0, 0.0, p * (s - m)
+    )
+    return found, (1.0 - beta) * (s - m)
+
+
+def divergence_terms(
+    z: Tensor, u: Tensor, sums: Tensor, factors: Tensor, targets: Tensor, bias: Tensor | None,
+    taught_bias: Tensor | None, columns: int, ignore: int, kind: str, beta: float, scale: float,
+    softcap: float | None, taught_scale: float, taught_softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
+    s, _ = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
+    t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
+    found, g = parts_of(s, t, kind, beta)
+    inner = torch.where(s.exp() == 0, 0.0, s.exp() * g).sum(1)
+    sums.copy_(torch.where(targets != ignore, torch.stack([found.sum(1), inner]), 0.0))
+
+
+def divergence_gradient(
+    z: Tensor, u: Tensor, out: Tensor, losses: Tensor, factors: Tensor, targets: Tensor, weights: Tensor,
+    bias: Tensor | None, taught_bias: Tensor | None, columns: int, ignore: int, kind: str, beta: float,
+    scale: float, softcap: float | None, taught_scale: float, taught_softcap: float | None,
+    temperature: float,
+) -> None:  # fmt: skip
+    s, bend = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
+    t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
+    found, g = parts_of(s, t, kind, beta)
+    counts = targets != ignore
+    if kind == "kl":
+        losses.copy_(torch.where(counts, found.sum(1), 0.0))
+        gradient = s.exp() - t.exp()
+    else:
+        gradient = torch.where(s.exp() == 0, 0.0, s.exp() * (g - factors[2].double()[:, None]))
+    out[:, :columns] = torch.where(counts[:, None], gradient * weights[:, None] * bend, 0.0)

@@ -121,6 +121,103 @@ def gradient_of_rows(
     rows.gradient(z, out, factors, targets, bias, columns, start, slope, scale, softcap, temperature)
 
 
+@torch.library.custom_op("lightning_thd::divergence_terms_of_rows", mutates_args=("sums",))
+def divergence_terms_of_rows(
+    z: Tensor,
+    taught: Tensor,
+    sums: Tensor,
+    factors: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    taught_bias: Tensor | None,
+    columns: int,
+    ignore: int,
+    kind: str,
+    beta: float,
+    scale: float,
+    softcap: float | None,
+    taught_scale: float,
+    taught_softcap: float | None,
+    temperature: float,
+) -> None:
+    """Write each row's divergence, and the sum that its gradient needs, to ``sums`` ``[2, c]``.
+
+    ``z`` and ``taught`` are raw products of student and teacher; ``factors`` ``[3, c]`` begin with the lse of
+    both. The kind "kl" needs no such sum, see ``divergence_gradient_of_rows``.
+    """
+    from lightning_thd.loss.kernels import rows
+
+    rows.divergence_terms(
+        z,
+        taught,
+        sums,
+        factors,
+        targets,
+        bias,
+        taught_bias,
+        columns,
+        ignore,
+        kind,
+        beta,
+        scale,
+        softcap,
+        taught_scale,
+        taught_softcap,
+        temperature,
+    )
+
+
+@torch.library.custom_op("lightning_thd::divergence_gradient_of_rows", mutates_args=("z", "losses"))
+def divergence_gradient_of_rows(
+    z: Tensor,
+    taught: Tensor,
+    losses: Tensor,
+    factors: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    taught_bias: Tensor | None,
+    compute: torch.dtype,
+    columns: int,
+    ignore: int,
+    kind: str,
+    beta: float,
+    scale: float,
+    softcap: float | None,
+    taught_scale: float,
+    taught_softcap: float | None,
+    temperature: float,
+) -> None:
+    """Write the weighted gradient of the student's rows over its raw products ``z``.
+
+    ``factors`` ``[3, c]`` are the lse of student and teacher, and the sum of ``divergence_terms_of_rows``.
+    ``losses`` ``[c]`` get the divergence of each row if the kind is "kl".
+    """
+    from lightning_thd.loss.kernels import rows
+
+    out = _place(z, compute)
+    rows.divergence_gradient(
+        z,
+        taught,
+        out,
+        losses,
+        factors,
+        targets,
+        weights,
+        bias,
+        taught_bias,
+        columns,
+        ignore,
+        kind,
+        beta,
+        scale,
+        softcap,
+        taught_scale,
+        taught_softcap,
+        temperature,
+    )
+
+
 @nll_of_rows.register_fake
 def _(*_: object) -> None: ...
 
@@ -130,4 +227,12 @@ def _(*_: object) -> None: ...
 
 
 @gradient_of_rows.register_fake
+def _(*_: object) -> None: ...
+
+
+@divergence_terms_of_rows.register_fake
+def _(*_: object) -> None: ...
+
+
+@divergence_gradient_of_rows.register_fake
 def _(*_: object) -> None: ...

@@ -7,10 +7,15 @@ number is lost.
 
 With softmax p of the logits ``z' = cap * tanh(scale * (z + bias) / cap) / temperature``, the gradient for z'
 is ``p * (direct + slope * log p) + onehot * target + flat``, as in ``RowGradients`` of ``tiles/softmax.py``.
+
+A divergence has rows of a student and of a teacher, with log-probabilities s and t, and mixture m, as in
+``Divergence`` of ``tiles/divergence.py``.
 """
 # mypy: ignore-errors
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -204,10 +209,118 @@ def _gradient(
     )  # fmt: skip
 
 
-def shape_of(columns: int) -> tuple[int, int]:
-    """Return the columns of a block and the warps of a program."""
-    block = min(_WIDEST, max(16, triton.next_power_of_2(columns)))
-    return block, 16 if block == _WIDEST else 4
+@triton.jit
+def _log_probabilities(
+    row, bias, index, columns, lse, scale, cap, heat, CAP: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Load logits, and return log-probabilities, probabilities, and the cap's slope."""
+    x, bend = _logits(row, bias, index, columns, scale, cap, heat, CAP, BIAS)
+    log_p = x - lse
+    return log_p, _exp(_exponent(log_p)), bend
+
+
+@triton.jit
+def _above_mixture(x, other, log_share, log_rest):
+    """Return how far a log-probability is above the mixture, from the log-probability of the other model.
+
+    With its share a and the rest b, that is ``-log(a + b e^(other - x))``, in which no large terms cancel.
+    """
+    away = log_rest + (other - x)
+    above = tl.maximum(log_share, away)
+    return -(above + tl.log(_exp(_exponent(log_share - above)) + _exp(_exponent(away - above))))
+
+
+@triton.jit
+def _slopes(s, t, beta, log_student, log_teacher, KIND: tl.constexpr):
+    """Return g, with which the gradient for the student's logits is ``e^s (g - sum e^s g)``."""
+    if KIND == 1:
+        g = s - t
+    else:
+        g = (1.0 - beta) * _above_mixture(s, t, log_student, log_teacher)
+    return g
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _divergence_terms(
+    z, u, bias, taught_bias, targets, factors, sums, stride, columns, rows, ignore, beta, log_student,
+    log_teacher, scale, cap, taught_scale, taught_cap, heat, KIND: tl.constexpr, CAP: tl.constexpr,
+    BIAS: tl.constexpr, TAUGHT_CAP: tl.constexpr, TAUGHT_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row's divergence and ``sum e^s g`` to ``sums`` ``[2, rows]``, for the kinds 1 and 2."""
+    i = tl.program_id(0)
+    row = z + i.to(tl.int64) * stride
+    taught = u + i.to(tl.int64) * stride
+    loss = tl.sum(tl.zeros([1], tl.float32))
+    inner = loss
+    if tl.load(targets + i) != ignore:
+        lse = tl.load(factors + i)
+        taught_lse = tl.load(factors + rows + i)
+        for start in range(0, columns, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            s, p, _ = _log_probabilities(row, bias, index, columns, lse, scale, cap, heat, CAP, BIAS)
+            t, q, _ = _log_probabilities(
+                taught, taught_bias, index, columns, taught_lse, taught_scale, taught_cap, heat,
+                TAUGHT_CAP, TAUGHT_BIAS,
+            )  # fmt: skip
+            g = _slopes(s, t, beta, log_student, log_teacher, KIND)
+            inner += tl.sum(tl.where(p == 0.0, 0.0, p * g))
+            if KIND == 2:
+                above = _above_mixture(t, s, log_teacher, log_student)
+                loss += beta * tl.sum(tl.where(q == 0.0, 0.0, q * above))
+        loss += inner
+    tl.store(sums + i, loss)
+    tl.store(sums + rows + i, inner)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _divergence_gradient(
+    z, u, out, bias, taught_bias, targets, weights, factors, losses, stride, out_stride, columns, rows,
+    ignore, beta, log_student, log_teacher, scale, cap, taught_scale, taught_cap, heat, KIND: tl.constexpr,
+    CAP: tl.constexpr, BIAS: tl.constexpr, TAUGHT_CAP: tl.constexpr, TAUGHT_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the weighted gradient of the student's row over it, and for the kind 0 the row's divergence."""
+    i = tl.program_id(0)
+    row = z + i.to(tl.int64) * stride
+    taught = u + i.to(tl.int64) * stride
+    out_row = out + i.to(tl.int64) * out_stride
+    counts = tl.load(targets + i) != ignore
+    factor = tl.load(weights + i) * scale * heat
+    lse = tl.load(factors + i)
+    taught_lse = tl.load(factors + rows + i)
+    inner = tl.load(factors + 2 * rows + i)
+
+    loss = tl.sum(tl.zeros([1], tl.float32))
+    blocks = tl.cdiv(columns, BLOCK)
+    for done in range(blocks):
+        index = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
+        d = tl.zeros([BLOCK], tl.float32)
+        if counts:  # the divergence of other rows may be infinite
+            s, p, bend = _log_probabilities(row, bias, index, columns, lse, scale, cap, heat, CAP, BIAS)
+            t, q, _ = _log_probabilities(
+                taught, taught_bias, index, columns, taught_lse, taught_scale, taught_cap, heat,
+                TAUGHT_CAP, TAUGHT_BIAS,
+            )  # fmt: skip
+            if KIND == 0:
+                d = p - q
+                loss += tl.sum(tl.where(q == 0.0, 0.0, q * (t - s)))
+            else:
+                g = _slopes(s, t, beta, log_student, log_teacher, KIND)
+                d = tl.where(p == 0.0, 0.0, p * (g - inner))
+            d *= factor
+            if CAP:
+                d *= bend
+        tl.debug_barrier()  # all threads have read this block before one overwrites it
+        tl.store(out_row + index, d.to(out.dtype.element_ty), mask=index < _padded(columns))
+    if KIND == 0:
+        tl.store(losses + i, loss)
+
+
+def shape_of(columns: int, rows_at_once: int = 1) -> tuple[int, int]:
+    """Return the columns of a block and the warps of a program that holds this many rows at a time."""
+    widest = _WIDEST // rows_at_once
+    block = min(widest, max(16, triton.next_power_of_2(columns)))
+    return block, 16 if block == widest else 4
 
 
 def _options(columns: int, bias: Tensor | None, softcap: float | None) -> dict[str, object]:
@@ -247,4 +360,47 @@ def gradient(
     _gradient[(z.shape[0],)](
         z, out, bias, targets, factors, z.stride(0), out.stride(0), columns, start, factors.stride(0), scale,
         softcap or 1.0, 1.0 / temperature, SLOPE=slope, **_options(columns, bias, softcap),
+    )  # fmt: skip
+
+
+KINDS = {"kl": 0, "reverse_kl": 1, "jsd": 2}
+
+
+def _pair_options(
+    kind: str, beta: float, columns: int, bias: Tensor | None, softcap: float | None,
+    taught_bias: Tensor | None, taught_softcap: float | None,
+) -> dict[str, object]:  # fmt: skip
+    block, warps = shape_of(columns, rows_at_once=2)
+    return {
+        "beta": beta, "log_student": math.log1p(-beta), "log_teacher": math.log(beta),
+        "cap": softcap or 1.0, "taught_cap": taught_softcap or 1.0, "KIND": KINDS[kind],
+        "CAP": softcap is not None, "BIAS": bias is not None, "TAUGHT_CAP": taught_softcap is not None,
+        "TAUGHT_BIAS": taught_bias is not None, "BLOCK": block, "num_warps": warps,
+    }  # fmt: skip
+
+
+def divergence_terms(
+    z: Tensor, u: Tensor, sums: Tensor, factors: Tensor, targets: Tensor, bias: Tensor | None,
+    taught_bias: Tensor | None, columns: int, ignore: int, kind: str, beta: float, scale: float,
+    softcap: float | None, taught_scale: float, taught_softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
+    """Launch ``_divergence_terms`` on rows ``z`` of the student and ``u`` of the teacher, ``[c, stride]``."""
+    _divergence_terms[(z.shape[0],)](
+        z, u, bias, taught_bias, targets, factors, sums, z.stride(0), columns, factors.stride(0), ignore,
+        scale=scale, taught_scale=taught_scale, heat=1.0 / temperature,
+        **_pair_options(kind, beta, columns, bias, softcap, taught_bias, taught_softcap),
+    )  # fmt: skip
+
+
+def divergence_gradient(
+    z: Tensor, u: Tensor, out: Tensor, losses: Tensor, factors: Tensor, targets: Tensor, weights: Tensor,
+    bias: Tensor | None, taught_bias: Tensor | None, columns: int, ignore: int, kind: str, beta: float,
+    scale: float, softcap: float | None, taught_scale: float, taught_softcap: float | None,
+    temperature: float,
+) -> None:  # fmt: skip
+    """Launch ``_divergence_gradient`` on rows of student and teacher; the gradient goes to ``out``."""
+    _divergence_gradient[(z.shape[0],)](
+        z, u, out, bias, taught_bias, targets, weights, factors, losses, z.stride(0), out.stride(0), columns,
+        factors.stride(0), ignore, scale=scale, taught_scale=taught_scale, heat=1.0 / temperature,
+        **_pair_options(kind, beta, columns, bias, softcap, taught_bias, taught_softcap),
     )  # fmt: skip

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
-from lightning_thd.loss.tiles.nll import Stash
-from lightning_thd.loss.tiles.products import exponential
-from lightning_thd.loss.tiles.softmax import MAX, SUM, merge_parts, merge_ranks
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs, by_kernels
+from lightning_thd.loss.tiles.nll import Stash, halves, tiles_of_inputs
+from lightning_thd.loss.tiles.products import exponential, product
+from lightning_thd.loss.tiles.softmax import MAX, SUM, blank_statistics, merge_parts, merge_ranks
 
 Kind = Literal["kl", "reverse_kl", "jsd"]
 
@@ -40,15 +41,15 @@ class Divergence:
         """Compute a tile's part of the divergence and, unless "kl", of ``sum e^s g`` (see ``_slope``)."""
         q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
-            divergence = torch.where(q > 0, q * (t - s), 0.0).sum(1)
+            divergence = torch.where(q == 0, 0.0, q * (t - s)).sum(1)  # a NaN shows
             return divergence, divergence  # the second one is not read
 
         p = exponential(s, out=torch.empty_like(s))
-        inner = torch.where(p > 0, p * self._slope(s, t), 0.0).sum(1)
+        inner = torch.where(p == 0, 0.0, p * self._slope(s, t)).sum(1)
         if self.kind == "reverse_kl":
             return inner, inner
 
-        teachers = torch.where(q > 0, q * (t - self._mixture(s, t)), 0.0).sum(1)
+        teachers = torch.where(q == 0, 0.0, q * (t - self._mixture(s, t))).sum(1)
         return self.beta * teachers + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class Divergence:
             return exponential(s, out=s).sub_(exponential(t, out=torch.empty_like(t)))
         g = self._slope(s, t)
         p = exponential(s, out=s)
-        return torch.where(p > 0, p * (g - inner[:, None]), 0.0)
+        return torch.where(p == 0, 0.0, p * (g - inner[:, None]))
 
     def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
         return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
@@ -73,8 +74,13 @@ class Teacher:
     """A teacher's hidden states and head, with the rows, columns and tiles of the student's head."""
 
     def __init__(self, head: Head) -> None:
-        self.stash = Stash(head)
+        self.head = head
         self.lse = head.hidden.new_empty(0)  # lse of each row in the stash, over the whole vocabulary
+
+    @cached_property
+    def stash(self) -> Stash:
+        """Return the logits of a few rows."""
+        return Stash(self.head)
 
     def logprobs(self, columns: slice) -> Tensor:
         """Return a tile of log-probabilities, ``[c, v]``."""
@@ -82,9 +88,11 @@ class Teacher:
 
 
 def divergence_and_gradients(
-    head: Head, teacher: Teacher, weights: Tensor, divergence: Divergence, *, needs: Needs
+    head: Head, teacher: Teacher, targets: Tensor, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
+    if by_kernels(head) and by_kernels(teacher.head):
+        return _divergence_by_kernels(head, teacher.head, targets, weights, divergence, needs=needs)
     group = head.settings.tp_group
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
@@ -124,7 +132,14 @@ def divergence_and_gradients(
         sums.close(rows)
 
     del stash  # free its memory before the weight's gradient is rounded
-    gradients = sums.result()
+    return _summed(head, losses, weights, sums.result())
+
+
+def _summed(
+    head: Head, losses: Tensor, weights: Tensor, gradients: HeadGradients
+) -> tuple[Tensor, HeadGradients]:
+    """Return the weighted sum of the losses of rows that count, and gradients, over the ranks of a group."""
+    group = head.settings.tp_group
     if group is not None:
         dist.all_reduce(losses, group=group)
         if gradients.hidden is not None and not head.settings.partial_hidden:
@@ -134,6 +149,125 @@ def divergence_and_gradients(
     if head.counts is not None:
         weighted = torch.where(head.counts, weighted, 0.0)
     return weighted.sum(), gradients
+
+
+def _divergence_by_kernels(
+    head: Head, teacher: Head, targets: Tensor, weights: Tensor, divergence: Divergence, *, needs: Needs
+) -> tuple[Tensor, HeadGradients]:
+    """Compute ``divergence_and_gradients`` with a few kernels for each tile of rows, of all columns."""
+    from lightning_thd.loss.kernels.operators import (
+        RowBuffer,
+        divergence_gradient_of_rows,
+        divergence_terms_of_rows,
+    )
+
+    settings = head.settings
+    whole = slice(0, settings.columns)
+    head = head.cut(head.tile[0], halves(head))
+    teacher = teacher.cut(head.tile[0], [whole])
+    sums = GradientSums(head, needs=needs, rows_outside=True)
+    most = min(head.tile[0], head.hidden.shape[0])
+    ours, theirs = (RowBuffer(most, settings.columns, head.hidden.device) for _ in range(2))
+    weight, taught_weight = head.weights(whole), teacher.weights(whole)
+    bias, taught_bias = head.plain_bias(whole), teacher.plain_bias(whole)
+    scale, softcap, temperature = settings.logit_map.numbers()
+    taught_scale, taught_softcap, _ = teacher.settings.logit_map.numbers()
+    ignore = -100 if settings.ignore_index is None else settings.ignore_index
+    maps = (scale, softcap, taught_scale, taught_softcap, temperature)
+
+    losses = weights.new_zeros(weights.shape)
+    for (rows, hidden), (_, taught) in zip(tiles_of_inputs(head), tiles_of_inputs(teacher), strict=True):
+        count = rows.stop - rows.start
+        product(hidden, weight, out=ours.products(count, settings.columns))
+        product(taught, taught_weight, out=theirs.products(count, settings.columns))
+        z, u = ours.memory(count), theirs.memory(count)
+        factors = _normalisers(head, teacher, z, u, bias, taught_bias, like=losses)
+
+        if divergence.couples_columns:
+            terms = factors.new_empty((2, count))
+            divergence_terms_of_rows(
+                z,
+                u,
+                terms,
+                factors,
+                targets[rows],
+                bias,
+                taught_bias,
+                settings.columns,
+                ignore,
+                divergence.kind,
+                divergence.beta,
+                *maps,
+            )
+            losses[rows] = terms[0]
+            factors[2] = terms[1]
+            if settings.tp_group is not None:
+                dist.all_reduce(factors[2], group=settings.tp_group)
+        divergence_gradient_of_rows(
+            z,
+            u,
+            losses[rows],
+            factors,
+            targets[rows],
+            weights[rows],
+            bias,
+            taught_bias,
+            settings.compute,
+            settings.columns,
+            ignore,
+            divergence.kind,
+            divergence.beta,
+            *maps,
+        )
+
+        dx = ours.gradient(count, settings.columns, settings.compute)
+        sums.open(rows)
+        sums.add_bias(dx, whole)
+        sums.add_hidden(dx, weight, rows, whole)
+        for columns in head.column_tiles:
+            sums.add_weight(dx[:, columns], hidden, rows, columns)
+        sums.close(rows)
+        del dx
+    del ours, theirs  # free their memory before the weight's gradient is rounded
+    return _summed(head, losses, weights, sums.result())
+
+
+def _normalisers(
+    head: Head,
+    teacher: Head,
+    z: Tensor,
+    u: Tensor,
+    bias: Tensor | None,
+    taught_bias: Tensor | None,
+    *,
+    like: Tensor,
+) -> Tensor:
+    """Return the lse of student and teacher over the whole vocabulary, and zeros, ``[3, c]``."""
+    from lightning_thd.loss.kernels.operators import statistics_of_rows
+
+    settings, count = head.settings, z.shape[0]
+    nowhere = torch.full((count,), -1, device=z.device)
+    found = []
+    for logits, its_bias, its_settings in ((z, bias, settings), (u, taught_bias, teacher.settings)):
+        stats = blank_statistics(like, count, torch.float32)
+        statistics_of_rows(
+            logits,
+            stats,
+            nowhere,
+            its_bias,
+            settings.columns,
+            0,
+            False,
+            False,
+            *its_settings.logit_map.numbers(),
+        )
+        found.append(stats)
+    ours, theirs = found
+    if settings.tp_group is not None:
+        ours, every = merge_ranks(ours, theirs, head.weight.shape[0], settings.tp_group)
+        theirs = merge_parts(every)
+    lse, taught_lse = (stats[MAX] + stats[SUM].log() for stats in (ours, theirs))
+    return torch.stack([lse, taught_lse, torch.zeros_like(lse)])
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:

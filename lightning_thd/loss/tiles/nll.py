@@ -120,13 +120,13 @@ def _nll_by_kernels(
 
     settings = head.settings
     whole = slice(0, settings.columns)
-    head = head.cut(head.tile[0], _halves(head))
+    head = head.cut(head.tile[0], halves(head))
     sums = GradientSums(head, needs=needs, rows_outside=True)
     weight = head.weights(whole)
     losses = weights.new_empty(weights.shape) if seen is None else seen
     buffer = RowBuffer(min(head.tile[0], len(targets)), settings.columns, head.hidden.device)
 
-    for rows, hidden in _tiles_of_inputs(head):
+    for rows, hidden in tiles_of_inputs(head):
         count = rows.stop - rows.start
         product(hidden, weight, out=buffer.products(count, settings.columns))
         nll_of_rows(
@@ -157,7 +157,7 @@ def _nll_by_kernels(
     return losses.sum(), sums.result()
 
 
-def _tiles_of_inputs(head: Head) -> Iterator[tuple[slice, Tensor]]:
+def tiles_of_inputs(head: Head) -> Iterator[tuple[slice, Tensor]]:
     """Yield each tile of rows and its hidden states, cast and without rows that do not count.
 
     That takes a launch for every six tiles. Their copy is small beside the products of one tile.
@@ -170,7 +170,7 @@ def _tiles_of_inputs(head: Head) -> Iterator[tuple[slice, Tensor]]:
             yield rows, hidden[rows.start - start : rows.stop - start]
 
 
-def _halves(head: Head) -> list[slice]:
+def halves(head: Head) -> list[slice]:
     """Return the two parts of a ``WideSum`` of the weight's gradient, or all columns if it needs none."""
     columns = head.settings.columns
     half = columns // 2 // 16 * 16  # a product of columns at a multiple of 32 bytes is fast
