@@ -49,6 +49,7 @@ NAMES = (
     "import_time",
     "balance",
     "host_time",
+    "host_flash",
     "replay_host",
     "throughput_overhead",
     "reading",

@@ -8,7 +8,7 @@ the rounds' own ratios. Goals: 1.2 times the plain step, 1.25 times with the thr
 ``--imagined`` does so on the imagined GPU of ``tests/imagined``, in bf16, against transformers' own
 flash-attention path on the same flattened batch, with a stand-in for flash-attn that calls the same operator.
 The figure is then the CPU time in Python frames of the main thread, without those of operators and of the
-imagined device. Goals: 1.0 times, 1.05 times with the monitor.
+imagined device. Goals: 0.95 times, 1.0 times with the monitor.
 
 ``--cuda`` does the same on a real GPU, where such a step is bound by the host: the figure is wall time.
 """
@@ -43,7 +43,7 @@ TOKENS, PADDING, PART = 64, 8, 24
 STEPS, WARM = 80, 20
 GOALS = {"ours": 1.2, "ours, with the monitor": 1.25}
 PLAIN = "plain Lightning, sdpa"
-IMAGINED_GOALS = {"ours": 1.0, "ours, with the monitor": 1.05}
+IMAGINED_GOALS = {"ours": 0.95, "ours, with the monitor": 1.0}
 FLASH = "plain Lightning, flash-attn"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +28,24 @@ def test_the_plan_of_nine_minutes_holds_the_most_telling_parts(capsys: pytest.Ca
     every = {x.name: fate for x, fate in gpu.plan(parts, budget_s=1800.0, done={"cuda_graph"})}
     assert every.pop("cuda_graph") == "done"
     assert set(every.values()) == {"run"}
+
+
+def test_the_commands_of_the_page_are_there() -> None:
+    """The modules and parts that ``GPU.md`` names for the first half hour; ``tests/imagined`` runs them."""
+    for module in gpu_parts.MODULES:
+        importlib.import_module(module)
+    text = (Path(gpu.__file__).parent / "GPU.md").read_text()
+    (block,) = re.findall(r"The first half hour.*?```bash\n(.*?)```", text, re.DOTALL)
+    commands = [line.partition("#")[0].split() for line in block.splitlines()]
+    assert len(commands) >= 7
+    for words in commands:
+        module = words[words.index("-m") + 1]
+        assert importlib.util.find_spec(module) is not None, module
+        if module == "benchmarks.gpu":
+            arguments = gpu._arguments(words[words.index(module) + 1 :])
+            assert set(arguments.parts) <= gpu_parts.PARTS.keys(), words
+            seconds = sum(gpu_parts.PARTS[name].seconds for name in arguments.parts)
+            assert seconds <= 60 * arguments.budget, words
 
 
 @pytest.mark.slow
