@@ -75,7 +75,7 @@ def _rows(rng: random.Random) -> dict[str, Any]:
 BATCH = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
 
 TABLE = {
-    "batch.refuse_keys": Entry(refuse_keys, lambda _: {"found": ["pixel_values"]}),
+    "batch.refuse_keys": Entry(refuse_keys, lambda _: {"keys": ["pixel_values"]}),
     "THDBatch.collate": Entry(THDBatch.collate, _samples, _collated),
     "THDBatch.collate of one": Entry(lambda **sample: THDBatch.collate([sample]), _one),
     "THDBatch.collate of two": Entry(
