@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_thd._find import outermost_models
-from lightning_thd._private import private_of
+from lightning_thd._find import is_compiled_in_place, outermost_models
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
@@ -188,7 +187,7 @@ class _Calls:
 
     def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
-        self.visible = not _is_compiled(model)  # whether hooks see every call of the model
+        self.visible = not is_compiled_in_place(model)  # whether hooks see every call of the model
         self.reruns: dict[str, bool] = {}  # modules that backward ran again, and whether to their end
         self._counts: list[_Count] = []
         self._handles: list[RemovableHandle] = []
@@ -199,10 +198,10 @@ class _Calls:
             count = _Count()
             self._counts.append(count)
             # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
-            if not _is_compiled(module):
+            if not is_compiled_in_place(module):
                 hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        if not any(map(_is_compiled, model.modules())):
+        if not any(map(is_compiled_in_place, model.modules())):
             self._watch_reruns(runs)
 
     def _watch_reruns(self, runs: Callable[[], bool]) -> None:
@@ -254,11 +253,6 @@ def _is_part(name: str) -> bool:
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
     return len(parts) <= number + 2
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
-    return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
