@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_thd._find import is_compiled_in_place, outermost_models
+from lightning_thd._find import outermost_models
+from lightning_thd._private import private_of
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
@@ -36,6 +37,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
 _POOLED_HEADS = re.compile(_HEADS.pattern.replace("score|", "score|pooler|pre_classifier|head|"))
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
+_COMPILED_MODULE = "_orig_mod"  # where the wrapper that torch.compile returns holds the module
 _UNCOUNTED = 0.05  # We warn if a larger share of the weights is outside every known model.
 
 
@@ -100,7 +102,7 @@ class ModuleFlops:
         if not inside and stage not in self._calls and not decided:
             models = outermost_models(self._module)
             self._calls[stage] = {
-                name: _Calls(model, lambda: self._stage == stage) for name, model in models.items()
+                name: _Calls(name, model, lambda: self._stage == stage) for name, model in models.items()
             }
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
@@ -185,9 +187,9 @@ class _Count:
 class _Calls:
     """Counts calls of a model and of its first layer by forward hooks, while ``runs()`` is true."""
 
-    def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
+    def __init__(self, name: str, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
-        self.visible = not is_compiled_in_place(model)  # whether hooks see every call of the model
+        self.visible = not _is_compiled(model)  # whether hooks see every call of the model
         self.reruns: dict[str, bool] = {}  # modules that backward ran again, and whether to their end
         self._counts: list[_Count] = []
         self._handles: list[RemovableHandle] = []
@@ -198,10 +200,10 @@ class _Calls:
             count = _Count()
             self._counts.append(count)
             # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
-            if not is_compiled_in_place(module):
+            if not _is_compiled(module):
                 hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        if not any(map(is_compiled_in_place, model.modules())):
+        if not _has_compiled_parts(name, model):
             self._watch_reruns(runs)
 
     def _watch_reruns(self, runs: Callable[[], bool]) -> None:
@@ -253,6 +255,20 @@ def _is_part(name: str) -> bool:
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
     return len(parts) <= number + 2
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
+
+
+def _has_compiled_parts(name: str, model: nn.Module) -> bool:
+    """Return whether torch traces a model, whose place in the module is ``name``, or a part of it."""
+    if any(map(_is_compiled, model.modules())):
+        return True
+    # torch.compile(module) returns a wrapper, which holds the module under this name.
+    places = [name, *(part for part, _ in model.named_modules())]
+    return any(_COMPILED_MODULE in place.split(".") for place in places)
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd._checks import flags, instance
-from lightning_thd._modes import operators_are_watched
 from lightning_thd._static import trial_runs
 from lightning_thd._trees import tree_paths
 from lightning_thd.batch import THDBatch
@@ -372,7 +371,7 @@ def _unsupported(batch: Any) -> str | None:
         return "batch_type"
     if batch.boundaries.eager is not None:
         return batch.boundaries.eager
-    if operators_are_watched():  # modes such as FlopCounterMode would not see a replay
+    if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
         return "watched"
     return None if batch.weights is None else "weights"
 

@@ -6,17 +6,14 @@ of a loss's products a model needs. So these functions say it. They pay one test
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_thd.boundaries import KernelCall
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +66,6 @@ class Listener(Protocol):
     def attention(self, call: AttentionCall) -> AbstractContextManager[Any]:
         """Count a call of attention; torch's functions inside the context are its kernel."""
 
-    def ignoring(self) -> AbstractContextManager[Any]:
-        """Count nothing inside the context, because it is part of what was counted."""
-
     def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> AbstractContextManager[Any]:
         """Count output projections ``hidden @ weight.T``, however a fused loss computes them."""
 
@@ -90,19 +84,6 @@ def projecting(*pairs: tuple[Tensor, Tensor | None]) -> AbstractContextManager[A
     if not LISTENERS:
         return _NOTHING
     return _together([listener.heads(pairs) for listener in LISTENERS])
-
-
-def reported(backward: Callable[..., R]) -> Callable[..., R]:
-    """Decorate the backward of a function that reports its FLOPs, gradients included, when it is called."""
-
-    @functools.wraps(backward)
-    def run(*args: Any) -> R:
-        if not LISTENERS:
-            return backward(*args)
-        with _together([listener.ignoring() for listener in LISTENERS]):
-            return backward(*args)
-
-    return run
 
 
 def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

@@ -27,7 +27,6 @@ from lightning_thd.models.refusals import (
 )
 from lightning_thd.models.switching import (
     NAME,
-    choose_attention,
     is_transformers_model,
     language_config,
     mentions_thd,
@@ -127,7 +126,7 @@ def _announce_around(model: Any) -> None:
     """Prepare the models that hold a language model which is switched to "thd" as a part of them."""
     for outer in stock_models_around(model):
         if language_config(outer.config) is model.config:
-            choose_attention(outer.config, NAME)
+            outer.config._attn_implementation_internal = NAME
             _announce_packs(outer)
             prepare_layers(outer)
 

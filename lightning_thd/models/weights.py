@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import math
 import warnings
@@ -22,16 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
-from lightning_thd._private import private_of, set_private
-from lightning_thd.batch.upload import version
 from lightning_thd.warnings import THDWarning
-
-# In the table of private names.
-_INITIALISE = "transformers.PreTrainedModel._init_weights"
-_READ = "transformers.PreTrainedModel._load_pretrained_model"
-_FINISH = "transformers.PreTrainedModel._finalize_model_loading"
-_MARKED = "transformers.initialization.tensor._is_hf_initialized"
-_MARK = _MARKED.rpartition(".")[2]  # on a tensor that transformers' initialisers must not touch
 
 # ---- Drawn
 
@@ -89,7 +79,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
         return data
 
     parameter = nn.Parameter(data, tensor.requires_grad)
-    attributes = {name: value for name, value in vars(tensor).items() if name != _MARK}
+    attributes = {name: value for name, value in vars(tensor).items() if name != "_is_hf_initialized"}
     parameter.__dict__.update(attributes)
     return parameter
 
@@ -104,7 +94,7 @@ def _is_unset(tensor: Tensor) -> bool:
     if not tensor.numel():
         return False
     if tensor.dtype == torch.bool:  # no value can mark it, but every write in place raises its version
-        return version(tensor) == 0
+        return tensor._version == 0
     mark = _unset(tensor.dtype)
     is_marked = tensor.isnan() if math.isnan(mark) else tensor == mark
     return bool(is_marked.any())
@@ -123,8 +113,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         if not unset:
             return
 
-        initialise = getattr(type(child), _INITIALISE.rpartition(".")[2], None)
-        if hasattr(child, "config") and callable(initialise):
+        if hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None)):
             model = child
         added = getattr(child, "adapter_layer_names", ())  # children that PEFT has added
         for name, below in child.named_children():
@@ -135,7 +124,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
             _initialise_adapters(child, path, adapters)
             return
         if model is not None:  # a block may set the weights of its children
-            private_of(model, _INITIALISE)(child)
+            model._init_weights(child)
 
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         drawn = [tensor for tensor in tensors if id(tensor) in names]
@@ -145,7 +134,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
 
         for tensor in drawn:
             if owners[id(tensor)] > 1:  # a tied weight is set only once, by its first owner
-                setattr(tensor, _MARK, True)
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
     walk(module, "", None)
 
@@ -172,29 +161,14 @@ def _seed_of(name: str, seed: int) -> int:
 @contextlib.contextmanager
 def _untouched(tensors: list[Tensor]) -> Generator[None]:
     """Mark tensors in this context so that transformers' initialisers do not touch them."""
-    _require_mark()
-    marked = [tensor for tensor in tensors if not hasattr(tensor, _MARK)]
+    marked = [tensor for tensor in tensors if not hasattr(tensor, "_is_hf_initialized")]
     for tensor in marked:
-        setattr(tensor, _MARK, True)
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for tensor in marked:
-            delattr(tensor, _MARK)
-
-
-@functools.cache
-def _require_mark() -> None:
-    """Refuse a transformers whose initialisers ignore the mark, and would draw kept weights again."""
-    if not available("transformers"):
-        return
-    from transformers import initialization
-
-    tensor = nn.Parameter(torch.zeros(1))
-    setattr(tensor, _MARK, True)
-    initialization.ones_(tensor)
-    if tensor.item() != 0:
-        private_of(object(), _MARKED)  # raises
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -256,8 +230,8 @@ def postponed_reading() -> Generator[None]:
     from transformers.core_model_loading import LoadStateDictInfo
 
     kind: Any = PreTrainedModel
-    read = private_of(kind, _READ)
-    finish = private_of(kind, _FINISH)
+    read = kind._load_pretrained_model
+    finish = kind._finalize_model_loading
 
     def postpone(model: Any, state: Any, files: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         plain = state is None and options.hf_quantizer is None and options.device_map is None
@@ -268,7 +242,7 @@ def postponed_reading() -> Generator[None]:
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         skeleton = copy.deepcopy(model)
-        versions = {name: version(tensor) for name, tensor in tensors.items()}
+        versions = {name: tensor._version for name, tensor in tensors.items()}
         model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
         fields = LoadStateDictInfo.__dataclass_fields__
         nothing_read: dict[str, Any] = {name: {} if "errors" in name else set() for name in fields}
@@ -280,13 +254,13 @@ def postponed_reading() -> Generator[None]:
         model.tie_weights(recompute_mapping=False)
         return info
 
-    set_private(kind, _READ, staticmethod(postpone))
-    set_private(kind, _FINISH, staticmethod(finish_later))
+    kind._load_pretrained_model = staticmethod(postpone)
+    kind._finalize_model_loading = staticmethod(finish_later)
     try:
         yield
     finally:
-        set_private(kind, _READ, staticmethod(read))
-        set_private(kind, _FINISH, staticmethod(finish))
+        kind._load_pretrained_model = staticmethod(read)
+        kind._finalize_model_loading = staticmethod(finish)
 
 
 def read_weights(module: nn.Module) -> None:
@@ -315,7 +289,7 @@ def require_unchanged(module: nn.Module) -> None:
         lost: list[str] = []
         for name, tensor in unread.tensors.items():
             built_shape = _tensor(unread.skeleton, name).shape
-            if version(tensor) != unread.versions[name] or tensor.shape != built_shape:
+            if tensor._version != unread.versions[name] or tensor.shape != built_shape:
                 written.append(name)
             if id(tensor) not in held and isinstance(tensor, nn.Parameter):
                 lost.append(name)
@@ -338,7 +312,7 @@ def _read(module: nn.Module, unread: _Unread) -> None:
         if path not in kept:
             del table[name]
 
-    info, _ = private_of(type(skeleton), _READ)(
+    info, _ = type(skeleton)._load_pretrained_model(
         skeleton, None, unread.files, unread.options, expected_keys=expected
     )
     _check_read(skeleton, info, kept)
@@ -372,11 +346,8 @@ def _check_read(skeleton: nn.Module, info: Any, kept: dict[str, Tensor]) -> None
     persistent = set(skeleton.state_dict())
     missing = [name for name, tensor in kept.items() if id(tensor) not in read and name in persistent]
     if missing:
-        warnings.warn(
-            f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values.",
-            THDWarning,
-            stacklevel=2,
-        )
+        message = f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values."
+        warnings.warn(message, THDWarning, stacklevel=2)
 
 
 def _tensor(module: nn.Module, path: str) -> Tensor:

@@ -311,7 +311,6 @@ def test_trainers_of_an_older_trl_are_refused(name: str, monkeypatch: pytest.Mon
     packed_trainer(trl.RewardTrainer)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_ranks_would_train_by_themselves_is_refused() -> None:
     """Trainer's own evaluate() before train() leaves a model without DDP."""
     model = torch.nn.Linear(2, 2)
@@ -321,6 +320,7 @@ def test_a_model_that_ranks_would_train_by_themselves_is_refused() -> None:
     refuse_without_ddp(DistributedType.FSDP, model)
 
 
+@pytest.mark.filterwarnings("ignore")
 @needs_fused
 def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     """A second trainer's settings replace the first one's, and other losses of the model stay right."""

@@ -89,7 +89,7 @@ def _refuse_second_text(fields: Mapping[str, Any], text: str, dropped: Collectio
         if isinstance(value, str) and value.strip() and value.strip() not in text and name not in dropped:
             raise ValueError(
                 f"{name!r} is beside the text, and would be left out. Write it into the text, or give prompt "
-                "and completion. If it may be dropped, list it in metadata_keys=."
+                "and completion. If it may be dropped, list it in metadata_keys=, or pass records='text'."
             )
 
 
@@ -145,6 +145,7 @@ class Encoder:
     append_eos: bool = True  # end documents and completions with EOS if the tokenizer does not add it
     on_error: OnError = "raise"  # what to do with a record that cannot be encoded
     metadata_keys: Sequence[str] = ()  # keys of conversations that may be dropped
+    only_text: bool = False  # the user chose records="text": other keys of a record may be dropped
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay their ids end to end."""
@@ -196,7 +197,7 @@ class Encoder:
     def _text_of(self, record: Record) -> str:
         """Return the text of a record; refuse another text beside it that the model would never see."""
         text = text_of(record, self.text_key)
-        if isinstance(record, dict):
+        if isinstance(record, dict) and not self.only_text:
             _refuse_second_text(record, text, (self.text_key, *self.metadata_keys))
         return text
 

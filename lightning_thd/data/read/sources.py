@@ -194,6 +194,7 @@ class Opener:
                 append_eos=self.append_eos,
                 on_error=self.on_error,
                 metadata_keys=self.metadata_keys,
+                only_text=self.records == "text",
             )
             rank_zero_info(f"Tokenising {kind!r} records. Set another kind by records=.")
             return tokenize(

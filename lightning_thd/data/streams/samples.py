@@ -153,6 +153,7 @@ class Sampler:
                 text_key=self.text_key,
                 append_eos=self.append_eos,
                 metadata_keys=self.metadata_keys,
+                only_text=self.records == "text",
             )
         rows = self._encoders[kind].encode([("the record", record)])
         sample = {"input_ids": rows.tokens}
