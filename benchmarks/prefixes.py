@@ -5,6 +5,7 @@ and backward over groups of 2, 8 and 16 answers, with shared prefixes, as a pack
 log-probabilities (GRPO's). A prompt is 1/4 to 16 times as long as an answer. Times are CPU seconds of one
 thread, the collation included. Memory is what autograd keeps between forward and backward. The bound is that
 of the FLOPs counted for distinct tokens and pairs. ``--quick`` runs only the groups with a goal, without TRL.
+``--keys`` counts instead how many keys planned packs gather: a CUDA graph would gather a fixed number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.results import faster, less
-from lightning_thd import FlopsModel, THDBatch, causal_lm_loss
+from lightning_thd import FlopsModel, Packs, THDBatch, causal_lm_loss
+from lightning_thd.packing.prefixes import PrefixPlanner
 
 VOCABULARY = 260
 # (group, prompt, answer, groups in the pack): times as fast as without, share of the memory. The last shares
@@ -148,6 +150,43 @@ def measure(
             less(f"{what}: memory kept", memory[1] / memory[0], "of unshared", most, precision="fp32")
 
 
+# Name -> answers to a prompt, and the medians of the lengths of prompts and answers, which are lognormal.
+DRAWN = {
+    "2 answers of 512 to 512": (2, 512, 512),
+    "8 answers of 512 to 512": (8, 512, 512),
+    "16 answers of 256 to 1,024": (16, 1_024, 256),
+}
+CAPACITY, ROWS = 8_192, 3_200
+
+
+def count_keys() -> None:
+    """Print how many keys the packs of some plans gather, and what one or two fixed numbers would add."""
+    rng = np.random.default_rng(0)
+    print(f"packs of {CAPACITY:,} slots         keys: P50     P99     max | of the mean, one bucket   two")
+    for name, (size, prompt, answer) in DRAWN.items():
+        rows = []
+        for _ in range(ROWS // size):
+            shared = rng.integers(0, 30_000, 1 + int(rng.lognormal(np.log(prompt), 0.6)))
+            for _ in range(size):
+                own = rng.integers(0, 30_000, 1 + int(rng.lognormal(np.log(answer), 0.8)))
+                rows.append(np.concatenate([shared, own])[:CAPACITY])
+        ids = [row.astype("<i4").tobytes() for row in rows]
+        planner = PrefixPlanner(list(map(len, rows)), CAPACITY, ids=ids.__getitem__, global_batch=Packs(1))
+        counts = []
+        for step in range(len(planner)):
+            members = planner.step(0, step, 1).spans.index
+            samples = [{"input_ids": rows[i]} for i in members]
+            batch = THDBatch.collate(samples, share_prefixes=True, pad_to=CAPACITY)
+            counts.append(CAPACITY if batch.prefixes is None else len(batch.prefixes.keys))
+        keys = np.array(counts)
+        median, most = np.quantile(keys, [0.5, 0.99]).astype(int).tolist()
+        fitting = keys[keys <= most]
+        two = np.where(fitting <= median, median, most).mean() / fitting.mean()
+        print(
+            f"{name:<28}{median:>13,}{most:>8,}{keys.max():>8,} |{most / fitting.mean():>22.2f}x{two:>6.2f}x"
+        )
+
+
 def padded_model() -> nn.Module | None:
     """Return the same model with TRL's head for log-probabilities; None without TRL."""
     if find_spec("trl") is None:
@@ -167,7 +206,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="at most; large groups take fewer")
     torch.set_num_threads(1)  # Threads that wait for each other count as CPU time.
     parser.add_argument("--minutes", type=float, default=10.0, help="of CPU time for all groups, roughly")
+    parser.add_argument("--keys", action="store_true", help="count the keys of packs, and measure nothing")
     given = parser.parse_args(argv)
+    if given.keys:
+        count_keys()
+        return
     shapes = [*GOALS, *([] if given.quick else FURTHER)]
     model, padded = model_of(), None if given.quick else padded_model()
     print("Of the shared run: CPU s a step, MiB kept; then how many times as much the others take.")
