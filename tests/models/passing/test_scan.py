@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -53,11 +55,12 @@ def tensors(kind: str, slots: int) -> dict[str, Tensor]:
             "g": (slots, HEADS, *gates),
             "beta": (slots, HEADS),
         }
-    found = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
+
+    inputs = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
     for name in ("decay", "g"):
-        if name in found:
-            found[name] = -found[name].abs()
-    return found
+        if name in inputs:
+            inputs[name] = -inputs[name].abs()
+    return inputs
 
 
 def alone(function: Callable[..., Any], carrier: Carrier | None) -> Callable[..., Any]:
@@ -122,41 +125,48 @@ def weights(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
 
 
+def sharded(kind: str, shard: ShardLayout, dtype: torch.dtype, *, autocast: bool) -> dict[str, Tensor]:
+    """What ``whole`` returns, put together from the shards of all ranks."""
+    inputs = {}
+    of_slots = set()
+    for name, x in tensors(kind, shard.slots).items():
+        if x.shape[0] == shard.slots:
+            of_slots.add(name)
+            x = x[shard.own]
+        inputs[name] = x.detach().to(dtype, copy=True).requires_grad_()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = run(kind, inputs, OverRanks(shard))
+    whole_out = torch.empty(shard.slots, *out.shape[1:], dtype=torch.float64)
+    (out * weights(whole_out)[shard.own]).sum().backward()
+
+    results = {"out": gather_pack(out.detach(), shard)}
+    for name, x in inputs.items():
+        grad = torch.zeros_like(x) if x.grad is None else x.grad
+        if name in of_slots:
+            results[name] = gather_pack(grad, shard)
+        else:
+            dist.all_reduce(grad)
+            results[name] = grad
+    return results
+
+
 def compare(kinds: list[str], layouts: list[Layout], cases: int, autocast: bool = False) -> float:
     """Largest relative error of outputs and gradients over all cases, in fp64, or in fp32 under autocast."""
     group: Any = dist.group.WORLD
-    dtype, bound = (torch.float32, 2e-5) if autocast else (torch.float64, 1e-10)
+    cp = group.size()
+    dtype = torch.float32 if autocast else torch.float64
+    bound = 2e-5 if autocast else 1e-10
     worst = 0.0
-    for kind in kinds:
-        for lengths in CASES[:cases]:
-            for layout in layouts:
-                cp = group.size()
-                multiple = 1 if layout == "contiguous" else 2 * cp
-                padded = [-(-n // multiple) * multiple for n in lengths]
-                wanted = whole(kind, padded)
-                at = ShardLayout(padded, cp=cp, rank=group.rank(), group=group, layout=layout)
-                t = tensors(kind, at.slots)
-                slots = {name for name, x in t.items() if x.shape[0] == at.slots}
-                t = {
-                    name: (x[at.own] if name in slots else x).detach().to(dtype, copy=True).requires_grad_()
-                    for name, x in t.items()
-                }
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    out = run(kind, t, OverRanks(at))
-                whole_out = torch.empty(at.slots, *out.shape[1:], dtype=torch.float64)
-                (out * weights(whole_out)[at.own]).sum().backward()
-                found = {"out": gather_pack(out.detach(), at)}
-                for name, x in t.items():
-                    grad = torch.zeros_like(x) if x.grad is None else x.grad
-                    if name in slots:
-                        found[name] = gather_pack(grad, at)
-                    else:
-                        dist.all_reduce(grad)
-                        found[name] = grad
-                for name, value in wanted.items():
-                    error = float((found[name] - value).norm() / value.norm().clamp_min(1e-3))
-                    assert error < bound, (kind, lengths, layout, name, error)
-                    worst = max(worst, error)
+    for kind, lengths, layout in itertools.product(kinds, CASES[:cases], layouts):
+        multiple = 1 if layout == "contiguous" else 2 * cp
+        padded = [math.ceil(length / multiple) * multiple for length in lengths]
+        shard = ShardLayout(padded, cp=cp, rank=group.rank(), group=group, layout=layout)
+        results = sharded(kind, shard, dtype, autocast=autocast)
+        for name, expected in whole(kind, padded).items():
+            error = float((results[name] - expected).norm() / expected.norm().clamp_min(1e-3))
+            assert error < bound, (kind, lengths, layout, name, error)
+            worst = max(worst, error)
     return worst
 
 
@@ -172,11 +182,13 @@ KINDS = ["convolution", "state_space", "delta", "kimi"]
     ],
 )
 def test_shards_equal_the_pack(cp: int, cases: int) -> None:
+    """Outputs and gradients of every kind and layout are those of each sequence run alone."""
     # fp64: other orders of the same sums.
     assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk", "mixed"], cases)) < 1e-12
 
 
 def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
+    """Under bf16 autocast, shards are as near to fp64 as fp32 is."""
     run_ranks(compare, 2, ["state_space", "delta"], ["dual_chunk"], 1, True)
 
 
@@ -202,6 +214,7 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
 def test_a_pack_on_a_cpu_runs_transformers_own_functions_where_kernels_are_installed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Logits on a CPU are the same whether or not kernels that refuse tensors of a CPU are installed."""
     model: Any = build(family, "thd").eval()
     batch = THDBatch.collate([{"input_ids": range(3, 3 + length)} for length in (7, 1, 5)])
     without_kernels = model(**batch.hf_kwargs()).logits
