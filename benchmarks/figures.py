@@ -484,6 +484,8 @@ CITED: dict[str, dict[str, Callable[[], float] | str]] = {
     "docs/guides/pipelines.md": {
         "1.11 times": _ratio("pipeline_engines", "step of 8 packs, library, 1f1b"),
         "4 GiB": COMPUTED,
+        "23.96 s": "a second run of the same benchmark, 2026-11-29",
+        "23.75 s": "a second run of the same benchmark, 2026-11-29",
     },
     "docs/guides/speed.md": {
         "1.06x": _ratio("attention", "16 random documents, forward and backward", "bf16"),
