@@ -184,7 +184,8 @@ def _is_a_name(file: File, node: ast.Constant) -> bool:
 def _dotted(node: ast.Constant) -> list[str]:
     """Return the parts of a string that is a dotted name, or its beginning or end in an f-string."""
     text = node.value if isinstance(node.value, str) else ""
-    return text.split(".") if re.fullmatch(r"[\w.]+", text) else []
+    is_file = text.endswith(".py")  # of this package, in the table
+    return text.split(".") if re.fullmatch(r"[\w.]+", text) and not is_file else []
 
 
 def foreign_names(

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from lightning_thd._private import private_of
+
 
 def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> Any:
     """Return the model inside DDP, torch.compile and PEFT; ``on_peft`` is called with each PEFT wrapper."""
     while True:
-        if "_orig_mod" in getattr(model, "_modules", ()):  # compile_regions of Accelerate sets an attribute
-            model = model._orig_mod
+        if is_compiled_wrapper(model):
+            model = inside_compiled(model)
         elif hasattr(model, "get_base_model"):
             if on_peft is not None:
                 on_peft(model)
@@ -22,6 +24,43 @@ def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> An
             model = model.module
         else:
             return model
+
+
+def is_compiled_wrapper(model: object) -> bool:
+    """Return whether ``torch.compile(module)`` made a module around another one."""
+    # By name, because importing the class takes a second and a half, where nothing is compiled.
+    return any(base.__name__ == "OptimizedModule" for base in type(model).__mro__)
+
+
+def inside_compiled(wrapper: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` was given, the only child of its wrapper."""
+    (module,) = wrapper.children()
+    return module
+
+
+_CHECKPOINT = "transformers.GradientCheckpointingLayer._gradient_checkpointing_func"
+
+
+def checkpoint_of(module: nn.Module) -> Any:
+    """Return the function by which a layer of transformers is checkpointed; None if it is not.
+
+    Raises:
+        PrivateNameGone: if the layer is checkpointed, and the installed release keeps its function elsewhere.
+    """
+    is_of_transformers = any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
+    if vars(module).get("gradient_checkpointing", False) and is_of_transformers:
+        return private_of(module, _CHECKPOINT)
+    return vars(module).get(_CHECKPOINT.rpartition(".")[2])  # switched off, or none
+
+
+def set_checkpoint(module: nn.Module, function: Any) -> None:
+    """Replace the function by which a layer of transformers is checkpointed."""
+    module.__dict__[_CHECKPOINT.rpartition(".")[2]] = function
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
 
 
 def _wraps_a_module(model: Any) -> bool:

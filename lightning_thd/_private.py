@@ -9,6 +9,8 @@ check, writing an attribute that is gone would pass without an error, and change
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from lightning_thd._versions import installed_version
@@ -26,18 +28,59 @@ class PrivateNameGone(RuntimeError):
     """Another package no longer has a private name that a feature needs."""
 
 
-_LOGS = "lightning.pytorch.trainer.connectors.logger_connector"
-_TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 _LIGHTNING = "lightning 2.6.6"
 _TORCH = "torch 2.13, 2.14"
+_TRANSFORMERS = "transformers 5.19, 5.23"
 
 PRIVATE: Final[dict[str, PrivateName]] = {
+    # -- kernels
+    "torch._C._len_torch_dispatch_stack": PrivateName(
+        "_modes.py", _TORCH, "attention on a CPU, a fused loss or CUDAGraphCallback"
+    ),
+    "torch._C._are_functorch_transforms_active": PrivateName("_modes.py", _TORCH, "attention on a CPU"),
+    "torch.utils._python_dispatch.TorchDispatchMode": PrivateName("_modes.py", _TORCH, "CUDAGraphCallback"),
+    "torch.library.CustomOpDef._init_fn": PrivateName(
+        "attention/kernels/flash.py", _TORCH, 'backend="flash" with flash-attn 3'
+    ),
+    "flash_attn.flash_attn_interface._wrapped_flash_attn_varlen_forward": PrivateName(
+        "attention/kernels/flash.py", "flash-attn 2.8", 'backend="flash" with flash-attn 2'
+    ),
+    "flash_attn.flash_attn_interface._wrapped_flash_attn_varlen_backward": PrivateName(
+        "attention/kernels/flash.py", "flash-attn 2.8", 'backend="flash" with flash-attn 2'
+    ),
+    "flash_attn_interface._flash_attn_forward": PrivateName(
+        "attention/kernels/flash.py", "flash-attn 3 of tag 2.8.3", 'backend="flash" with flash-attn 3'
+    ),
+    "flash_attn_interface._flash_attn_backward": PrivateName(
+        "attention/kernels/flash.py", "flash-attn 3 of tag 2.8.3", 'backend="flash" with flash-attn 3'
+    ),
+    "flash_attn.cute.interface._flash_attn_fwd": PrivateName(
+        "attention/kernels/flash.py", "flash-attn-4 4.0.0b36", 'backend="flash" with flash-attn 4'
+    ),
+    "flash_attn.cute.interface._flash_attn_bwd": PrivateName(
+        "attention/kernels/flash.py", "flash-attn-4 4.0.0b36", 'backend="flash" with flash-attn 4'
+    ),
+    "torch.Tensor._version": PrivateName(
+        "batch/upload.py", _TORCH, "a batch in pinned memory, or a fused loss on a GPU"
+    ),
     # -- data
+    "lightning.pytorch.Trainer.fit_loop._combined_loader_states_to_load": PrivateName(
+        "data/trainer_link.py", _LIGHTNING, "THDDataModule in a Trainer"
+    ),
+    "lightning.pytorch.Trainer.fit_loop._data_source": PrivateName(
+        "data/datamodule.py", _LIGHTNING, "THDDataModule in a Trainer"
+    ),
+    "lightning.pytorch.Trainer.fit_loop._combined_loader": PrivateName(
+        "data/trainer_link.py", _LIGHTNING, "a mixture whose epochs differ in length"
+    ),
+    "lightning.pytorch.Trainer.fit_loop._data_fetcher": PrivateName(
+        "data/trainer_link.py", _LIGHTNING, "a mixture whose epochs differ in length"
+    ),
+    "datasets.IterableDataset._ex_iterable": PrivateName(
+        "data/streams/shards.py", "datasets 5.2", "a stream of a datasets.IterableDataset"
+    ),
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": PrivateName(
         "data/loader.py", _LIGHTNING, "the indices of predicted batches in BasePredictionWriter"
-    ),
-    "torch.utils.data._utils.worker": PrivateName(
-        "data/streams/intake.py", "torch 2.11 to 2.13", "streams that are read by workers (num_workers)"
     ),
     # -- axes of ranks
     "lightning.pytorch.strategies.ModelParallelStrategy._setup_distributed": PrivateName(
@@ -49,39 +92,12 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "lightning.pytorch.LightningModule._device_mesh": PrivateName(
         "strategies/axes.py", _LIGHTNING, 'strategy="thd_model_parallel"'
     ),
-    "lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size": PrivateName(
-        "strategies/axes.py", _LIGHTNING, 'strategy="thd_model_parallel"'
-    ),
-    "lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size": PrivateName(
-        "strategies/axes.py", _LIGHTNING, 'strategy="thd_model_parallel"'
-    ),
-    "lightning.pytorch.strategies.ModelParallelStrategy._timeout": PrivateName(
-        "strategies/axes.py", _LIGHTNING, "a pipeline, or a job that torchrun has started again"
-    ),
     "torch.distributed.device_mesh.DeviceMesh._flatten": PrivateName(
         "parallel/mesh.py",
         _TORCH,
         "a strategy whose ranks share packs or weights, or prepare_thd with two data axes",
     ),
     # -- ranks that share packs
-    "lightning.pytorch.LightningModule._compiler_ctx": PrivateName(
-        "strategies/guards.py", _LIGHTNING, "a strategy whose ranks share packs"
-    ),
-    f"{_TORCH_CP}._replaced_functions": PrivateName(
-        "strategies/guards.py", _TORCH, "context_parallel_size beside torch's context_parallel()"
-    ),
-    f"{_TORCH_CP}.custom_ops": PrivateName(
-        "strategies/guards.py", _TORCH, "context_parallel_size beside torch's context_parallel()"
-    ),
-    "torch.distributed.tensor.DTensor._op_dispatcher": PrivateName(
-        "strategies/guards.py", _TORCH, "context_parallel_size beside torch's context_parallel()"
-    ),
-    "torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers": PrivateName(
-        "strategies/guards.py", _TORCH, "context_parallel_size beside torch's context_parallel()"
-    ),
-    "torch.nn.Module._forward_pre_hooks": PrivateName(
-        "strategies/guards.py", _TORCH, "context_parallel_size above 1"
-    ),
     "datasets.IterableDataset._distributed": PrivateName(
         "strategies/pack_cut.py", "datasets 5.2", "an iterable dataset that every rank of a pack reads"
     ),
@@ -90,47 +106,33 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "strategies/logs.py", _LIGHTNING, "self.log under our strategies"
     ),
     "lightning.pytorch.Trainer._logger_connector": PrivateName(
-        "strategies/logs.py",
-        _LIGHTNING,
-        "Sequences(n), THDThroughputMonitor, ExpertBias or CUDAGraphCallback",
+        "strategies/logs.py", _LIGHTNING, "Sequences(n)"
     ),
-    f"{_LOGS}.logger_connector._LoggerConnector._current_fx": PrivateName(
+    "lightning.pytorch.Trainer._logger_connector._current_fx": PrivateName(
         "strategies/logs.py", _LIGHTNING, "Sequences(n)"
     ),
     "lightning.pytorch.LightningModule._current_fx_name": PrivateName(
         "strategies/logs.py", _LIGHTNING, "Sequences(n)"
     ),
-    f"{_LOGS}.result._ResultMetric._forward_cache": PrivateName(
+    "lightning.pytorch.Trainer._results.values._forward_cache": PrivateName(
         "strategies/logs.py", _LIGHTNING, "self.log(on_step=True) with Sequences(n)"
     ),
-    f"{_LOGS}.result._Sync._fn": PrivateName(
-        "strategies/logs.py", _LIGHTNING, "self.log(on_step=True, sync_dist=True) with Sequences(n)"
-    ),
-    f"{_LOGS}.result._Sync._generate_sync_fn": PrivateName(
+    "lightning.pytorch.Trainer._results.values.meta.sync._fn": PrivateName(
         "strategies/logs.py", _LIGHTNING, "self.log(on_step=True, sync_dist=True) with Sequences(n)"
     ),
     # -- logs of callbacks
-    f"{_LOGS}.logger_connector._LoggerConnector._callback_metrics": PrivateName(
-        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor or ExpertBias"
-    ),
-    f"{_LOGS}.logger_connector._LoggerConnector._progress_bar_metrics": PrivateName(
-        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor(progress_bar=True)"
-    ),
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped": PrivateName(
-        "callbacks/loggers.py", _LIGHTNING, "THDThroughputMonitor or CUDAGraphCallback"
+    "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped": PrivateName(
+        "_trainer.py", _LIGHTNING, "THDThroughputMonitor or CUDAGraphCallback"
     ),
     "torch.nn.Module._compiled_call_impl": PrivateName(
-        "callbacks/module_flops.py", _TORCH, "THDThroughputMonitor for a transformers model"
+        "_find.py", _TORCH, "THDThroughputMonitor for a transformers model"
     ),
     # -- weights, gradients and checkpoints
     "lightning.pytorch.strategies.DDPStrategy._ddp_kwargs": PrivateName(
         "strategies/ready.py", _LIGHTNING, 'training a vision tower under strategy="thd_ddp"'
     ),
-    "lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint": PrivateName(
-        "strategies/checkpoints.py", _LIGHTNING, 'strategy="thd_model_parallel"'
-    ),
-    "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": PrivateName(
-        "strategies/checkpoints.py", _TORCH, "loading a folder of sharded weights with strict_loading=True"
+    "torch.optim.AdamW._step_supports_amp_scaling": PrivateName(
+        "module.py", _TORCH, "the fused AdamW of CausalLMModule"
     ),
     "torch._foreach_mul_": PrivateName(
         "strategies/norms.py", _TORCH, 'gradient_clip_val under strategy="thd_model_parallel"'
@@ -142,19 +144,59 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "strategies/norms.py", _TORCH, "pipeline_parallel_size above 1"
     ),
     # -- graphs
-    "torch._C._distributed_c10d._create_work_from_future": PrivateName(
-        "cuda_graph/recording.py", _TORCH, 'collectives in CUDAGraphCallback(backend="recording")'
+    "torch.ops.operator._schema": PrivateName("cuda_graph/recording.py", _TORCH, "CUDAGraphCallback"),
+    "torch.Tensor._backward_hooks": PrivateName("cuda_graph/capture.py", _TORCH, "CUDAGraphCallback"),
+    "torch.Tensor._post_accumulate_grad_hooks": PrivateName(
+        "cuda_graph/capture.py", _TORCH, "CUDAGraphCallback"
+    ),
+    "torch._foreach_add_": PrivateName("cuda_graph/capture.py", _TORCH, "CUDAGraphCallback"),
+    "torch._foreach_copy_": PrivateName("cuda_graph/capture.py", _TORCH, "CUDAGraphCallback"),
+    "torch._dynamo": PrivateName("cuda_graph/compiled.py", _TORCH, "compile_layers=True"),
+    "torch._C._cuda_endAllocateToPool": PrivateName(
+        "cuda_graph/backend.py", _TORCH, "going on after a capture that failed"
+    ),
+    "torch._C._cuda_releasePool": PrivateName(
+        "cuda_graph/backend.py", _TORCH, "going on after a capture that failed"
+    ),
+    "lightning.Fabric.setup._forward_module": PrivateName(
+        "integrations/packed_loop.py", _LIGHTNING, "capture() of a loop under Fabric"
+    ),
+    # -- models of transformers
+    "transformers.GradientCheckpointingLayer._gradient_checkpointing_func": PrivateName(
+        "_find.py", _TRANSFORMERS, "gradient checkpointing of a model of transformers"
+    ),
+    "transformers.PreTrainedModel._init_weights": PrivateName(
+        "models/weights.py", _TRANSFORMERS, "drawing the weights of a model on the meta device"
+    ),
+    "transformers.PreTrainedModel._load_pretrained_model": PrivateName(
+        "models/weights.py", _TRANSFORMERS, "from_pretrained under a pipeline"
+    ),
+    "transformers.PreTrainedModel._finalize_model_loading": PrivateName(
+        "models/weights.py", _TRANSFORMERS, "from_pretrained under a pipeline"
+    ),
+    "transformers.initialization.tensor._is_hf_initialized": PrivateName(
+        "models/weights.py", _TRANSFORMERS, "drawing the weights of a model on the meta device"
+    ),
+    "transformers.ProcessorMixin._get_num_multimodal_tokens": PrivateName(
+        "data/read/vision_chat.py", _TRANSFORMERS, "images of a family without grids"
+    ),
+    # -- transformers' Trainer
+    "transformers.Trainer._load_rng_state": PrivateName(
+        "integrations/hf_data.py", _TRANSFORMERS, "packed_trainer(...).train(resume_from_checkpoint=...)"
+    ),
+    "transformers.Trainer._get_train_sampler": PrivateName(
+        "integrations/hf_options.py", _TRANSFORMERS, "packed_trainer"
     ),
     # -- models of transformers that are cut
     "torch.nn.Module._parameters": PrivateName("parallel/tensor.py", _TORCH, "tensor_parallel_size above 1"),
     "transformers.PreTrainedModel._no_split_modules": PrivateName(
-        "parallel/fsdp.py", "transformers 5.19, 5.23", 'strategy="thd_model_parallel"'
+        "parallel/fsdp.py", _TRANSFORMERS, 'strategy="thd_model_parallel"'
     ),
     "transformers.integrations.moe.use_experts_implementation._is_expert_parallel": PrivateName(
-        "parallel/tensor.py", "transformers 5.19, 5.23", "tensor_parallel_size above 1 for experts"
+        "parallel/tensor.py", _TRANSFORMERS, "tensor_parallel_size above 1 for experts"
     ),
     "transformers.PreTrainedConfig._experts_implementation": PrivateName(
-        "parallel/tensor.py", "transformers 5.19, 5.23", "tensor_parallel_size above 1 for experts"
+        "parallel/tensor.py", _TRANSFORMERS, "tensor_parallel_size above 1 for experts"
     ),
 }
 
@@ -195,6 +237,12 @@ def private_of(owner: object, name: str) -> Any:
         return getattr(owner, name.rpartition(".")[2])
     except AttributeError as error:
         raise _gone(name) from error
+
+
+def private_getter(name: str) -> Callable[[object], Any]:
+    """Return a fast function that reads the attribute ``name`` of ``PRIVATE`` from any object that has it."""
+    assert name in PRIVATE, name
+    return attrgetter(name.rpartition(".")[2])
 
 
 def set_private(owner: object, name: str, value: Any) -> None:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 import os
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,8 @@ def is_users(file: str) -> bool:
 
 def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
     """Return the innermost frame of the call stack whose file is ``wanted``, or None."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
+    frame = None if frame is None else frame.f_back
     while frame is not None and not wanted(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

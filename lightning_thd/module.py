@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import choice, described, refuse_missing
 from lightning_thd._imports import require
+from lightning_thd._private import set_private
+from lightning_thd._trainer import trainer_of
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.loggers import logs_now
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.parallel.fsdp import layers_of
@@ -43,7 +46,7 @@ def adamw(
     if fused:
         # Lightning refuses to clip in mixed precision if the optimizer unscales gradients itself. With this
         # flag off, GradScaler and Lightning unscale before the step, as for any other optimizer.
-        optimizer._step_supports_amp_scaling = False
+        set_private(optimizer, "torch.optim.AdamW._step_supports_amp_scaling", False)
     return optimizer
 
 
@@ -188,7 +191,8 @@ class CausalLMModule(L.LightningModule):
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Return the microbatch's loss; log it, unless batches accumulate: see ``on_train_batch_end``."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        if getattr(self._trainer, "accumulate_grad_batches", 1) == 1:
+        trainer = trainer_of(self)
+        if trainer is None or trainer.accumulate_grad_batches == 1:
             self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
         return loss
 
@@ -203,10 +207,9 @@ class CausalLMModule(L.LightningModule):
             self._accumulated = before + outputs["loss"].detach()
             self.log("train/loss", self._accumulated, on_step=True, on_epoch=False, sync_dist=True)
 
-        connector = trainer._logger_connector
-        if connector.should_update_logs and "train/loss" in connector.callback_metrics:
-            loss = float(connector.callback_metrics["train/loss"])
-            connector._progress_bar_metrics["train/loss"] = loss
+        if logs_now(trainer) and "train/loss" in trainer.callback_metrics:
+            # The Trainer keeps what it shows in this dict.
+            trainer.progress_bar_metrics["train/loss"] = float(trainer.callback_metrics["train/loss"])
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss over all loss tokens of the evaluation set, or of each named set."""

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import lightning
 import lightning.pytorch as L
 import pytest
 import torch
@@ -19,8 +21,45 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_thd._private import PRIVATE, PrivateNameGone, private, private_of, set_private
+from tests.tiny import checkpoint_activations
 
 ROOT = Path(__file__).parent.parent
+
+
+def loop() -> Any:
+    return L.Trainer(logger=False, enable_checkpointing=False).fit_loop
+
+
+def raw_kernels(module: str) -> Callable[[], Any]:
+    return lambda: pytest.importorskip(module)
+
+
+def checkpointed_layer() -> Any:
+    model = llama()
+    checkpoint_activations(model)
+    return model.model.layers[0]
+
+
+def marked() -> Any:
+    parameter: Any = nn.Parameter(torch.zeros(1))
+    parameter._is_hf_initialized = True
+    return parameter
+
+
+def prepared_by_fabric() -> Any:
+    return lightning.Fabric(accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
+
+
+def trainer_of_transformers() -> Any:
+    return pytest.importorskip("transformers").Trainer
+
+
+def operator() -> Any:
+    @torch.library.custom_op("lightning_thd_tests::copy", mutates_args=())
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    return copy
 
 
 def logged_value() -> Any:
@@ -29,10 +68,6 @@ def logged_value() -> Any:
     meta = result._Metadata("training_step", "loss")
     meta.sync = result._Sync(fn=None)
     return result._ResultMetric(meta, is_tensor=True)
-
-
-def tensor_dispatcher() -> Any:
-    return private("torch.distributed.tensor.DTensor._op_dispatcher")
 
 
 def iterable_dataset() -> Any:
@@ -58,30 +93,47 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "datasets.IterableDataset": iterable_dataset,
     "lightning.pytorch.LightningModule": L.LightningModule,
     "lightning.pytorch.Trainer": lambda: L.Trainer(logger=False, enable_checkpointing=False),
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": (
-        lambda: L.Trainer(logger=False, enable_checkpointing=False).fit_loop.epoch_loop
-    ),
+    "lightning.Fabric.setup": prepared_by_fabric,
+    "lightning.pytorch.Trainer.fit_loop": loop,
+    "lightning.pytorch.Trainer.fit_loop.epoch_loop": lambda: loop().epoch_loop,
+    "flash_attn.flash_attn_interface": raw_kernels("flash_attn.flash_attn_interface"),
+    "flash_attn.cute.interface": raw_kernels("flash_attn.cute.interface"),
+    "flash_attn_interface": raw_kernels("flash_attn_interface"),
     "lightning.pytorch.strategies.DDPStrategy": DDPStrategy,
     "lightning.pytorch.strategies.ModelParallelStrategy": ModelParallelStrategy,
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
+    "lightning.pytorch.Trainer._logger_connector": (
         lambda: L.Trainer(logger=False, enable_checkpointing=False)._logger_connector
     ),
-    "lightning.pytorch.trainer.connectors.logger_connector.result._ResultMetric": logged_value,
-    "lightning.pytorch.trainer.connectors.logger_connector.result._Sync": lambda: logged_value().meta.sync,
-    "torch.distributed.tensor._dispatch.OpDispatcher": tensor_dispatcher,
+    "lightning.pytorch.Trainer._results.values": logged_value,
+    "lightning.pytorch.Trainer._results.values.meta.sync": lambda: logged_value().meta.sync,
+    "torch.Tensor": lambda: torch.zeros(1, requires_grad=True),
+    "torch.library.CustomOpDef": operator,
     "torch.nn.Module": lambda: nn.Linear(2, 2),
+    "torch.ops.operator": lambda: torch.ops.aten.add.Tensor,
+    "torch.optim.AdamW": lambda: torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True),
+    "transformers.GradientCheckpointingLayer": checkpointed_layer,
+    "transformers.ProcessorMixin": lambda: pytest.importorskip("transformers").LlavaProcessor,
+    "transformers.Trainer": trainer_of_transformers,
+    "transformers.initialization.tensor": marked,
     "transformers.PreTrainedConfig": lambda: llama().config,
     "transformers.PreTrainedModel": llama,
     "transformers.integrations.moe.use_experts_implementation": experts,
 }
 IMPORTED = [name for name in PRIVATE if name.rpartition(".")[0] not in OWNERS]
+ATTRIBUTES = [name for name in PRIVATE if name not in IMPORTED]
+READ_ONLY = ("lightning.pytorch.Trainer._results", "torch.Tensor._version")
 # torch's own optimizers and modules do not work without these.
 NEEDED_BY_TORCH = (
     "torch._foreach_mul_",
     "torch._foreach_norm",
-    "torch.distributed.tensor.DTensor._op_dispatcher",
+    "torch._foreach_add_",
+    "torch._foreach_copy_",
+    "torch._dynamo",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._are_functorch_transforms_active",
+    "torch.utils._python_dispatch.TorchDispatchMode",
 )
-ATTRIBUTES = [name for name in PRIVATE if name not in IMPORTED]
+ONLY_WITH_CUDA = ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool")
 TRAIN = """
 import sys
 from lightning_thd._private import _owner
@@ -123,11 +175,13 @@ print("trained")
 def test_an_imported_name_that_is_gone_stops_its_feature_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert private(name) is not None
-    owner, _, attribute = name.rpartition(".")
+    if name in ONLY_WITH_CUDA and not hasattr(torch._C, name.rpartition(".")[2]):
+        pytest.skip("only builds of torch for CUDA have it")
+    value = private(name)
+    attribute = name.rpartition(".")[2]
     monkeypatch.delattr(name)
-    if owner in sys.modules and attribute == "worker":
-        # A module: import finds it again, so that its parent has to be unable to.
+    if isinstance(value, ModuleType):
+        # Import finds it again, so that its parent has to be unable to.
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
         private(name)
@@ -138,12 +192,12 @@ def test_an_attribute_that_is_gone_stops_its_feature_by_name(name: str) -> None:
     path, _, attribute = name.rpartition(".")
     owner = OWNERS[path]()
     value = private_of(owner, name)  # the object has it, with any value
-    if not isinstance(vars(type(owner)).get(attribute), property):
+    if name not in READ_ONLY:
         set_private(owner, name, value)
     with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
         private_of(object(), name)
     with pytest.raises(PrivateNameGone, match=f"^{said(name)}.* needs .*{attribute}"):
-        set_private(torch.nn.Identity() if path != "torch.nn.Module" else Bare(), name, value)
+        set_private(Bare(), name, value)
 
 
 class Bare:
@@ -175,7 +229,7 @@ def test_the_page_about_other_packages_shows_the_table() -> None:
 
 
 def test_without_any_of_them_the_package_imports_and_trains() -> None:
-    gone = [name for name in IMPORTED if name not in NEEDED_BY_TORCH]
+    gone = [name for name in IMPORTED if name not in (*NEEDED_BY_TORCH, *ONLY_WITH_CUDA)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRAIN, *gone],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

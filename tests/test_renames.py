@@ -33,7 +33,7 @@ CASES = (
     Case("_set_gradient_checkpointing", "transformers.modeling_utils", "checkpointed", works=True),
     Case("_load_pretrained_model", "transformers.modeling_utils", "late_weights", works=False),
     Case("_combined_loader_states_to_load", "lightning.pytorch", "streams", works=False),
-    Case("_worker_info", "torch.utils.data", "streams_of_workers", works=False),
+    Case("_worker_info", "torch.utils.data", "streams_of_workers", works=True),
 )
 
 

@@ -19,6 +19,7 @@ from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, s
 from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
+from lightning_thd.flops.listen import reported
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
@@ -180,6 +181,7 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
+    @reported
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors

@@ -599,9 +599,10 @@ def collate_checked(
 class THDStep(Immutable):
     """All ``microbatches`` of one rank between two optimizer updates; all ranks have the same number."""
 
-    __slots__ = ("__weakref__", "microbatches")
+    __slots__ = ("__weakref__", "kept", "microbatches")
 
     microbatches: tuple[THDBatch, ...]
+    kept: dict[type, Any]  # what a loss keeps for later microbatches of the step, by the class of it
 
     def __init__(self, microbatches: Sequence[THDBatch]) -> None:
         if not isinstance(microbatches, Sequence) or not all(isinstance(b, THDBatch) for b in microbatches):
@@ -614,7 +615,7 @@ class THDStep(Immutable):
         return {"microbatches": self.microbatches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({**state, "kept": {}})
         # The step holds its microbatches, so a reference back would keep both alive until a collection.
         for place, batch in enumerate(self.microbatches):
             batch._set(_step=(weakref.ref(self), place))

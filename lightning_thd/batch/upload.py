@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_thd._private import private_of
 from lightning_thd._trees import tree_flatten, tree_unflatten
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
@@ -104,7 +105,7 @@ class PinnedBatch:
         self._separate = dict[str, Tensor]()  # copied one by one: sparse, learned or on a device
         self._slots = sum(padded_lengths)
         # The tensors and their versions, by which ``holds`` notices a change.
-        self._copied = [(x, x._version) for x in tensors.values() if not x.is_inference()]
+        self._copied = [(x, version(x)) for x in tensors.values() if not x.is_inference()]
 
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
@@ -143,7 +144,7 @@ class PinnedBatch:
         if len(tensors) != len(self._copied):
             return False
         pairs = zip(tensors.values(), self._copied, strict=True)
-        return all(x is copied and x._version == number for x, (copied, number) in pairs)
+        return all(x is copied and version(x) == number for x, (copied, number) in pairs)
 
     def to(self, device: torch.device, *, non_blocking: bool) -> tuple[dict[str, Tensor], Arrived | None]:
         """Return the tensors on a CUDA device, in their own dtypes, and the buffer that they came in."""
@@ -176,7 +177,7 @@ def uploaded(tree: Any, device: torch.device) -> Any:
 
 def version(tensor: Tensor) -> int:
     """Return how often code has written to a tensor in place; -1 for inference tensors, which hide it."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else int(private_of(tensor, "torch.Tensor._version"))
 
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:

@@ -12,8 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._checks import choice, flags, instance
 from lightning_thd._pages import see
+from lightning_thd._trainer import logged_step
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.loggers import accumulates, logged_step, logs_now
+from lightning_thd.callbacks.loggers import accumulates, logs_now
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph import (
     Bucket,

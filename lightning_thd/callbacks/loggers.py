@@ -11,10 +11,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from lightning_thd._private import private_of
-
-_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
-_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
+from lightning_thd._trainer import logged_step
 
 # Loggers get only these keys by default.
 _LOGGED = re.compile(
@@ -67,29 +64,27 @@ def record(
         logged: what the loggers get.
         shown: what the progress bar shows.
     """
-    # Not through the Trainer's public properties: they would read every metric of the progress bar from the
-    # device. Not through self.log either, which Lightning refuses in hooks such as on_train_end.
-    connector = _logger_connector(trainer)
-
+    # Not through self.log, which Lightning refuses in hooks such as on_train_end. The Trainer keeps what it
+    # hands out in these dicts.
     values = torch.tensor(list(metrics.values()), dtype=torch.float64)
-    callback_metrics = private_of(connector, f"{_CONNECTOR}._callback_metrics")
-    callback_metrics.update(zip(metrics, values, strict=True))
-
+    trainer.callback_metrics.update(zip(metrics, values, strict=True))
     if shown is not None:
-        private_of(connector, f"{_CONNECTOR}._progress_bar_metrics").update(shown)
+        trainer.progress_bar_metrics.update(shown)
 
-    connector.log_metrics(dict(logged))
+    if not logged or not trainer.loggers:
+        return
+    numbers: Any = trainer.logged_metrics  # which takes floats too
+    numbers.update(logged)
+    step = logged_step(trainer)
+    for logger in trainer.loggers:
+        logger.log_metrics({**logged, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
 
 
 def logs_now(trainer: Trainer) -> bool:
     """Return whether the Trainer logs the running batch, by its ``log_every_n_steps``."""
-    return bool(_logger_connector(trainer).should_update_logs)
-
-
-def logged_step(trainer: Trainer) -> int:
-    """Return the step under which Lightning logs: batches of the fit that ended with an optimizer step."""
-    # trainer.global_step is another number if there are several optimizers.
-    return int(private_of(trainer.fit_loop.epoch_loop, f"{_EPOCH_LOOP}._batches_that_stepped"))
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and ((logged_step(trainer) + 1) % every == 0 or trainer.should_stop)
 
 
 def accumulates(trainer: Trainer) -> bool:
@@ -101,8 +96,3 @@ def accumulates(trainer: Trainer) -> bool:
     # Lightning also steps after the last batch of an epoch, except under strategies that count by themselves.
     is_last = batches.is_last_batch or batches.current.ready == trainer.num_training_batches
     return trainer.strategy.handles_gradient_accumulation or not is_last
-
-
-def _logger_connector(trainer: Trainer) -> Any:
-    """Return the part of the Trainer that keeps its metrics."""
-    return private_of(trainer, "lightning.pytorch.Trainer._logger_connector")

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_thd._find import outermost_models
-from lightning_thd._private import private_of
+from lightning_thd._find import is_compiled_in_place, outermost_models
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
@@ -189,7 +188,7 @@ class _Calls:
 
     def __init__(self, name: str, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
-        self.visible = not _is_compiled(model)  # whether hooks see every call of the model
+        self.visible = not is_compiled_in_place(model)  # whether hooks see every call of the model
         self.reruns: dict[str, bool] = {}  # modules that backward ran again, and whether to their end
         self._counts: list[_Count] = []
         self._handles: list[RemovableHandle] = []
@@ -200,7 +199,7 @@ class _Calls:
             count = _Count()
             self._counts.append(count)
             # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
-            if not _is_compiled(module):
+            if not is_compiled_in_place(module):
                 hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if not _has_compiled_parts(name, model):
@@ -257,14 +256,9 @@ def _is_part(name: str) -> bool:
     return len(parts) <= number + 2
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
-    return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
-
-
 def _has_compiled_parts(name: str, model: nn.Module) -> bool:
     """Return whether torch traces a model, whose place in the module is ``name``, or a part of it."""
-    if any(map(_is_compiled, model.modules())):
+    if any(map(is_compiled_in_place, model.modules())):
         return True
     # torch.compile(module) returns a wrapper, which holds the module under this name.
     places = [name, *(part for part, _ in model.named_modules())]

@@ -17,10 +17,11 @@ from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd._pages import see
+from lightning_thd._trainer import logged_step
 from lightning_thd._trees import tree_leaves
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.callbacks.experts import expert_load
-from lightning_thd.callbacks.loggers import accumulates, for_loggers, lay_out, logged_step, record
+from lightning_thd.callbacks.loggers import accumulates, for_loggers, lay_out, record
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
 from lightning_thd.flops.model import FlopsModel, check_conventions, checked_flops

@@ -21,18 +21,27 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line; for an unknown option, the line names a similar option, if any."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._options: list[str] = []  # before --help is added
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument, and remember the names of an option."""
+        action = super().add_argument(*args, **kwargs)
+        self._options += action.option_strings
+        return action
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Refuse unknown options, then parse the arguments."""
         args = sys.argv[1:] if args is None else list(args)
-        options = [option for action in self._actions for option in action.option_strings]
 
         # argparse names unknown options last, and would complain of a missing argument first.
         for text in args:
             name = text.partition("=")[0]
             if not text.startswith("--") or text == "--":
                 continue
-            if not any(option.startswith(name) for option in options):  # argparse takes abbreviations
-                self.error(f"there is no option {name}{nearest(name, options)}")
+            if not any(option.startswith(name) for option in self._options):  # argparse takes abbreviations
+                self.error(f"there is no option {name}{nearest(name, self._options)}")
 
         return super().parse_args(args, namespace)
 

@@ -140,12 +140,15 @@ def _lightning(command: str) -> None:
     training(CausalLMModule, THDDataModule, subclass_mode_model=True, save_config_kwargs={"overwrite": True})
 
 
+_OPTION = re.compile(r"(?<![\w-])--?\w[\w.-]*")  # as a parser's help lists it
+
+
 def _name_nearest(parsers: list[Any]) -> None:
     """Let the newest parser's error for an unknown option name the most similar option of all parsers."""
     error = parsers[-1].error
 
     def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
-        known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
+        known = [name for parser in parsers for name in _OPTION.findall(parser.format_help())]
         given = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from lightning_thd.cuda_graph.recording import RefuseReads
+from lightning_thd._private import private
+from lightning_thd.cuda_graph.recording import refused_reads
 
 R = TypeVar("R")
 
@@ -68,7 +69,7 @@ class CudaBackend:
         """Run the function on the side stream; in the ``last`` run, code that waits for the device raises."""
         stream = self._side()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), RefuseReads() if last else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream), refused_reads() if last else contextlib.nullcontext():
             result = function()
         torch.cuda.current_stream().wait_stream(stream)
         return result
@@ -131,8 +132,8 @@ class CudaBackend:
         """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises."""
         device, pool = torch.cuda.current_device(), self._pool
         with contextlib.suppress(RuntimeError):  # torch raises if it has already ended the pool
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            private("torch._C._cuda_endAllocateToPool")(device, pool)
+            private("torch._C._cuda_releasePool")(device, pool)
         self._pool = None
         self._failed.append(graph)  # keep it alive: the allocator of page-locked memory may query it
         generator = torch.cuda.default_generators[device]

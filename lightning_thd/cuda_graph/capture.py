@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._private import private, private_getter
 from lightning_thd._static import static_shapes
 from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_thd.batch import THDBatch
@@ -66,13 +67,12 @@ def differentiate(
 
 
 # Hooks of a parameter, which wait for its gradient. A gradient that is handed over would not run them.
-_HOOKS_OF_A_GRADIENT: Any = attrgetter("_backward_hooks")
-_HOOKS_AFTER_A_GRADIENT: Any = attrgetter("_post_accumulate_grad_hooks")
+_HOOKS = ("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
 
 
 def _wait_for_gradients(leaves: Sequence[Tensor]) -> bool:
     """Return whether a hook of a parameter waits for its gradient."""
-    return any(map(_HOOKS_OF_A_GRADIENT, leaves)) or any(map(_HOOKS_AFTER_A_GRADIENT, leaves))
+    return any(any(map(hooks, leaves)) for hooks in map(private_getter, _HOOKS))
 
 
 class _Token:
@@ -125,7 +125,6 @@ class GraphPair:
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
 
         losses = differentiable(flat)
-        _refuse_foreign_leaves(losses, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in losses]
         with buffers.collecting(leaves, [*self.grad_outputs, *others]):
             self.backward, self.gradients = backend.capture(
@@ -214,7 +213,7 @@ class _HandOver(torch.autograd.Function):
                 sums.append(leaf.grad)
                 parts.append(gradient)
         if sums:
-            torch._foreach_add_(sums, parts)
+            private("torch._foreach_add_")(sums, parts)
         return None, None, None
 
 
@@ -234,24 +233,24 @@ class _Replay(torch.autograd.Function):
         return None, *(None if x is None else next(copied) for x in pair.gradients)
 
 
-def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raise if outputs depend on a tensor that requires a gradient and is not one of the leaves."""
+def _refuse_foreign_leaves(
+    outputs: Sequence[Tensor], used: Iterable[Tensor], leaves: Sequence[Tensor]
+) -> None:
+    """Refuse a step that trains another leaf than those that a replay gives gradients to."""
     ids_of_leaves = {id(leaf) for leaf in leaves}
-    stack: list[Any] = [x.grad_fn for x in outputs]
-    visited: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        variable = getattr(node, "variable", None)  # a leaf, if the node accumulates its gradient
-        if isinstance(variable, Tensor) and id(variable) not in ids_of_leaves:
+    foreign = [leaf for leaf in used if id(leaf) not in ids_of_leaves]
+    if not foreign or not outputs:
+        return
+    starts = [torch.ones_like(x) for x in outputs]
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        gradients = torch.autograd.grad(outputs, foreign, starts, allow_unused=True, retain_graph=True)
+    for variable, gradient in zip(foreign, gradients, strict=True):
+        if gradient is not None:
             raise CaptureError(
                 f"the step trains a tensor of shape {tuple(variable.shape)} that is not a parameter of the "
                 "module, or is one that the step reached through a reference outside of the module. A replay "
                 "would give it no gradient. Make it a Parameter of the module, and use it from there."
             )
-        stack += [parent for parent, _ in node.next_functions]
 
 
 # Bytes of all gradients up to which the graph of every bucket keeps its own. Beyond it, all graphs but the
@@ -339,7 +338,7 @@ class GradientBuffers:
             if total is None:
                 total = self._sums[i] = torch.empty_like(gradients[i])
             sums.append(total)
-        torch._foreach_copy_(sums, [gradients[i] for i in held])
+        private("torch._foreach_copy_")(sums, [gradients[i] for i in held])
         for i, total in zip(held, sums, strict=True):
             leaves[i].grad = total
 
@@ -365,7 +364,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     made: list[Tensor] = [torch.empty_like(x) if is_plain(x) else x.clone() for x in tensors]
     plain = [i for i, x in enumerate(tensors) if is_plain(x)]
     if plain:
-        torch._foreach_copy_([made[i] for i in plain], [tensors[i] for i in plain])
+        private("torch._foreach_copy_")([made[i] for i in plain], [tensors[i] for i in plain])
     return made
 
 
@@ -572,9 +571,16 @@ def _warm_up(
     last again as they will be captured.
     """
 
-    def on_new_inputs() -> Callable[[], object]:
+    def on_new_inputs(watch: RandomUse | None = None) -> Callable[[], object]:
         inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
-        return lambda: differentiate(differentiable(run(inputs.batch)), leaves)
+
+        def forward_backward() -> object:
+            outputs = differentiable(run(inputs.batch))
+            if watch is not None:
+                _refuse_foreign_leaves(outputs, watch.leaves, leaves)
+            return differentiate(outputs, leaves)
+
+        return forward_backward
 
     def as_captured() -> None:
         if is_compiled(module):
@@ -589,7 +595,7 @@ def _warm_up(
         if i == 1:  # the first run may build tables and fill caches
             state = host_state(module)
         use = RandomUse()
-        forward_backward = on_new_inputs()
+        forward_backward = on_new_inputs(use if i == 0 else None)
         is_last = i == backend.warm_ups - 1
         with uncompiled(module), guarded(module) as logged, without_saved_states(use), use:
             backend.warm_up(forward_backward, last=is_last)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._find import is_compiled_in_place, is_compiled_wrapper
+from lightning_thd._private import private
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.models.families.recurrent import has_mixers
@@ -53,7 +55,7 @@ def cannot_compile(module: nn.Module, backend: Backend) -> str | None:
 
 def _missing(backend: Backend) -> str | None:
     """Return what the compiler needs and this machine lacks, as part of a sentence, or None."""
-    compiler: Any = torch._dynamo  # names no exports
+    compiler = private("torch._dynamo")
     if not compiler.is_dynamo_supported():
         release = ".".join(map(str, sys.version_info[:2]))
         return f"torch.compile, which torch {torch.__version__} does not support on Python {release}"
@@ -73,18 +75,15 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether a part of a module is compiled, by ``Module.compile``, ``torch.compile`` or here."""
     if "torch._dynamo" not in sys.modules:
         return False  # nothing was compiled in this process
-    kinds: Any = torch._dynamo.OptimizedModule
     return any(
-        isinstance(child, kinds) or _is_compiled_layer(child) or hasattr(vars(child).get("forward"), _OURS)
+        is_compiled_wrapper(child)
+        or is_compiled_in_place(child)
+        or hasattr(vars(child).get("forward"), _OURS)
         for child in module.modules()
     )
 
 
 _OURS = "_thd_compiles"  # marks the compiled forward of a layer
-
-
-def _is_compiled_layer(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextlib.contextmanager
@@ -98,7 +97,7 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
         raise CaptureError(reason)
 
     compiled: Callable[..., Callable[..., Any]] = getattr(backend, "compiled")  # noqa: B009  # see cannot_compile
-    layers: list[Any] = [layer for layer in layers_of(module) if not _is_compiled_layer(layer)]
+    layers: list[Any] = [layer for layer in layers_of(module) if not is_compiled_in_place(layer)]
     old_forwards = [vars(layer).get("forward") for layer in layers]  # mostly None: that of the class
     for layer in layers:
         layer.forward = compiled(layer.forward)
@@ -106,7 +105,7 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
 
     # DDP's part of the compiler cuts graphs at its buckets of gradients, which no capture has. And classes of
     # layers share a function of transformers, by which the compiler counts.
-    with torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS):
+    with private("torch._dynamo").config.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS):
         try:
             yield
         except Exception as error:
@@ -128,7 +127,7 @@ def _of_compiler(error: Exception) -> str:
 
 def with_dynamic_length(offsets: Tensor) -> None:
     """Let compiled layers take offsets of any number of sequences."""
-    torch._dynamo.maybe_mark_dynamic(offsets, 0)
+    private("torch._dynamo").maybe_mark_dynamic(offsets, 0)
 
 
 def uncompiled(module: nn.Module) -> contextlib.AbstractContextManager[Any]:

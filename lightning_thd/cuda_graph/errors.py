@@ -12,7 +12,7 @@ from types import FrameType
 import lightning
 import torch
 
-from lightning_thd import batch
+from lightning_thd import _modes, batch
 from lightning_thd._user_code import calling_frame
 
 # Code that may run between a line of the user and ``refuse``. Model libraries are not listed, so a problem in
@@ -20,6 +20,7 @@ from lightning_thd._user_code import calling_frame
 _MACHINERY = (
     os.path.dirname(__file__) + os.sep,
     os.path.dirname(os.path.abspath(batch.__file__)) + os.sep,
+    os.path.abspath(_modes.__file__),
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks", "cuda_graph.py"),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(lightning.__file__)) + os.sep,

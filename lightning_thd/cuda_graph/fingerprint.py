@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.utilities import AttributeDict
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torchmetrics import Metric
 
+from lightning_thd._hooks import CALLED, registry_of
 from lightning_thd._static import ONLY_LOOKS
 
 PLAIN = (int, float, bool, str, type(None))
@@ -30,11 +32,9 @@ ABSENT = object()
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 # Attributes of these types are compared even if they are new since the capture.
 _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
-_SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Attributes of every LightningModule, such as its Trainer, are not compared, except registries and these two.
-USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Attributes of every LightningModule, such as its Trainer, are not compared, except registries and this one.
+USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training"}
 _RECIPE = "_thd_fp8"
 
 _get: Any = dict.get
@@ -153,8 +153,8 @@ class Fingerprint:
         self._kinds = [*map(type, self._modules)]
 
         spaces = {}
-        for name in _HOOKS:
-            hooks = getattr(nn_module, f"_global{name}")
+        for kind in CALLED:
+            hooks = getattr(nn_module, f"_global{registry_of(kind)}")
             spaces[id(hooks)] = _Space(hooks, "the hooks of every module", True)
         written: dict[int, set[str]] = {}
         for owner, name in uses.written:
@@ -268,16 +268,17 @@ def _spaces_of(
     """Yield a module's registries, its attributes, and the values inside its settings."""
     attributes = vars(child)
     prefix = f"{path}." if path else ""
-    for name in _REGISTRIES:
+    for name in (*_REGISTRIES, *map(registry_of, CALLED)):
         if type(attributes.get(name)) in (dict, OrderedDict):  # a scripted module has other types
             yield _Space(attributes[name], f"{prefix}{name}", True)
 
     space = _Space(attributes, f"the attribute {prefix}", False, frozenset(attributes), left_out, read)
     yield space
-    for name in _SETTINGS:
-        if not space.counts(name, None):
+    # The values inside a config, and inside the dicts in which Lightning saves hyperparameters, count too.
+    for name, settings in attributes.items():
+        is_of_settings = name == "config" or isinstance(settings, AttributeDict)
+        if not is_of_settings or not space.counts(name, None):
             continue
-        settings = attributes.get(name)
         values = settings if isinstance(settings, dict) else getattr(settings, "__dict__", None)
         if isinstance(values, dict):
             yield _Space(values, f"the attribute {prefix}{name}.", False, frozenset(values))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd._checks import flags, instance
+from lightning_thd._modes import operators_are_watched
 from lightning_thd._static import trial_runs
 from lightning_thd._trees import tree_paths
 from lightning_thd.batch import THDBatch
@@ -371,7 +372,7 @@ def _unsupported(batch: Any) -> str | None:
         return "batch_type"
     if batch.boundaries.eager is not None:
         return batch.boundaries.eager
-    if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
+    if operators_are_watched():  # modes such as FlopCounterMode would not see a replay
         return "watched"
     return None if batch.weights is None else "weights"
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_thd._modes import watch_operators
+from lightning_thd._private import private_of
+from lightning_thd._trainer import trainer_of
+from lightning_thd._trees import tree_leaves
+from lightning_thd.batch.upload import version
 from lightning_thd.cuda_graph.errors import CaptureError, refuse
 from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN, USUAL
 from lightning_thd.models.families.ropes import keep_frequencies
@@ -63,12 +67,12 @@ class _TrainerGuard:
     """Replaces the Trainer and refuses reads of attributes that change from step to step."""
 
     def __init__(self, trainer: Any) -> None:
-        self.__dict__["_guarded"] = trainer
+        self._guarded = trainer
 
     def __getattr__(self, name: str) -> Any:
         if name in _CHANGING:
             _refuse_value(f"trainer.{name}")
-        return getattr(self.__dict__["_guarded"], name)
+        return getattr(vars(self)["_guarded"], name)
 
 
 class LoggedValue(NamedTuple):
@@ -103,14 +107,15 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
         for name, value in dictionary.items():
             log(name, value, *args, **kwargs)
 
-    trainer = module._trainer
+    trainer = trainer_of(module)
     with attribute(module, "log", log), attribute(module, "log_dict", log_dict):
         if trainer is not None:
-            module._trainer = _TrainerGuard(trainer)  # type: ignore[assignment]
+            module.trainer = _TrainerGuard(trainer)  # type: ignore[assignment]
         try:
             yield logged
         finally:
-            module._trainer = trainer
+            if trainer is not None:
+                module.trainer = trainer
 
 
 @contextlib.contextmanager
@@ -154,7 +159,7 @@ def host_state(module: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
             elif isinstance(value, _CONTAINERS) and name != "_buffers":
                 found[i, name] = value if own else None, len(value)
             elif own or name in child._buffers:
-                found[i, name] = value, value._version if isinstance(value, Tensor) else None
+                found[i, name] = value, version(value) if isinstance(value, Tensor) else None
     return found
 
 
@@ -188,13 +193,19 @@ def remembered(spaces: Iterable[dict[str, Any]]) -> Callable[[], None]:
         for space, name, value, contents in kept:
             space[name] = value
             if isinstance(value, Tensor):
-                if torch._debug_has_internal_overlap(value) != 1:  # no step can write to an expanded tensor
+                if not _is_expanded(value):  # no step can write to an expanded tensor
                     value.copy_(contents)
             elif isinstance(value, list | dict | set):
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(contents)
 
     return give_back
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several entries of a tensor share memory, as after ``expand``."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=False))
 
 
 @contextlib.contextmanager
@@ -248,20 +259,34 @@ def sharded_by(module: nn.Module) -> str | None:
     return next((name for name in names if name in _SHARDED), None)
 
 
-class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether a step draws random numbers, and whether checkpointing saves random states."""
+class RandomUse:
+    """Records what a step draws, whether checkpointing saves random states, and which leaves it uses."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
         self.saves = False
+        self._leaves: dict[int, Tensor] = {}
+        self._mode = watch_operators(self._call)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs or {}):
+    def __enter__(self) -> RandomUse:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors that learn and that the step gave to operators."""
+        return [*self._leaves.values()]
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for value in tree_leaves((args, dict(kwargs))):
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                self._leaves[id(value)] = value
+        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs):
             self.draws = True
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def refuse(self) -> None:
         """Raise if checkpointing would have to restore a random state."""
@@ -272,11 +297,12 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.native_dropout.default:
         return not (args[1] and args[2])
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-    return (named | kwargs).get("dropout_p") == 0.0
+    arguments = private_of(func, "torch.ops.operator._schema").arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    return (named | dict(kwargs)).get("dropout_p") == 0.0
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_thd._static import static_shapes
+from lightning_thd._trainer import trainer_of
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.buckets import StaticBatch
 from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
@@ -27,7 +28,7 @@ from lightning_thd.cuda_graph.guards import (
     restored,
     without_saved_states,
 )
-from lightning_thd.cuda_graph.recording import RefuseReads, record
+from lightning_thd.cuda_graph.recording import record, refused_reads
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.models.families.ropes import keep_frequencies
 
@@ -99,7 +100,7 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
             keep_frequencies(moved := _copy(module))  # this compares values, which "meta" does not have
             meta = moved.to("meta"), batch.to("meta")
             _forward_backward(*meta, run)  # builds tables and fills caches
-            with RefuseReads():  # type: ignore[no-untyped-call]
+            with refused_reads():
                 _forward_backward(*meta, run)
     return LintReport(tuple(found.values()))
 
@@ -147,7 +148,7 @@ def _default_step(module: nn.Module) -> StepFunction:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    trainer = module._trainer if isinstance(module, L.LightningModule) else None
+    trainer = trainer_of(module) if isinstance(module, L.LightningModule) else None
     return copy.deepcopy(module, {id(trainer): trainer})
 
 

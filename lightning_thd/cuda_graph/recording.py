@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_thd._private import private
+from lightning_thd._modes import watch_operators
+from lightning_thd._private import private, private_of
 from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.cuda_graph.fingerprint import plain_tensors
@@ -46,10 +47,10 @@ class _Call:
 
 
 def _wait_for_replayed(function: Any, results: list[Any]) -> None:
-    if function.namespace == "_c10d_functional":
+    if function.namespace.endswith("c10d_functional"):
         for x in results:
             if isinstance(x, Tensor):
-                torch.ops._c10d_functional.wait_tensor(x)
+                getattr(torch.ops, function.namespace).wait_tensor(x)
     elif function.namespace == "c10d":
         for x in results:
             if isinstance(x, torch.ScriptObject):
@@ -62,11 +63,23 @@ def _wait_for_recorded(result: Any) -> Any:
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
             Work.unbox(x).wait()
-            future: Any = Future()
-            future.set_result(None)
-            work: Any = private("torch._C._distributed_c10d._create_work_from_future")(future)
-            leaves[i] = work.boxed()
+            leaves[i] = _Done().boxed()
     return tree_unflatten(leaves, spec)
+
+
+class _Done(Work):
+    """A collective that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
 
 
 class Recording:
@@ -110,14 +123,14 @@ class _Watch:
         self.on = False
 
     def __enter__(self) -> _Watch:
-        self._operators.__enter__()  # type: ignore[no-untyped-call]
+        self._operators.mode.__enter__()
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         self.on = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._operators.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operators.mode.__exit__(*error)
         self.on = False
 
     @contextlib.contextmanager
@@ -142,9 +155,10 @@ class _Watch:
 @functools.cache
 def _compiler() -> Any:
     """Return a compiler whose graphs, forward and backward, run operator by operator; one for the process."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    return aot_autograd(fw_compiler=_watched_graph, bw_compiler=_watched_graph)
+    importlib.import_module("torch._dynamo.backends.common")
+    return private("torch._dynamo").backends.common.aot_autograd(
+        fw_compiler=_watched_graph, bw_compiler=_watched_graph
+    )
 
 
 def _watched_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -220,16 +234,13 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators:
     def __init__(self, tape: Recording, report: Report) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._report = tape, report
         self.running = 0  # the number of running operators
+        self.mode = watch_operators(self._call)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if (problem := operator_problem(func, args, kwargs)) is not None:
             self._report(problem, calling_line())
         self.running += 1
@@ -242,20 +253,24 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _wait_for_recorded(result) if func.namespace == "c10d" else result
 
 
-class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises if this thread waits for the device; torch's sync debug mode would raise in all threads."""
+def refused_reads() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which this thread may not wait for the device.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if (problem := operator_problem(func, args, kwargs or {})) is not None:
-            raise CaptureError(problem, calling_line())
-        return func(*args, **(kwargs or {}))
+    torch's sync debug mode would raise in all threads.
+    """
+    mode: contextlib.AbstractContextManager[Any] = watch_operators(_refuse_read)
+    return mode
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
+def _refuse_read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if (problem := operator_problem(func, args, kwargs)) is not None:
+        raise CaptureError(problem, calling_line())
+    return func(*args, **kwargs)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> _Call | None:
     """Return the record of an operator, or None if replays need not run it: for views and empty tensors."""
-    if func._schema.name in _UNFILLED:
+    if _schema_of(func).name in _UNFILLED:
         return None
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
@@ -263,10 +278,15 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         for x in tree_leaves(result)
     )
     # Collectives write into their arguments, although their schemas do not declare it.
-    writes = func._schema.is_mutable or func.namespace == "c10d"
+    writes = _schema_of(func).is_mutable or func.namespace == "c10d"
     if not writes and all(x is None for x in results):
         return None
-    return _Call(func, args, kwargs, results)
+    return _Call(func, args, dict(kwargs), results)
+
+
+def _schema_of(func: Any) -> Any:
+    """Return the names and kinds of an operator's arguments."""
+    return private_of(func, "torch.ops.operator._schema")
 
 
 def _storages(tensor: Tensor) -> set[int]:
@@ -323,7 +343,7 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _FUNCTIONS.get(func) if func.__hash__ else None  # an unhashable callable is not in the table
 
 
-def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def operator_problem(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return why a dispatched operator cannot be captured, or None."""
     if (found := _OPERATORS.get(func)) is not None:
         return found

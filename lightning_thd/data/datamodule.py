@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd._checks import answers, choice, flags, whole_number
+from lightning_thd._private import private_of
+from lightning_thd._trees import tree_leaves
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import auto_capacity, planning, sets
@@ -311,8 +313,10 @@ class THDDataModule(LogsSources):
             self._noted_steps = link.note_first_steps(self.trainer, stage)
 
         loop = getattr(self.trainer, f"{stage}_loop", None)
-        if loop is not None and not loop._data_source.is_defined():
-            self._evaluation(stages[0])  # raises
+        if loop is not None:
+            source = private_of(loop, "lightning.pytorch.Trainer.fit_loop._data_source")
+            if not source.is_defined():
+                self._evaluation(stages[0])  # raises
         for name in self._sources:
             if name.partition("/")[0] in stages:
                 self._open(name)
@@ -427,8 +431,7 @@ class THDDataModule(LogsSources):
 
     def _running_stream(self) -> THDLoader | None:
         """Return the loader of a stream that the Trainer's fit reads now, or None."""
-        combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else combined.flattened
+        loaders = [] if self.trainer is None else tree_leaves(self.trainer.train_dataloader)
         for loader in loaders:
             if isinstance(loader, THDLoader) and loader.planner is None:
                 return loader

@@ -359,7 +359,7 @@ class _SamplerForLightning:
 def _indices_for_lightning() -> type[_SamplerForLightning]:
     """Return a class of samplers whose indices Lightning hands on, because it is of Lightning's wrapper."""
     wrapper = private("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper")
-    return type("_IndicesForLightning", (_SamplerForLightning, wrapper), {})
+    return type("IndicesForLightning", (_SamplerForLightning, wrapper), {})
 
 
 _STOP_S = 30.0  # seconds to wait at the end for running calls, in which other ranks may take part

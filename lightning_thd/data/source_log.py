@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_thd._trainer import logged_step
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.loader import THDLoader
@@ -89,7 +90,7 @@ class SourceLog:
             logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
                 logged[f"data/{name}/loss"] = losses[k]
-        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # Lightning logs train/loss under it
+        last = logged_step(trainer) - 1  # Lightning logs train/loss under it
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=max(0, last))
 

@@ -19,6 +19,8 @@ from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
 from lightning_thd._pages import see
+from lightning_thd._private import private_of, set_private
+from lightning_thd._trainer import set_logged_step
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.noted import FirstStep
 from lightning_thd.flops import FlopsModel
@@ -322,6 +324,11 @@ def check_step(
         )
 
 
+# Attributes of Lightning's loop, in the table of private names.
+_FIT_LOOP = "lightning.pytorch.Trainer.fit_loop"
+_STATES = f"{_FIT_LOOP}._combined_loader_states_to_load"
+
+
 def settle_epoch(trainer: L.Trainer) -> list[Any]:
     """Fix the counters of a resumed Trainer; return loader states that Lightning would not restore."""
     # If max_steps, max_time or an early stop interrupts an epoch, Lightning marks the epoch as complete. A
@@ -330,7 +337,7 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress
     batches: Any = loop.epoch_loop.batch_progress
-    states = loop._combined_loader_states_to_load
+    states: list[Any] = private_of(loop, _STATES)
     loader_ended = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
     if loader_ended and epochs.total.processed < epochs.total.ready == epochs.total.started:
         _count_epochs(epochs, 1)  # the checkpoint was saved in a hook of the last batch
@@ -343,7 +350,7 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
         # The setter of the loop's own class checks max_steps; that of its base only sets the value.
         setters = [vars(base)["restarting"] for base in type(loop).__mro__ if "restarting" in vars(base)]
         setters[-1].fset(loop, False)
-        loop._combined_loader_states_to_load = []
+        set_private(loop, _STATES, [])
         return states  # Lightning does not restore the states of loaders after a complete epoch
 
     _count_epochs(epochs, -1)
@@ -378,7 +385,7 @@ class Progress:
         """Refuse a change of accumulation after steps are planned; correct the step that loggers show."""
         if self._automatic:  # Lightning miscounts after some resumes, such as from inside a step
             steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total.completed
-            self._loop._batches_that_stepped = steps
+            set_logged_step(self._trainer, steps)
         now = self._trainer.accumulate_grad_batches
         if now != self._accumulate:
             raise MisconfigurationException(
@@ -409,10 +416,10 @@ class Progress:
 
         # Lightning copies the number of batches at setup, before it restores the epoch of a checkpoint. A
         # resumed epoch runs with these copies: it makes no new iterator.
-        fetcher = loop._data_fetcher
+        fetcher = private_of(loop, f"{_FIT_LOOP}._data_fetcher")
         if fetcher is not None and fetcher.length is not None:
             fetcher.length = batches
-        combined = loop._combined_loader
+        combined = private_of(loop, f"{_FIT_LOOP}._combined_loader")
         if combined is not None:
             combined.limits = batches
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_thd._find import checkpoint_of
+from lightning_thd._hooks import hooks_of
 from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Cost, Layer, Recompute, Term, matmul
@@ -268,8 +270,8 @@ def layers_of_module(
 
 def _inputs_are_trained(module: nn.Module, outside_layers: list[Weight]) -> bool:
     """Return whether the input of the first text layer needs a gradient."""
-    hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
-    if any(getattr(child, name, None) for child in module.modules() for name in hooks):
+    hooks = hooks_of(module.modules(), "forward")
+    if any("enable_input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks):
         return True
     for weight in outside_layers:
         is_input = any(key in weight.path for key in _INPUTS)
@@ -344,7 +346,7 @@ def _seen_checkpointing(
 def _checkpoint_function(module: nn.Module) -> Any:
     """Return the function by which a module is checkpointed; None if it is not."""
     if getattr(module, "gradient_checkpointing", False) and module.training:  # else it does nothing
-        return getattr(module, "_gradient_checkpointing_func", None)
+        return checkpoint_of(module)
     if type(module).__name__ == "CheckpointWrapper":
         return module
     return None

@@ -6,14 +6,17 @@ of a loss's products a model needs. So these functions say it. They pay one test
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from lightning_thd.boundaries import KernelCall
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +69,9 @@ class Listener(Protocol):
     def attention(self, call: AttentionCall) -> AbstractContextManager[Any]:
         """Count a call of attention; torch's functions inside the context are its kernel."""
 
+    def ignoring(self) -> AbstractContextManager[Any]:
+        """Count nothing inside the context, because it is part of what was counted."""
+
     def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> AbstractContextManager[Any]:
         """Count output projections ``hidden @ weight.T``, however a fused loss computes them."""
 
@@ -84,6 +90,19 @@ def projecting(*pairs: tuple[Tensor, Tensor | None]) -> AbstractContextManager[A
     if not LISTENERS:
         return _NOTHING
     return _together([listener.heads(pairs) for listener in LISTENERS])
+
+
+def reported(backward: Callable[..., R]) -> Callable[..., R]:
+    """Decorate the backward of a function that reports its FLOPs, gradients included, when it is called."""
+
+    @functools.wraps(backward)
+    def run(*args: Any) -> R:
+        if not LISTENERS:
+            return backward(*args)
+        with _together([listener.ignoring() for listener in LISTENERS]):
+            return backward(*args)
+
+    return run
 
 
 def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

@@ -10,9 +10,8 @@ Kernels that Python calls in another way, such as those of flash-linear-attentio
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -21,9 +20,9 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_thd._static import in_backward
@@ -35,6 +34,7 @@ from lightning_thd.stats import SeqStats, combine
 from lightning_thd.warnings import MeasureWarning, warn
 
 _Cost: TypeAlias = tuple[int, int]  # FLOPs of the forward pass, and of the backward pass
+_Key: TypeAlias = Hashable  # what a call computes: equal for a call and its repetition
 
 # Functions of torch that multiply matrices, by the name under which the mode shows them.
 _PRODUCTS = frozenset(
@@ -59,8 +59,8 @@ _NO_FORMULA = frozenset(
 
 # Custom operators of these namespaces multiply nothing, or have their count from ``listen``.
 _PLAIN = frozenset(
-    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "dtensor"}
-    | {"_dtensor", "symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"}
+    {"aten", "prim", "prims", "profiler", "c10d", "c10d_functional", "fsdp", "dtensor"}
+    | {"symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"}
     | {"lightning_thd", "transformers", "higher_order"}
 )
 
@@ -102,6 +102,7 @@ class CallListener:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self._quiet = 0  # above 0 inside a function that reported its FLOPs
+        self._repeats = _Repeats()
 
     def start(self) -> None:
         """Begin to listen."""
@@ -114,10 +115,11 @@ class CallListener:
     @contextmanager
     def attention(self, call: AttentionCall) -> Iterator[None]:
         """Keep a call of attention, and ignore the products of its kernel."""
-        forward, backward = _of_phase((call.forward, call.backward))
+        key = ("attention", *(tuple(x.shape) for x in (call.cu_seqlens_q, call.cu_seqlens_kv)), call.forward)
+        forward, backward = self._of_phase((call.forward, call.backward), key)
         if (forward or backward) and not self._quiet:
             self.calls.append(replace(call, forward=forward, backward=backward))
-        with self._ignoring():
+        with self.ignoring():
             yield
 
     def heads(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> AbstractContextManager[Any]:
@@ -125,12 +127,54 @@ class CallListener:
         return nullcontext()
 
     @contextmanager
-    def _ignoring(self) -> Iterator[None]:
+    def ignoring(self) -> Iterator[None]:
+        """Count nothing inside the context, because it is part of what was counted."""
         self._quiet += 1
         try:
             yield
         finally:
             self._quiet -= 1
+
+    def _of_phase(self, cost: _Cost, key: _Key, weights: Sequence[Tensor] = ()) -> _Cost:
+        """Return which FLOPs of a call count, by the pass in which Python runs it."""
+        forward, backward = cost
+        gradients = torch.is_grad_enabled()
+        if not in_backward():
+            self._repeats.note(key, weights, gradients=gradients)
+            return (forward, backward) if gradients else (forward, 0)
+        if gradients:  # activation checkpointing runs a layer again, for HFU
+            return (0, backward) if self._repeats.is_first(key, weights) else (0, 0)
+        return 0, forward  # the backward of an autograd.Function multiplies by itself what autograd would
+
+
+class _Repeats:
+    """Tells, when a checkpointed layer runs again, whether its first run had no gradients.
+
+    It has none under torch's reentrant checkpointing, so that the gradients count in the second run. Other
+    checkpointing runs a layer with gradients at once: each repeated call has one with gradients before it.
+    """
+
+    def __init__(self) -> None:
+        self._before: Counter[tuple[Any, ...]] = Counter()  # calls with gradients that were not repeated yet
+        self._is_first: bool | None = None  # what the last repeated product of a weight was
+
+    def note(self, key: _Key, weights: Sequence[Tensor], *, gradients: bool) -> None:
+        """Note a call of a forward pass: what it computes, and the parameters that it multiplies."""
+        self._is_first = None
+        if gradients:
+            self._before[key, *map(id, weights)] += 1
+
+    def is_first(self, key: _Key, weights: Sequence[Tensor]) -> bool:
+        """Return whether a call of a repeated layer is the first one with gradients."""
+        if not weights and self._is_first is not None:
+            return self._is_first  # that of its layer: calls without weights look alike in all layers
+        call = (key, *map(id, weights))
+        first = self._before[call] == 0
+        if not first:
+            self._before[call] -= 1
+        if weights:
+            self._is_first = first
+        return first
 
 
 class StepCounter(TorchFunctionMode, CallListener):
@@ -161,7 +205,7 @@ class StepCounter(TorchFunctionMode, CallListener):
             for hidden, weight in pairs:
                 if weight is not None:
                     self._add_head(hidden, weight)
-        with self._ignoring():
+        with self.ignoring():
             yield
 
     def _add_head(self, hidden: Tensor, weight: Tensor) -> None:
@@ -169,33 +213,55 @@ class StepCounter(TorchFunctionMode, CallListener):
         forward = 2 * hidden.numel() * weight.shape[0]
         backward = forward * (hidden.requires_grad + weight.requires_grad)
         rows = hidden.numel() // max(1, hidden.shape[-1])
-        self.products["head", rows].add(_of_phase((forward, backward)))
+        cost = self._of_phase((forward, backward), ("head", tuple(hidden.shape)), [weight])
+        self.products["head", rows].add(cost)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a function of torch, then call it as if there were no mode."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is Tensor.backward and type(args[0]) is Tensor:
-            with self:  # a backward pass may run Python code, which is called without the mode otherwise
-                return torch.autograd.backward(*_of_backward(*args, **kwargs))
+            return self._run_backward(*_of_backward(*args, **kwargs))
+        if func is torch.autograd.backward:  # torch 2.13 shows it, also inside Tensor.backward
+            return self._run_backward(*args, **kwargs)
         if not self._quiet:
             self._see(func, name, args, kwargs)
         return func(*args, **kwargs)
 
+    def _run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Run a backward pass whose Python code the mode sees, such as that of checkpoints."""
+        roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        if isinstance(inputs, Mapping):
+            inputs = [*inputs.values()]
+        elif isinstance(inputs, Tensor):
+            inputs = [inputs]
+        # torch shows a call with tensors to the mode again, which is off meanwhile; edges it does not show.
+        edges = [_edge_of(root) for root in roots]
+        targets = None if inputs is None else [_edge_of(x) for x in inputs]
+        with self:
+            torch.autograd.backward(edges, grad_tensors, retain_graph, create_graph, inputs=targets)
+
     def _see(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         """Count a function of torch if it multiplies; note it if it does and no formula is known."""
-        operator = getattr(func, "_overloadpacket", func)
-        qualified = getattr(operator, "_qualified_op_name", None)
-        if qualified is not None:  # a call of torch.ops
-            namespace, _, name = str(qualified).partition("::")
-            if namespace not in _PLAIN and operator not in flop_registry:
-                self.unknown.add(str(qualified))
+        operator = getattr(func, "overloadpacket", func)
+        is_of_ops = isinstance(operator, type(torch.ops.aten.mm))
+        if is_of_ops:
+            namespace, _, name = str(operator).partition(".")
+            if namespace.lstrip("_") not in _PLAIN and operator not in flop_registry:
+                self.unknown.add(f"{namespace}::{name}")
                 return
         if name == "scaled_dot_product_attention":
             self._see_rows(*args, **kwargs)
         elif name in _NO_FORMULA:
             self.unknown.add(name)
-        elif name in _COUNTED or (qualified is not None and operator in flop_registry):
+        elif name in _COUNTED or (is_of_ops and operator in flop_registry):
             self._add(name, func, args, kwargs)
 
     def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
@@ -204,7 +270,8 @@ class StepCounter(TorchFunctionMode, CallListener):
         rows = prod(query.shape[:-3])
         forward, backward = pair_flops(heads, query, key, value)
         pairs = rows * query.shape[-2] * key.shape[-2]
-        cost = _of_phase((forward * pairs, backward * pairs))
+        shapes = ("rows", *(tuple(x.shape) for x in (query, key, value)))
+        cost = self._of_phase((forward * pairs, backward * pairs), shapes)
         self.rows[rows, query.shape[-2]].add(cost)
 
     def _add(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
@@ -217,7 +284,8 @@ class StepCounter(TorchFunctionMode, CallListener):
         cost = self._costs.get(key)
         if cost is None:
             try:
-                cost = _cost(name, func, args, kwargs)
+                with saved_tensors_hooks(_unchanged, _unchanged):  # a checkpoint counts what is saved
+                    cost = _cost(name, func, args, kwargs)
             except Exception:  # the meta device lacks some functions
                 self.unknown.add(name)
                 cost = (0, 0)
@@ -225,7 +293,8 @@ class StepCounter(TorchFunctionMode, CallListener):
 
         first = tensors[0]
         rows = first.numel() // max(1, first.shape[-1]) if first.dim() else 1
-        self.products[name, rows].add(_of_phase(cost))
+        weights = [x for x in tensors if isinstance(x, nn.Parameter)]
+        self.products[name, rows].add(self._of_phase(cost, key, weights))
 
 
 def _of_backward(
@@ -235,40 +304,17 @@ def _of_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> tuple[Any, ...]:
-    """Order the arguments of ``Tensor.backward`` for ``torch.autograd.backward``."""
-    return tensor, gradient, retain_graph, create_graph, None, inputs
+    """Order the arguments of ``Tensor.backward`` as those of ``torch.autograd.backward``."""
+    return tensor, gradient, retain_graph, create_graph, inputs
 
 
-def _of_phase(cost: _Cost) -> _Cost:
-    """Return which FLOPs of a call count, by the pass in which Python runs it."""
-    forward, backward = cost
-    if not in_backward():
-        return (forward, backward) if torch.is_grad_enabled() else (forward, 0)
-    if torch.is_grad_enabled():  # activation checkpointing runs a layer again, for HFU
-        return (0, backward) if _in_reentrant_checkpoint() else (0, 0)
-    # The backward of an autograd.Function multiplies by itself what autograd would multiply.
-    return (0, 0) if _in_our_code() else (0, forward)
+def _edge_of(x: Any) -> Any:
+    """Return the place of a tensor in autograd's graph; others, and tensors without one, as they are."""
+    return get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
-def _in_reentrant_checkpoint() -> bool:
-    """Return whether torch's reentrant checkpointing runs this call; its first run had no gradients."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _in_our_code() -> bool:
-    """Return whether a function of this package that reported its FLOPs runs this call in backward."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("lightning_thd.") and not name.startswith("lightning_thd.flops."):
-            return name.startswith(("lightning_thd.attention.", "lightning_thd.loss."))
-        frame = frame.f_back
-    return False
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _key(x: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
+from lightning_thd._private import private_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES, refuse_boundaries, refuse_keys
 from lightning_thd.batch.samples import check_attention_mask
@@ -225,6 +225,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
     _packs: TrainerPacks | None = None
     _resumed: str | None = None  # the checkpoint from which training resumes
+    _saves_checkpoint = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; data resume at the checkpoint unless ``ignore_data_skip`` is set."""
@@ -253,16 +254,25 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
     def _begin(self) -> None:
         if self._resumed is not None:  # Trainer does so only if it has skipped batches
-            self._load_rng_state(self._resumed)
+            private_of(self, "transformers.Trainer._load_rng_state")(self._resumed)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Save this before the rest, because Trainer then deletes older checkpoints.
-        if self.args.should_save and self._packs is not None:
-            self._packs.save(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if ours := self._resumed is not None:
             self.args.ignore_data_skip = False  # the saved arguments keep the user's value
-        super()._save_checkpoint(model, trial, *args, **kwargs)
+        self._saves_checkpoint = True
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self._saves_checkpoint = False
         self.args.ignore_data_skip = ours or self.args.ignore_data_skip
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the model; into a checkpoint, save the position of the data before it."""
+        # Trainer saves the model first, and deletes older checkpoints at the end.
+        if self._saves_checkpoint and self.args.should_save and self._packs is not None:
+            assert output_dir is not None
+            self._packs.save(output_dir)
+        super().save_model(output_dir, *args, **kwargs)
 
 
 class TrainerPacks:

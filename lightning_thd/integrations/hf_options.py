@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd._pages import see
+from lightning_thd._private import private
 from lightning_thd.models.switching import NAME
 
 # Options that the base class or packed_trainer reads, with their usual meaning.
@@ -183,25 +184,32 @@ def precision_of(args: Any) -> str:
 
 
 REPLACED = ("compute_loss", "evaluation_loop", *(f"get_{x}_dataloader" for x in ("train", "eval", "test")))
+_SAMPLER = "transformers.Trainer._get_train_sampler"  # in the table of private names
+_OWN_ORDER = _SAMPLER.rpartition(".")[2]
 # Methods of Trainer that packs never call, and what to use instead.
 UNUSED: Mapping[str, str] = MappingProxyType(
     {
         "prediction_step": "Define compute_loss() or evaluation_loop() in a subclass of packed_trainer(...)",
-        "_get_train_sampler": "The plan decides the order. Give train_dataset= the rows that you would draw",
+        _OWN_ORDER: "The plan decides the order. Give train_dataset= the rows that you would draw",
     }
 )
+
+
+def _unused() -> set[str]:
+    private(_SAMPLER)  # under another name, an override of it would go unnoticed
+    return {*UNUSED}
 
 
 def refuse_unused(trainer_class: type, packed: type) -> None:
     """Refuse a class that overrides a method which ``packed``, one of its bases, never calls."""
     for base in trainer_class.__mro__[: trainer_class.__mro__.index(packed)]:
-        for name in UNUSED.keys() & vars(base):
+        for name in _unused() & vars(base).keys():
             raise ValueError(f"{base.__name__} has a {name}(), which packs never call. {UNUSED[name]}.")
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
     """Refuse a class that overrides a method above, or comes with TRL's training_step; ``known`` ones may."""
-    for name in (*REPLACED, *UNUSED, "training_step"):
+    for name in (*REPLACED, *_unused(), "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
             continue

@@ -27,7 +27,7 @@ from lightning_thd.integrations.hf_options import choose_thd, refuse_attention, 
 from lightning_thd.loss.prepare import is_dtensor
 from lightning_thd.models.announce import run_as_pack
 from lightning_thd.models.pack import BOUNDARIES, current_pack
-from lightning_thd.models.switching import NAME
+from lightning_thd.models.switching import NAME, choose_attention
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
@@ -341,9 +341,9 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
     for config in chosen:
-        config._attn_implementation_internal = name  # setting the public name would also switch vision towers
+        choose_attention(config, name)
     try:
         yield
     finally:
         for config in chosen:
-            config._attn_implementation_internal = NAME
+            choose_attention(config, NAME)

@@ -173,6 +173,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._counted_flops = 0  # FLOPs of the last step of a model without a known config
         self._trained_sequences = 0
         self._trained_tokens = 0
+        self._first_step_trained = 0  # after a resume the steps before it were of another run
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
 
         self._needs_boundaries = needs_boundaries and self._data_kwargs.get("needs_boundaries", True)
@@ -283,6 +284,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
         step = inputs["batch"]
         self._flops.begin("train", step, inside=self._inside_step)
+        if not self._trained_sequences:
+            self._first_step_trained = self.state.global_step
         if isinstance(step, THDStep):
             packs: tuple[THDBatch, ...] = step.microbatches
             loss = self._train_step(model, step)
@@ -399,11 +402,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer would count packs. Newer Trainers multiply this number by (steps run now) / max_steps.
+        # Trainer would count packs. It multiplies this number by (steps run now) / max_steps.
         samples = self._sum_over_ranks(self._trained_sequences)
-        before = getattr(self, "_initial_global_step", None)
-        if before is not None:
-            samples *= max(self.state.max_steps, 1) / max(self.state.global_step - before, 1)
+        steps = self.state.global_step - self._first_step_trained
+        samples *= max(self.state.max_steps, 1) / max(steps, 1)
         return super()._finalize_training(trial, samples, start_time)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -450,7 +452,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             streamed=self.train_dataset is not None and is_streamed(self.train_dataset),
         )
         prepare_if_asked(self.model)
-        if getattr(self, "_is_vision_dataset", False):
+        if _leaves_images_to_its_collator(self):
             raise ValueError(
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule"
                 ", as examples/vision_language.py does."
@@ -473,3 +475,14 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 f"global_batch={global_batch} with optim={optimizer!r}, which steps in every backward pass: "
                 "once a microbatch here. Use another optimizer, or global_batch=Packs(n)."
             )
+
+
+def _leaves_images_to_its_collator(trainer: Any) -> bool:
+    """Return whether a trainer of TRL has rows with images, which it does not prepare."""
+    if not any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+        return False
+    dataset = trainer.train_dataset
+    names = getattr(dataset, "column_names", None)
+    if names is None and dataset is not None:  # a stream may not know its columns before it reads
+        names = next(iter(dataset), {})
+    return names is not None and not {"image", "images"}.isdisjoint(names)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_thd._checks import flags, instance, whole_number
+from lightning_thd._private import private_of
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.noted import SCALES, FirstStep, NotedBatch, refuse_unread
@@ -299,7 +300,7 @@ class PackedLoop:
         precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if is_wrapped(bare):
             precision = bare._strategy.precision.forward_context
-            bare = bare._forward_module
+            bare = private_of(bare, "lightning.Fabric.setup._forward_module")
 
         reason = backend.unavailable(self._engine.device) or _why_no_graphs(bare, planner)
         if reason is None:

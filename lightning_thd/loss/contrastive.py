@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, get_args
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,11 +22,12 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_thd._checks import choice, described, flags, host_ints, instance, real_number
 from lightning_thd._find import models_in, text_config
 from lightning_thd._static import trial_runs
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch import THDBatch
 from lightning_thd.batch.examples import Places, places_of
 from lightning_thd.batch.noted import note_mean_of_sequences, unnoted
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.loss.tiles.products import has_autocast
 from lightning_thd.models.preparing import is_prepared, prepare
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.parallel.exchange import all_gather_rows
@@ -38,8 +37,6 @@ __all__ = ["embed", "info_nce", "pair_losses"]
 
 Pooling = Literal["last", "mean", "first"]
 Pairs = NDArray[np.int64]
-# The first microbatch of a step computes the ``_Cache`` of all, for each model and options of a call.
-_CACHES: WeakKeyDictionary[THDStep, dict[Any, _Cache]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,10 +227,10 @@ def _others(owners: NDArray[np.int64], members: NDArray[np.int64]) -> Pairs | No
 
 
 class _Encoder(NamedTuple):
-    """How a batch becomes embeddings, and a key that names the way."""
+    """How a batch becomes embeddings, and a key that names the way; None for a function without a name."""
 
     run: Callable[[THDBatch], Tensor]  # a batch -> ``[S, D]``
-    key: tuple[Any, ...]
+    key: tuple[Any, ...] | None
 
 
 def embed(model: nn.Module, batch: THDBatch, *, pooling: Pooling = "last") -> Tensor:
@@ -353,20 +350,14 @@ def info_nce(
         table = _gathered([encoder.run(batch)], layout)
         return _share(table, layout, 0, similarity)
 
-    key = (*encoder.key, similarity, id(group), torch.is_grad_enabled())
-    caches = _CACHES.setdefault(step, {})
-    if place == 0 or key not in caches:
-        if place:
-            raise ValueError(
-                f"info_nce got microbatch {place} of a step, but not its first one with the same model and "
-                "options. Run all microbatches of a step in order, with the same arguments. A function may "
-                "hold no option that changes between them."
-            )
-        device = unnoted(batch).input_ids.device
-        on_device = [batch, *(later.to(device) for later in microbatches[1:])]
-        caches[key] = _first_pass(encoder, on_device, similarity, group)
-
-    return caches[key].value(encoder, batch, place)
+    passes: _Passes = step.kept.setdefault(_Passes, _Passes())
+    key = passes.key_of(encoder, place, (similarity, id(group), torch.is_grad_enabled()))
+    if place == 0:
+        moved = [batch, *(other.to(unnoted(batch).input_ids.device) for other in microbatches[1:])]
+        passes.caches[key] = _first_pass(encoder, moved, similarity, group)
+    elif key not in passes.caches:
+        raise _another_call(place)
+    return passes.caches[key].value(encoder, batch, place)
 
 
 def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _Encoder:
@@ -377,7 +368,7 @@ def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _En
                 f"info_nce got the embeddings of one of {microbatches} microbatches, but the loss needs "
                 "those of the whole step. Pass the model, or a function from a batch to embeddings."
             )
-        return _Encoder(lambda _: model, ())
+        return _Encoder(lambda _: model, None)
 
     if isinstance(model, nn.Module):
         if group is None and group_size(None) > 1:
@@ -385,47 +376,45 @@ def _encoder(model: Any, pooling: Pooling, microbatches: int, group: Any) -> _En
         return _Encoder(partial(embed, model, pooling=pooling), (id(model), pooling))
 
     if callable(model):
-        return _Encoder(model, (_name_of(model),))
+        return _Encoder(model, None)
 
     raise TypeError(
         f"model is {described(model)}; wanted a model, a function from a batch to embeddings, or embeddings."
     )
 
 
-def _name_of(value: Any, outer: tuple[int, ...] = ()) -> Any:
-    """Return a name of a function, or of a value that it holds, which is the same for all microbatches.
+class _Passes:
+    """The first passes over one step, whose ``_Cache`` the first microbatch computes for all of them.
 
-    A function that training_step defines, or ``functools.partial``, is another object in each call. It is the
-    same function if its code is, and the values that it holds are: models, options and other functions.
-    Tensors are left out, because a temperature that is computed in each call is another one each time.
+    A model and the options of a call name its cache. A function is another object in each call, if
+    training_step defines it, so the order of a microbatch's calls names its cache; ``_Cache.value`` then
+    compares what it returns.
     """
-    if id(value) in outer:  # a function that calls itself
-        return None
 
-    outer = (*outer, id(value))
-    held: tuple[Any, ...]
-    if isinstance(value, partial):
-        held = (value.func, *value.args, value.keywords)
-        return "partial", *(_name_of(part, outer) for part in held)
-    if isinstance(value, MethodType):
-        return _name_of(value.__func__, outer), id(value.__self__)
-    if isinstance(value, FunctionType):
-        cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # without unset variables
-        contents = [cell.cell_contents for cell in cells]
-        held = (*contents, value.__defaults__, value.__kwdefaults__)
-        return value.__code__, *(_name_of(part, outer) for part in held)
+    def __init__(self) -> None:
+        self.caches: dict[tuple[Any, ...], _Cache] = {}
+        self._place = -1  # the microbatch of the last call with a function
+        self._calls = 0  # its number of such calls
 
-    if isinstance(value, tuple | list):
-        return "row", *(_name_of(part, outer) for part in value)
-    if isinstance(value, dict):
-        return "dict", *((key, _name_of(part, outer)) for key, part in value.items())
-    if value is None or isinstance(value, bool | int | float | str | np.generic | torch.device):
-        return type(value), value
+    def key_of(self, encoder: _Encoder, place: int, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the name of a call's cache."""
+        if encoder.key is not None:
+            return (*encoder.key, *options)
+        if place != self._place:
+            self._place = place
+            self._calls = 0
+            if place == 0:  # the step is run again
+                self.caches = {key: cache for key, cache in self.caches.items() if not cache.checks}
+        self._calls += 1
+        return ("function", self._calls, *options)
 
-    is_computed = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
-    if is_computed or isinstance(value, THDBatch | THDStep):
-        return type(value)
-    return id(value)
+
+def _another_call(place: int) -> ValueError:
+    return ValueError(
+        f"info_nce got microbatch {place} of a step, but not its first one with the same model and options. "
+        "Run all microbatches of a step in order, with the same arguments. A function may hold no option "
+        "that changes between them."
+    )
 
 
 def _refuse_tensor_parallel(model: nn.Module) -> None:
@@ -570,21 +559,48 @@ class _Cache:
     values: list[Tensor]  # shares of the loss
     gradients: list[Tensor]  # gradients of the sum of all shares, with respect to embeddings ``[S, D]``
     states: list[_RandomState]  # states of the generators before the embeddings were computed
+    embeddings: list[Tensor]  # what the first pass computed, if it is compared with the second pass
+
+    @property
+    def checks(self) -> bool:
+        """Return whether both passes are compared, because their functions have no name."""
+        return bool(self.embeddings)
 
     def value(self, encoder: _Encoder, batch: THDBatch, place: int) -> Tensor:
         """Return a microbatch's share of the loss, with the gradient of the whole step's loss."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.checks:
             return self.values[place]
 
         present = _RandomState.of(batch)
         self.states[place].restore()
         embeddings = encoder.run(batch)
         present.restore()
+        if self.checks:
+            _require_equal(embeddings.detach(), self.embeddings[place], place)
+        if not torch.is_grad_enabled():
+            return self.values[place]
 
         # The product has the gradient of the step's loss; its own value cancels.
         gradient = self.gradients[place]
         product = (embeddings.to(gradient.dtype) * gradient).sum()
         return self.values[place] + (product - product.detach())
+
+
+def _require_equal(again: Tensor, first: Tensor, place: int) -> None:
+    """Refuse embeddings of a second pass that differ by more than rounding from those of the first."""
+    if again.shape != first.shape:
+        raise _another_call(place)
+    kind = again.dtype
+    if has_autocast(again.device):
+        kind = torch.get_autocast_dtype(again.device.type)
+    # Rounding errors add up over layers, and both passes may use other kernels.
+    bound = torch.finfo(kind).eps ** 0.5
+    largest = first.abs().amax() if first.numel() else first.new_zeros(())
+    same = ((again - first).abs() <= bound * largest).all()
+    if same.device.type != "cpu":  # a read would wait for the device
+        torch.ops.aten._assert_async.msg(same, str(_another_call(place)))
+    elif not same:
+        raise _another_call(place)
 
 
 class _RandomState(NamedTuple):
@@ -618,10 +634,11 @@ def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Simi
             leaves.append(encoder.run(batch))
 
     values: list[Tensor] = []
+    compared = leaves if encoder.key is None else []
     if not torch.is_grad_enabled():
         table = _gathered(leaves, layout)
         values = [_share(table, layout, place, similarity) for place in range(len(batches))]
-        return _Cache(values=values, gradients=[], states=states)
+        return _Cache(values=values, gradients=[], states=states, embeddings=compared)
 
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     gathered = _gathered(leaves, layout)
@@ -634,4 +651,4 @@ def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Simi
         values.append(value.detach())
 
     gradients = list(torch.autograd.grad(gathered, leaves, gradient))
-    return _Cache(values=values, gradients=gradients, states=states)
+    return _Cache(values=values, gradients=gradients, states=states, embeddings=compared)

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd._find import text_config, unwrapped
+from lightning_thd._find import inside_compiled, is_compiled_wrapper, text_config, unwrapped
+from lightning_thd._hooks import hooks_of
 from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
@@ -437,9 +438,9 @@ class HeadCall:
         head = inner.get_output_embeddings()
         peft = [model.base_model] if hasattr(model, "get_base_model") else []
         called = {id(module): module for module in (model, *peft, inner)}.values()
-        reading = [hook for module in called for hook in module._forward_hooks.values()]
-        reading += [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
-        hooks = [*reading, *head._forward_hooks.values(), *map(type, called)]
+        reading = hooks_of(called, "forward")
+        reading += hooks_of([head], "full_backward", "full_backward_pre")
+        hooks = [*reading, *hooks_of([head], "forward"), *map(type, called)]
         if hooks == self._hooks:
             return
 
@@ -523,15 +524,15 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     """Return the plain linear layer inside a head, or None; ``forward`` is one that was set on the head."""
-    if hasattr(head, "_orig_mod"):  # torch.compile's wrapper has another forward
-        head = head._orig_mod
+    if is_compiled_wrapper(head):  # it has another forward
+        head = inside_compiled(head)
         forward = head.__dict__.get("forward")
 
     copies = head._modules.get("modules_to_save")
     if copies is not None:  # PEFT trains a copy of the head
         active = [] if head.disable_adapters else head.active_adapters
         head = copies[active[0]] if active and active[0] in copies else head.original_module
-        forward = forward or head.__dict__.get("forward") or head._forward_pre_hooks or head._forward_hooks
+        forward = forward or head.__dict__.get("forward") or hooks_of([head], "forward_pre", "forward")
 
     if type(head).forward is not LINEAR_FORWARD:
         return None

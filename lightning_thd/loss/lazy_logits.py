@@ -90,11 +90,15 @@ class LazyLogits(Tensor):
                 first.record = record
                 return first
 
-        if name == "__get__":  # an attribute, such as shape
+        is_read = name == "__get__"  # an attribute, such as shape; private ones hold no values
+        if is_read:
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         is_users_hook = name == "register_hook" and any(map(users_function, (*args[1:], *kwargs.values())))
-        if not is_users_hook and (name in _HARMLESS or name.startswith(("is_", "_is_", "_has_"))):
-            with torch._C.DisableTorchFunctionSubclass():
+        is_harmless = name in _HARMLESS or name.startswith(("is_", "_is_", "_has_"))
+        if is_read and name.startswith("_"):
+            is_harmless = True
+        if is_harmless and not is_users_hook:
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
         for logits in tree_leaves((args, kwargs)):
@@ -113,7 +117,7 @@ class LazyLogits(Tensor):
 
 def _zeros(logits: LazyLogits) -> Tensor:
     """Return zeros in place of logits, so that the model goes on to its end."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         zero = torch.zeros((), dtype=logits.dtype, device=logits.device, requires_grad=logits.requires_grad)
         return zero.expand(logits.shape).clone()
 
@@ -186,9 +190,8 @@ _RECORDED: dict[str, Callable[..., Any]] = {
 _HARMLESS = frozenset(
     {"size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
     | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
-    | {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "_base", "_version"}
-    | {"itemsize", "nbytes", "output_nr", "names", "retains_grad", "_backward_hooks"}
-    | {"_post_accumulate_grad_hooks"}
+    | {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad"}
+    | {"itemsize", "nbytes", "output_nr", "names", "retains_grad"}
 )
 
 
@@ -206,7 +209,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.count = values.numel()
-        return torch.Tensor._make_subclass(LazyLogits, _stored(values, shape))
+        return _stored(values, shape).as_subclass(LazyLogits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,10 +223,10 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int | None) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             ctx.shape = logits.shape
             data = logits.as_subclass(Tensor).detach()
-            return torch.Tensor._make_subclass(LazyLogits, data[..., :columns])
+            return data[..., :columns].as_subclass(LazyLogits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -236,7 +239,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             ctx.shape = logits.shape
             return logits.as_subclass(Tensor).as_strided((count,), (1,), 0).clone()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import instance
-from lightning_thd.flops.listen import projecting
+from lightning_thd.flops.listen import projecting, reported
 from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
@@ -197,6 +197,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logp, spread, lse, centre, likeliest
 
     @staticmethod
+    @reported
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_grad("fused_linear_logprobs")
         *operands, targets, lse, entropy, exact = ctx.saved_tensors

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import STATIC
-from lightning_thd.flops.listen import projecting
+from lightning_thd.flops.listen import projecting, reported
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
@@ -164,6 +164,7 @@ class _ScalarLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @reported
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_double_grad(ctx.name)

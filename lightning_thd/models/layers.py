@@ -13,14 +13,14 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from lightning_thd._find import checkpoint_of, set_checkpoint
 from lightning_thd.models.families.recurrent import has_mixers
 from lightning_thd.models.families.registry import adapt_to_family
 from lightning_thd.models.masks import learn_masks
 from lightning_thd.models.pack import READY, Scope, current_scope, scoped
 from lightning_thd.models.refusals import note_construction
 
-# Where a checkpoint function is kept: by layers of transformers, and by torch's CheckpointWrapper.
-_CHECKPOINTS: Final = ("_gradient_checkpointing_func", "checkpoint_fn")
+_OF_WRAPPER: Final = "checkpoint_fn"  # where torch's CheckpointWrapper keeps its function
 
 
 def prepare_layers(model: Any) -> None:
@@ -39,10 +39,12 @@ def prepare_layers(model: Any) -> None:
 def carry_packs(model: nn.Module) -> None:
     """Make all activation checkpoints of a model recompute their layers on the pack of the first run."""
     for module in model.modules():
-        for name in _CHECKPOINTS:
-            checkpoint = module.__dict__.get(name)
-            if checkpoint is not None:
-                module.__dict__[name] = carry_scope(checkpoint, compilable=not has_mixers(module))
+        checkpoint = checkpoint_of(module)
+        if checkpoint is not None:
+            set_checkpoint(module, carry_scope(checkpoint, compilable=not has_mixers(module)))
+        checkpoint = module.__dict__.get(_OF_WRAPPER)
+        if checkpoint is not None:
+            module.__dict__[_OF_WRAPPER] = carry_scope(checkpoint, compilable=not has_mixers(module))
 
 
 def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_thd._checks import flags
+from lightning_thd._find import checkpoint_of, set_checkpoint
 
 _OFFLOAD: Final = "_thd_offload"  # the attribute of a model whose layer inputs wait in CPU memory
-_CHECKPOINT: Final = "_gradient_checkpointing_func"  # where layers of transformers keep their checkpoint
 
 
 def offload_inputs(models: Iterable[nn.Module], offload: bool | None) -> None:
@@ -52,7 +52,7 @@ def offloads(module: nn.Module | None) -> bool:
 
 def _wrap_checkpoints(model: nn.Module, *, required: bool) -> None:
     """Put the copies into the checkpoint of every layer that has one; all layers share one side stream."""
-    layers = [child for child in model.modules() if _CHECKPOINT in child.__dict__]
+    layers = [child for child in model.modules() if checkpoint_of(child) is not None]
     if required and not layers:
         raise ValueError(
             "offload=True moves the inputs of checkpointed layers, but "
@@ -62,14 +62,14 @@ def _wrap_checkpoints(model: nn.Module, *, required: bool) -> None:
     way: _Way | None = None
     for layer in layers:
         # ``carry_packs`` has wrapped the checkpoint function; this one goes inside.
-        carried: functools.partial[Any] = layer.__dict__[_CHECKPOINT]
+        carried: functools.partial[Any] = checkpoint_of(layer)
         inside, *rest = carried.args
         if isinstance(inside, functools.partial) and inside.func is _checkpoint_from_host:
             way = inside.args[0]
             continue
         way = way or _Way()
         wrapped = functools.partial(_checkpoint_from_host, way, inside)
-        layer.__dict__[_CHECKPOINT] = functools.partial(carried.func, wrapped, *rest, **carried.keywords)
+        set_checkpoint(layer, functools.partial(carried.func, wrapped, *rest, **carried.keywords))
 
 
 class _Way:

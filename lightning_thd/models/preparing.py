@@ -27,6 +27,7 @@ from lightning_thd.models.refusals import (
 )
 from lightning_thd.models.switching import (
     NAME,
+    choose_attention,
     is_transformers_model,
     language_config,
     mentions_thd,
@@ -126,7 +127,7 @@ def _announce_around(model: Any) -> None:
     """Prepare the models that hold a language model which is switched to "thd" as a part of them."""
     for outer in stock_models_around(model):
         if language_config(outer.config) is model.config:
-            outer.config._attn_implementation_internal = NAME
+            choose_attention(outer.config, NAME)
             _announce_packs(outer)
             prepare_layers(outer)
 

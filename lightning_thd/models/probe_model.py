@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.models.pack import NOTES
+from lightning_thd.models.switching import choose_attention
 
 
 @contextmanager
@@ -135,14 +136,14 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Return the logits ``[T, V]`` of one sequence ``[T]``, with transformers' eager attention."""
     no_cache = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
     configs = attention_configs(model)
-    chosen = [config._attn_implementation_internal for config in configs]
+    chosen = [config._attn_implementation for config in configs]
     try:
         for config in configs:
-            config._attn_implementation_internal = "eager"
+            choose_attention(config, "eager")
         return logits_of(model(input_ids=input_ids[None], **no_cache))
     finally:
         for config, name in zip(configs, chosen, strict=True):
-            config._attn_implementation_internal = name
+            choose_attention(config, name)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -216,10 +217,10 @@ def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configs of layers that use the model's attention; a vision tower may use another."""
     configs: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
-    attention_of_model = getattr(root, "_attn_implementation_internal", None)
+    attention_of_model = getattr(root, "_attn_implementation", None)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        attention = getattr(config, "_attn_implementation_internal", None)
+        attention = getattr(config, "_attn_implementation", None)
         if attention is not None and (attention == attention_of_model or config is root):
             configs[id(config)] = config
     return list(configs.values())

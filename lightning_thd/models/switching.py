@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -32,6 +33,24 @@ def mentions_thd(config: Any) -> bool:
     return False
 
 
+def choose_attention(config: Any, name: str | None) -> None:
+    """Set the attention of a config, and keep that of the configs inside it."""
+    before = [(inner, inner._attn_implementation) for inner in _inside(config)]
+    config._attn_implementation = {"": name}  # "" stands for the config itself
+    for inner, chosen in before:  # outer ones first: the setter hands a name on to what is inside
+        if inner._attn_implementation != chosen:
+            inner._attn_implementation = {"": chosen}
+
+
+def _inside(config: Any) -> Iterator[Any]:
+    """Yield the configs inside a config, outer ones first."""
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    configs = [each for each in inner if hasattr(each, "sub_configs")]
+    yield from configs
+    for each in configs:
+        yield from _inside(each)
+
+
 def spread_thd(model: nn.Module, *, follow: bool) -> None:
     """Set "thd" on every model around a language model with "thd".
 
@@ -50,7 +69,7 @@ def spread_thd(model: nn.Module, *, follow: bool) -> None:
         if of_language == NAME or follow:
             attention = of_language
         if NAME in (present, attention) and not keeps_own_attention(inner):
-            inner.config._attn_implementation_internal = inner.get_correct_attn_implementation(attention)
+            choose_attention(inner.config, inner.get_correct_attn_implementation(attention))
 
 
 def language_config(config: Any) -> Any:

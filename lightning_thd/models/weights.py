@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import math
 import warnings
@@ -21,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
+from lightning_thd._private import private_of, set_private
+from lightning_thd.batch.upload import version
 from lightning_thd.warnings import THDWarning
+
+# In the table of private names.
+_INITIALISE = "transformers.PreTrainedModel._init_weights"
+_READ = "transformers.PreTrainedModel._load_pretrained_model"
+_FINISH = "transformers.PreTrainedModel._finalize_model_loading"
+_MARKED = "transformers.initialization.tensor._is_hf_initialized"
+_MARK = _MARKED.rpartition(".")[2]  # on a tensor that transformers' initialisers must not touch
 
 # ---- Drawn
 
@@ -79,7 +89,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
         return data
 
     parameter = nn.Parameter(data, tensor.requires_grad)
-    attributes = {name: value for name, value in vars(tensor).items() if name != "_is_hf_initialized"}
+    attributes = {name: value for name, value in vars(tensor).items() if name != _MARK}
     parameter.__dict__.update(attributes)
     return parameter
 
@@ -94,7 +104,7 @@ def _is_unset(tensor: Tensor) -> bool:
     if not tensor.numel():
         return False
     if tensor.dtype == torch.bool:  # no value can mark it, but every write in place raises its version
-        return tensor._version == 0
+        return version(tensor) == 0
     mark = _unset(tensor.dtype)
     is_marked = tensor.isnan() if math.isnan(mark) else tensor == mark
     return bool(is_marked.any())
@@ -113,7 +123,8 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         if not unset:
             return
 
-        if hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None)):
+        initialise = getattr(type(child), _INITIALISE.rpartition(".")[2], None)
+        if hasattr(child, "config") and callable(initialise):
             model = child
         added = getattr(child, "adapter_layer_names", ())  # children that PEFT has added
         for name, below in child.named_children():
@@ -124,7 +135,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
             _initialise_adapters(child, path, adapters)
             return
         if model is not None:  # a block may set the weights of its children
-            model._init_weights(child)
+            private_of(model, _INITIALISE)(child)
 
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         drawn = [tensor for tensor in tensors if id(tensor) in names]
@@ -134,7 +145,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
 
         for tensor in drawn:
             if owners[id(tensor)] > 1:  # a tied weight is set only once, by its first owner
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+                setattr(tensor, _MARK, True)
 
     walk(module, "", None)
 
@@ -161,14 +172,29 @@ def _seed_of(name: str, seed: int) -> int:
 @contextlib.contextmanager
 def _untouched(tensors: list[Tensor]) -> Generator[None]:
     """Mark tensors in this context so that transformers' initialisers do not touch them."""
-    marked = [tensor for tensor in tensors if not hasattr(tensor, "_is_hf_initialized")]
+    _require_mark()
+    marked = [tensor for tensor in tensors if not hasattr(tensor, _MARK)]
     for tensor in marked:
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(tensor, _MARK, True)
     try:
         yield
     finally:
         for tensor in marked:
-            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+            delattr(tensor, _MARK)
+
+
+@functools.cache
+def _require_mark() -> None:
+    """Refuse a transformers whose initialisers ignore the mark, and would draw kept weights again."""
+    if not available("transformers"):
+        return
+    from transformers import initialization
+
+    tensor = nn.Parameter(torch.zeros(1))
+    setattr(tensor, _MARK, True)
+    initialization.ones_(tensor)
+    if tensor.item() != 0:
+        private_of(object(), _MARKED)  # raises
 
 
 @contextlib.contextmanager
@@ -230,8 +256,8 @@ def postponed_reading() -> Generator[None]:
     from transformers.core_model_loading import LoadStateDictInfo
 
     kind: Any = PreTrainedModel
-    read = kind._load_pretrained_model
-    finish = kind._finalize_model_loading
+    read = private_of(kind, _READ)
+    finish = private_of(kind, _FINISH)
 
     def postpone(model: Any, state: Any, files: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         plain = state is None and options.hf_quantizer is None and options.device_map is None
@@ -242,7 +268,7 @@ def postponed_reading() -> Generator[None]:
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         skeleton = copy.deepcopy(model)
-        versions = {name: tensor._version for name, tensor in tensors.items()}
+        versions = {name: version(tensor) for name, tensor in tensors.items()}
         model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
         fields = LoadStateDictInfo.__dataclass_fields__
         nothing_read: dict[str, Any] = {name: {} if "errors" in name else set() for name in fields}
@@ -254,13 +280,13 @@ def postponed_reading() -> Generator[None]:
         model.tie_weights(recompute_mapping=False)
         return info
 
-    kind._load_pretrained_model = staticmethod(postpone)
-    kind._finalize_model_loading = staticmethod(finish_later)
+    set_private(kind, _READ, staticmethod(postpone))
+    set_private(kind, _FINISH, staticmethod(finish_later))
     try:
         yield
     finally:
-        kind._load_pretrained_model = staticmethod(read)
-        kind._finalize_model_loading = staticmethod(finish)
+        set_private(kind, _READ, staticmethod(read))
+        set_private(kind, _FINISH, staticmethod(finish))
 
 
 def read_weights(module: nn.Module) -> None:
@@ -289,7 +315,7 @@ def require_unchanged(module: nn.Module) -> None:
         lost: list[str] = []
         for name, tensor in unread.tensors.items():
             built_shape = _tensor(unread.skeleton, name).shape
-            if tensor._version != unread.versions[name] or tensor.shape != built_shape:
+            if version(tensor) != unread.versions[name] or tensor.shape != built_shape:
                 written.append(name)
             if id(tensor) not in held and isinstance(tensor, nn.Parameter):
                 lost.append(name)
@@ -312,7 +338,7 @@ def _read(module: nn.Module, unread: _Unread) -> None:
         if path not in kept:
             del table[name]
 
-    info, _ = type(skeleton)._load_pretrained_model(
+    info, _ = private_of(type(skeleton), _READ)(
         skeleton, None, unread.files, unread.options, expected_keys=expected
     )
     _check_read(skeleton, info, kept)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,17 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import whole_number
 from lightning_thd._find import recipe_of
+from lightning_thd._hooks import attributes_of_hooks
 from lightning_thd._imports import require
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision.recipes import Recipe, check_device, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
-_HOOKS = (  # the attributes of a layer with its hooks, which the replacement gets
-    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
-    "_is_full_backward_hook",  # without it, torch never calls hooks of the backward pass
-    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 _MARK = "_thd_fp8"  # the attribute of a converted model and of its FP8 layers that holds the recipe
 _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
@@ -166,8 +161,9 @@ def _replacement(child: nn.Linear, recipe: Recipe) -> nn.Module:
     layer = _make_linear(child, recipe)
     layer.training = child.training
     attributes = vars(child)
-    hooks = {name: attributes[name] for name in _HOOKS if attributes.get(name) not in (None, {})}
-    layer.__dict__.update(hooks)
+    for name in attributes_of_hooks():
+        if attributes.get(name) not in (None, {}):
+            layer.__dict__[name] = attributes[name]
     layer.__dict__[_MARK] = recipe
     return layer
 
@@ -226,9 +222,8 @@ def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
 
 def _patch_inductor() -> None:
     """Apply torchao's workaround for a Triton bug, as torchao's own conversion does."""
-    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, other releases may not
-        patch: Any = require("torchao.float8._inductor_patch", feature="engine='torchao'")
-        patch._patch_inductor_min_max_codegen()
+    engine = require("torchao.float8", feature="engine='torchao'")
+    engine.convert_to_float8_training(nn.Identity())  # converts nothing, but begins with the workaround
 
 
 def _reason(

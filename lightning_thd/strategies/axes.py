@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd._private import private_of, set_private
@@ -96,14 +97,24 @@ def fixed_context(strategy: Any) -> int:
     return 1 if isinstance(size, str) else int(size)
 
 
+def arguments_of(
+    initialise: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the arguments with which a base strategy was built, by name, with its own defaults."""
+    bound = inspect.signature(initialise).bind(*args, **kwargs)
+    bound.apply_defaults()
+    parameters = bound.signature.parameters.values()
+    others = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+    named = dict(bound.arguments)
+    more = named.pop(others) if others is not None else {}
+    return {**named, **more}
+
+
 def _refuse_axes(strategy: Any) -> None:
     """Refuse sizes that the base strategy was given, and sizes of axes that it does not have."""
     if cuts_weights(strategy):
-        base = "lightning.pytorch.strategies.ModelParallelStrategy"
-        arguments = {
-            "data": private_of(strategy, f"{base}._data_parallel_size"),
-            "tensor": private_of(strategy, f"{base}._tensor_parallel_size"),
-        }
+        given = strategy.base_arguments
+        arguments = {axis: given.get(f"{axis}_parallel_size", "auto") for axis in ("data", "tensor")}
         if set(arguments.values()) != {"auto"}:
             raise MisconfigurationException(
                 f"{type(strategy).__name__} was given sizes as arguments ({arguments}), which leave no ranks "
@@ -129,11 +140,7 @@ def _refuse_axes(strategy: Any) -> None:
 
 def timeout_of(strategy: Any) -> timedelta | None:
     """Return the ``timeout`` that a strategy of several ranks was given for collectives, or None."""
-    if not isinstance(strategy, DDPStrategy | FSDPStrategy | ModelParallelStrategy):
-        return None
-    timeout: timedelta | None = private_of(
-        strategy, "lightning.pytorch.strategies.ModelParallelStrategy._timeout"
-    )
+    timeout: timedelta | None = strategy.base_arguments.get("timeout")
     return timeout
 
 

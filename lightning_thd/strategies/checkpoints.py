@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_thd._private import private, private_of
 from lightning_thd.strategies.axes import cuts_weights
 
 # The file of a folder that holds everything but weights and optimizer states, as Lightning names it.
@@ -68,8 +67,7 @@ class Checkpoints:
                     "Use Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy."
                 )
             return
-        base = "lightning.pytorch.strategies.ModelParallelStrategy"
-        if not private_of(strategy, f"{base}._save_distributed_checkpoint"):
+        if not strategy.base_arguments.get("save_distributed_checkpoint", True):
             raise MisconfigurationException(
                 f"save_distributed_checkpoint=False under {name}, whose checkpoints are folders with a part "
                 "from every rank. Leave it True; save_pretrained(folder) writes whole weights."
@@ -223,7 +221,7 @@ class Checkpoints:
             dist.all_gather_object(names_of_stages, list(weights), group=pipeline.channel.down)
 
         of_model = {f"state_dict.{name}" for names in names_of_stages for name in names}
-        extra_state = private("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
+        extra_state = _key_of_extra_state()
         saved = {key for key in keys if key.startswith("state_dict.") and extra_state not in key}
         unknown = sorted(saved - of_model)
         if unknown:
@@ -319,6 +317,21 @@ class BackgroundSaves:
         if running is not None:
             running.result()
             self._thread.submit(lambda: None).result()  # this also waits for removals in the queue
+
+
+class _WithExtraState(nn.Module):
+    """A module of which torch saves only an extra state."""
+
+    def get_extra_state(self) -> int:
+        """Return the state."""
+        return 0
+
+
+@cache
+def _key_of_extra_state() -> str:
+    """Return the key under which torch saves the extra state of a module."""
+    (key,) = _WithExtraState().state_dict()
+    return key
 
 
 def _is_sharded(path: Path) -> bool:

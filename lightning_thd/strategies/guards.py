@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-import sys
 from collections.abc import Iterable
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -16,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
+from lightning_thd._hooks import hooks_of
 from lightning_thd._pages import see
-from lightning_thd._private import private_of
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import EXPERT, TENSOR, AxisSizes
 
-_TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
+# Where torch keeps its context parallelism, in modules whose names differ by release.
+_TORCH_CP = "torch.distributed.tensor.experimental."
 
 # A part of the name of a Lightning strategy or Accelerate type -> why our steps cannot run in that engine.
 _REFUSED_ENGINES = {
@@ -100,7 +104,7 @@ def refuse_unused_layout(batch: object) -> None:
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
-    if _runs_torch_context_parallel():
+    if _runs_torch_context_parallel(module):
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
             "second time. Leave its context; after an error inside of it, start a new process."
@@ -112,41 +116,48 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
         )
 
 
-def _runs_torch_context_parallel() -> bool:
-    """Return whether torch has wrapped the attention function, or handles the operators of attention."""
-    torch_cp: Any = sys.modules.get(_TORCH_CP)
-    if torch_cp is None:  # nothing has imported it
-        return False
+def _runs_torch_context_parallel(module: nn.Module | None) -> bool:
+    """Return whether torch has replaced the attention function, or hooked a module, to cut sequences."""
+    changed: list[Any] = [nn.functional.scaled_dot_product_attention]
+    if module is not None:
+        changed += hooks_of(module.modules(), "forward_pre")
+    return any(str(_defined_in(function)).startswith(_TORCH_CP) for function in changed)
 
-    wrapped_functions = private_of(torch_cp, f"{_TORCH_CP}._replaced_functions")
-    if nn.functional.scaled_dot_product_attention in wrapped_functions:
-        return True
 
-    dispatcher = private_of(DTensor, "torch.distributed.tensor.DTensor._op_dispatcher")
-    handlers = private_of(dispatcher, "torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers")
-    attention_operators = private_of(torch_cp, f"{_TORCH_CP}.custom_ops")
-    return bool(attention_operators.keys() & handlers.keys())
+def _defined_in(function: Any) -> str | None:
+    """Return the module that defines a function, or the one inside a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None)
 
 
 def _has_accelerate_hooks(module: nn.Module) -> bool:
     """Return whether Accelerate has hooked a module to cut its inputs over context-parallel ranks."""
-    for child in module.modules():
-        for hook in private_of(child, "torch.nn.Module._forward_pre_hooks").values():
-            name = getattr(hook, "__qualname__", "")
-            if getattr(hook, "__module__", None) == "accelerate.big_modeling" and "context_parallel" in name:
-                return True
+    for hook in hooks_of(module.modules(), "forward_pre"):
+        name = getattr(hook, "__qualname__", "")
+        if _defined_in(hook) == "accelerate.big_modeling" and "context_parallel" in name:
+            return True
     return False
 
 
-def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
+def refuse_compiled_module(module: LightningModule, sizes: AxisSizes) -> None:
     """Refuse ``torch.compile(lightning_module)`` if ranks share packs: their collectives would hang."""
     if sizes.peers == 1:
         return
-    if private_of(module, "lightning.pytorch.LightningModule._compiler_ctx") is not None:
+    if _is_compiled_by_lightning(module):
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
             "collectives can wait for each other forever. Compile only its model: self.model.compile()."
         )
+
+
+def _is_compiled_by_lightning(module: LightningModule) -> bool:
+    """Return whether Lightning runs a module that ``torch.compile`` was given."""
+    try:
+        to_uncompiled(copy.copy(module))  # on a copy, because it gives the module its own steps back
+    except ValueError:  # "is required to be a compiled LightningModule"
+        return False
+    return True
 
 
 def refuse_static_graph(model: object) -> None:

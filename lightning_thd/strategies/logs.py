@@ -23,8 +23,8 @@ from lightning_thd.batch.upload import uploaded
 
 _FX = "training_step"
 # Modules of Lightning in the table of private names.
-_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
-_RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
+_CONNECTOR = "lightning.pytorch.Trainer._logger_connector"
+_RESULT = "lightning.pytorch.Trainer._results.values"
 
 
 class StepLogs:
@@ -48,10 +48,10 @@ class StepLogs:
         if results is not None:
             self._weight += weigh(results, epoch_weight(batch))
             for value in self._values().values():
-                set_private(value, f"{_RESULT}._ResultMetric._forward_cache", None)
+                set_private(value, f"{_RESULT}._forward_cache", None)
         for value in self._late.values():
             # Lightning compares the options of each self.log() with the first. Only ``_fn`` is no option.
-            set_private(value.meta.sync, f"{_RESULT}._Sync._fn", value.meta.sync.no_op)
+            set_private(value.meta.sync, f"{_RESULT}.meta.sync._fn", value.meta.sync.no_op)
 
         # Another hook may have logged since the last microbatch. Then, without the last line, Lightning would
         # restart the epoch's sums in the first batch of an epoch.
@@ -73,7 +73,7 @@ class StepLogs:
         self.close()
         self._set_hook(before)
         for name, value in self._values().items():
-            logged = private_of(value, f"{_RESULT}._ResultMetric._forward_cache")
+            logged = private_of(value, f"{_RESULT}._forward_cache")
             if logged is not None:
                 self._logged.setdefault(name, []).append(logged)
 
@@ -87,7 +87,7 @@ class StepLogs:
     def close(self) -> None:
         """Give Lightning its reduction back; called also after a microbatch that raised an error."""
         for value in self._late.values():
-            private_of(value.meta.sync, f"{_RESULT}._Sync._generate_sync_fn")()
+            value.meta.sync.should = True  # makes the reduction again
 
     def finish(self) -> None:
         """Reduce the collected values, and store the results where Lightning reads a step's values."""
@@ -98,7 +98,7 @@ class StepLogs:
             reduced = _reduce(torch.stack(logged), value.meta)
             if name in self._late:
                 reduced = value.meta.sync(reduced)
-            set_private(value, f"{_RESULT}._ResultMetric._forward_cache", reduced)
+            set_private(value, f"{_RESULT}._forward_cache", reduced)
             if not value.meta.on_epoch:
                 value.value = reduced
         self._logged.clear()

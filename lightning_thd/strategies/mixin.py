@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -27,7 +28,14 @@ from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
-from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
+from lightning_thd.strategies.axes import (
+    Axes,
+    arguments_of,
+    cuts_weights,
+    fixed_context,
+    sizes_of,
+    start_axes,
+)
 from lightning_thd.strategies.checkpoints import Checkpoints
 from lightning_thd.strategies.closure import closure_of_step, kept_results
 from lightning_thd.strategies.guards import (
@@ -95,6 +103,8 @@ class THDStrategyMixin(Strategy):
     pipeline_split: Literal["auto"] | Sequence[int] = "auto"
     expert_parallel_size: int = 1
 
+    base_arguments: Mapping[str, Any] = MappingProxyType({})  # what the base strategy was built with
+
     runs_thd_steps = True  # THDDataModule allows Sequences(n) only for such strategies
 
     _axes: Axes | None = None
@@ -105,6 +115,10 @@ class THDStrategyMixin(Strategy):
     _checkpoints: Checkpoints
     _frozen: tuple[nn.Parameter, ...] = ()  # frozen when DDP wrapped the module
     _synced: SyncedMetrics | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.base_arguments = arguments_of(super().__init__, args, kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

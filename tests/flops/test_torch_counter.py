@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.flops import FlopsModel, SeqStats
+from lightning_thd.flops.torch_counter import StepCounter, counted
 
 
 def test_counts_a_step_and_scales_it_with_the_slots() -> None:
@@ -97,3 +102,47 @@ def test_our_cpu_kernel_counts_its_sequences_and_not_the_pack() -> None:
     stats = SeqStats.from_lengths(lengths)
     found = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
     assert found.attention == 3 * 2 * heads * 2 * size * sum(n * n for n in lengths) // 2
+
+
+WEIGHTS = [nn.Parameter(torch.eye(6) * (1 + i)) for i in range(3)]
+
+
+def layer(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Multiply rows by a weight, and by each other, which calls of all layers do alike."""
+    keys = torch.nn.functional.linear(rows, weight)
+    return rows + (keys @ keys.T) @ rows / rows.numel()
+
+
+def flops_of_layers(kinds: Sequence[str], *, passes_before: int = 0) -> tuple[int, int]:
+    """Count a step of layers that are "plain", or checkpointed as "reentrant" or "other"."""
+
+    def run() -> torch.Tensor:
+        rows = torch.ones(4, 6, requires_grad=True)
+        for kind, weight in zip(kinds, WEIGHTS, strict=True):
+            if kind == "plain":
+                rows = layer(weight, rows)
+            else:
+                rows = checkpoint(partial(layer, weight), rows, use_reentrant=kind == "reentrant")
+        return rows.sum()
+
+    counter = StepCounter()
+    counter.start()
+    try:
+        with torch.no_grad():
+            for _ in range(passes_before):
+                run()
+        run().backward()
+    finally:
+        counter.stop()
+    return counted(counter, [SeqStats.from_lengths([4])], [1]).flops
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the passes before
+@pytest.mark.parametrize(
+    "kinds", [*itertools.product(("plain", "reentrant", "other"), repeat=3)], ids="-".join
+)
+def test_checkpointed_layers_count_each_product_once(kinds: Sequence[str]) -> None:
+    forward, backward = flops_of_layers(("plain",) * 3)
+    assert backward == 2 * forward > 0
+    assert flops_of_layers(kinds) == (forward, backward)
+    assert flops_of_layers(kinds, passes_before=2) == (3 * forward, backward)

@@ -185,8 +185,8 @@ def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str)
         type("Mine", (Drawn, packed_trainer()), {})
 
 
-class Images(Trainer):
-    _is_vision_dataset = True
+Images = type("Images", (Trainer,), {"__module__": "trl.x"})  # as SFTTrainer
+IMAGES = Dataset.from_list([{"input_ids": [1, 2], "images": ["a.png"]}] * 4)
 
 
 def other_attention() -> Any:
@@ -201,7 +201,14 @@ def test_what_a_constructor_refuses(tmp_path: Path) -> None:
         ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
         ({"data_collator": lambda rows: rows}, "would pad packs"),
         ({"data_kwargs": {"val": [{"input_ids": [1, 2]}]}}, "'val', which nothing would read. Pass eval_"),
-        ({"kind": Images}, "The dataset has images, which TRL prepares batch by batch in its"),
+        (
+            {"kind": Images, "train_dataset": IMAGES.to_iterable_dataset(), "args": {"max_steps": 1}},
+            "The dataset has images",
+        ),
+        (
+            {"kind": Images, "train_dataset": IMAGES},
+            "The dataset has images, which TRL prepares batch by batch in its",
+        ),
         ({"model": other_attention()}, r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"),
         ({"args": {"gradient_accumulation_steps": 3}, **of_n}, "tion_steps=3: a step of n sequences has"),
         (

@@ -260,6 +260,23 @@ def test_two_models_behind_one_kind_of_function_have_caches_of_their_own(kind: s
     assert torch.allclose(torch.tensor(both).T, torch.tensor(wanted), rtol=1e-5)
 
 
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_a_function_whose_option_changes_between_microbatches_is_refused(gradients_on: bool) -> None:
+    model = encoder("modernbert").eval()
+    step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
+
+    def run(place: int, factor: float) -> None:
+        info_nce(lambda batch: embed(model, batch) * factor, step.microbatches[place], normalize=False)
+
+    with torch.set_grad_enabled(gradients_on):
+        for factor in (1.0, 2.0):  # a step that is run again begins with new caches
+            run(0, factor)
+            run(1, factor)
+        run(0, 1.0)
+        with pytest.raises(ValueError, match=r"microbatch 1 of a step.*A function may hold no option that"):
+            run(1, 1.1)
+
+
 def test_validation_gives_the_mean_over_queries() -> None:
     model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
     with torch.no_grad():

@@ -72,12 +72,12 @@ def accelerate_hooks() -> None:
 
 
 def newer_context_parallel() -> None:
-    torch_attention._enable_context_parallel_dispatcher()
-    try:
-        guards.refuse_second_context_parallelism(None, 2)
-    finally:
-        torch_attention._disable_context_parallel_dispatcher()
-        guards.refuse_second_context_parallelism(None, 2)
+    style = torch_attention._ContextParallel
+    module = nn.Sequential(nn.Identity())
+    guards.refuse_second_context_parallelism(module, 2)
+    mesh: Any = None  # hooks are not called
+    style(seq_dim=2, attention_type=style.AttentionType.SDPA)._apply(module[0], mesh)
+    guards.refuse_second_context_parallelism(module, 2)
 
 
 def norm_of_a_stage(norm_of: Callable[[Any], Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
+from lightning_thd._modes import is_transformed, operators_are_watched
 from lightning_thd.attention.kernels import cpu_tiles
 from lightning_thd.attention.kernels.cpu_plan import (
     GROUPED_ELEMENTS,
@@ -40,6 +41,7 @@ from lightning_thd.attention.kernels.raw import (
 )
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries.kernel_call import KernelCall, read_offsets
+from lightning_thd.flops.listen import reported
 
 _SCORES = 1 << 21  # the largest number of scores in one call with a softcap: 8 MiB in fp32
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
@@ -126,15 +128,17 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
         and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and getattr(forward_ad, "_current_level", -1) < 0
+        and not operators_are_watched()
+        and not is_transformed()
+        and forward_ad.unpack_dual(q).tangent is None  # type: ignore[no-untyped-call]
+        and forward_ad.unpack_dual(k).tangent is None  # type: ignore[no-untyped-call]
+        and forward_ad.unpack_dual(v).tangent is None  # type: ignore[no-untyped-call]
     )
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Refuse forward-mode tensors, whose tangent torch would silently set to 0 in a custom operator."""
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+    if torch.compiler.is_compiling():
         return
     tangent_of: Any = forward_ad.unpack_dual
     if any(x is not None and tangent_of(x).tangent is not None for x in tensors):
@@ -318,6 +322,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @reported
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         work: _Work = ctx.work

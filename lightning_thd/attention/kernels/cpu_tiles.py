@@ -20,7 +20,7 @@ _SMALL = 256  # The cached causal mask has this many rows and keys: 256 KiB in f
 @cache
 def flash_operators() -> tuple[Any, Any]:
     """Return torch's flash kernel for CPUs and its backward, which have no public name."""
-    forward: Any = torch._scaled_dot_product_flash_attention_for_cpu
+    forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return forward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

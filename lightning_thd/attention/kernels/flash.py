@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import installed, require
+from lightning_thd._private import private, private_of
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec
@@ -22,6 +23,10 @@ from lightning_thd.boundaries import KernelCall
 
 # Prebuilt kernels on the Hugging Face hub, at the versions that transformers 5 pins.
 PREBUILT: Final = {2: ("kernels-community/flash-attn2", 4), 3: ("kernels-community/flash-attn3", 1)}
+# In the table of private names: the raw kernels of each version have no public name.
+_FLASH2 = "flash_attn.flash_attn_interface"
+_FLASH3 = "flash_attn_interface"
+_FLASH4 = "flash_attn.cute.interface"
 _INTERFACES: dict[int, Any] = {}  # version -> the interface of a prebuilt flash-attn, once loaded
 
 
@@ -64,7 +69,7 @@ class Flash2:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
-        run = _interface(2)._wrapped_flash_attn_varlen_forward
+        run = private_of(_interface(2), f"{_FLASH2}._wrapped_flash_attn_varlen_forward")
         call, spec = raw.for_flash2(q, call, spec)
         dropout = 0.0
         options = (dropout, spec.scale, spec.causal, spec.left, spec.right, spec.softcap)
@@ -73,7 +78,7 @@ class Flash2:
 
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
-        run = _interface(2)._wrapped_flash_attn_varlen_backward
+        run = private_of(_interface(2), f"{_FLASH2}._wrapped_flash_attn_varlen_backward")
         call, spec = raw.for_flash2(saved.q, call, spec)
         dq, dk, dv = empty_gradients(saved)
         tensors = (grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv)
@@ -92,13 +97,13 @@ class Flash3:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_forward``."""
-        run = _interface(3)._flash_attn_forward
+        run = private_of(_interface(3), f"{_FLASH3}._flash_attn_forward")
         out, lse, *_ = run(q, k, v, num_splits=1, **_flash3_options(run, call, spec))
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_backward``, which writes into the given gradients."""
-        run = _interface(3)._flash_attn_backward
+        run = private_of(_interface(3), f"{_FLASH3}._flash_attn_backward")
         dq, dk, dv = empty_gradients(saved)
         options = _flash3_options(run, call, spec)
         options["dq"] = dq
@@ -141,10 +146,18 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return _names_of(function)
 
 
+def _undecorated(function: Any) -> Any:
+    """Return the function that ``torch.library.custom_op`` made an operator of; any other as it is."""
+    kind: Any = vars(torch.library)["CustomOpDef"]
+    if isinstance(function, kind):
+        return private_of(function, "torch.library.CustomOpDef._init_fn")
+    return function
+
+
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """List a function's parameters, and the required ones without the tensors that every call gives."""
-    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    parameters = inspect.signature(_undecorated(function)).parameters
     tensors = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to
         tensors.remove("out")
@@ -172,23 +185,21 @@ class Flash4:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_fwd``."""
-        from flash_attn.cute.interface import _flash_attn_fwd
-
+        run = private(f"{_FLASH4}._flash_attn_fwd")
         options = self._options(call, spec)
         options["softcap"] = spec.softcap or None
         options["return_lse"] = True
         with torch.no_grad():
-            out, lse, *_ = _flash_attn_fwd(q, k, v, **options)
+            out, lse, *_ = run(q, k, v, **options)
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_bwd``."""
-        from flash_attn.cute.interface import _flash_attn_bwd
-
+        run = private(f"{_FLASH4}._flash_attn_bwd")
         options = self._options(call, spec)
         options["softcap"] = spec.softcap
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv = _flash_attn_bwd(*saved[:4], grad, saved.lse.t().contiguous(), **options)
+        dq, dk, dv = run(*saved[:4], grad, saved.lse.t().contiguous(), **options)
         return dq, dk, dv
 
     @staticmethod
@@ -205,4 +216,4 @@ class Flash4:
         return options
 
 
-MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+MODULES = {2: _FLASH2, 3: _FLASH3, 4: _FLASH4}

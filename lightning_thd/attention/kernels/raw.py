@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
+from lightning_thd.flops.listen import reported
 
 OutLse = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
@@ -163,6 +164,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @reported
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks, keys = ctx.saved_tensors

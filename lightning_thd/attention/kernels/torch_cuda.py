@@ -20,6 +20,7 @@ from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
+from lightning_thd.flops.listen import reported
 
 
 class AtenFlash:
@@ -69,6 +70,7 @@ class _Flash(torch.autograd.Function):
         return out.unsqueeze(0) if heads_first else out
 
     @staticmethod
+    @reported
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *random_state = ctx.saved_tensors

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from lightning_thd._checks import as_tensor, refuse_missing
 from lightning_thd._imports import require
+from lightning_thd._private import private_of
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.data.read.chat import ImagePlaceholders, encode_chat
 from lightning_thd.data.read.conversations import (
@@ -151,7 +152,8 @@ class VisionChat:
         """Return the number of tokens of each image."""
         if self.has_grids:
             return [rows * columns // self.images.merge_size**2 for _, rows, columns in grids]
-        return list(self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        count = private_of(self.processor, "transformers.ProcessorMixin._get_num_multimodal_tokens")
+        return list(count(image_sizes=sizes)["num_image_tokens"])
 
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_thd._private import private
 from lightning_thd._workers import begin_worker, own_generator
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
@@ -420,14 +419,19 @@ class Reading(IterableDataset[Read]):
 
 
 def _hide_worker() -> None:
-    """Hide that this process is a worker: a dataset that sees it may read only a part of its shard."""
-    worker_module = private("torch.utils.data._utils.worker")
-    if not hasattr(worker_module, "_worker_info"):
+    """Make this process the only worker: a dataset that sees several may read only a part of its shard."""
+    worker = get_worker_info()
+    if worker is None:
+        return
+    for name, value in (("id", 0), ("num_workers", 1)):
+        object.__setattr__(worker, name, value)  # a frozen object, of which every caller gets the same
+
+    seen = get_worker_info()
+    if seen is None or (seen.id, seen.num_workers) != (0, 1):
         raise RuntimeError(
-            "torch.utils.data of this release has no _worker_info, so a stream's records would be "
+            "get_worker_info() of this release of torch cannot be changed, so a stream's records would be "
             "divided twice. Set num_workers=0, or install a tested release: see lightning-thd doctor."
         )
-    worker_module._worker_info = None
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
+from lightning_thd._private import private_of
 from lightning_thd.data.read.files import (
     KINDS,
     PACKED,
@@ -322,7 +323,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
 
 def _hf_shards(dataset: Any, kind: str) -> list[IterableShard]:
     """Return the shards of a Hugging Face IterableDataset; one if it must be read front to back."""
-    if getattr(dataset, "_distributed", None) is not None:
+    if private_of(dataset, "datasets.IterableDataset._distributed") is not None:
         raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
 
     count = int(dataset.num_shards)
@@ -342,7 +343,7 @@ def _hf_shards(dataset: Any, kind: str) -> list[IterableShard]:
 
 def _counts_across_shards(dataset: Any) -> str | None:
     """Return the operation of a dataset that counts rows over all shards, as a user wrote it; else None."""
-    steps = [getattr(dataset, "_ex_iterable", None)]
+    steps = [private_of(dataset, "datasets.IterableDataset._ex_iterable")]
     while steps:
         step = steps.pop()
         name = type(step).__name__.removesuffix("ExamplesIterable")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_thd._modes import operators_are_watched
 
 # Gradients of logits are scaled to at most this before they are rounded to fp16, which holds 6e-8 to 65,504.
 # They then do not overflow under any loss scale, and those for probabilities above 1e-11 do not become 0.
@@ -47,8 +49,13 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 @cache
 def cpu_multiplies_bf16() -> bool:
     """Return whether this CPU has bf16 instructions, without which bf16 is 20 to 50 times slower."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, bool)()) for name in names)
+    return any(_instructions().get(name, False) for name in ("avx512_bf16", "amx_tile"))
+
+
+def _instructions() -> Mapping[str, Any]:
+    """Return the instructions of this CPU, as torch names them; none if this torch does not list them."""
+    listed: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+    return listed()
 
 
 def is_native(compute: torch.dtype, device: torch.device) -> bool:
@@ -67,7 +74,7 @@ def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Ten
 @cache
 def _one_dnn() -> Callable[..., Tensor] | None:
     """Return oneDNN's ``x @ w.T``, or None if it is missing or not faster."""
-    wide = getattr(torch.cpu, "_is_avx512_supported", bool)()
+    wide = _instructions().get("avx512_f", False)
     if not wide or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     operator: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -78,7 +85,7 @@ def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
     """Return ``a @ b`` by oneDNN; None if it cannot, is not faster, may round, or a dispatch mode is on."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
-    if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or torch._C._len_torch_dispatch_stack():
+    if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or operators_are_watched():
         return None
     operator = _one_dnn()
     if operator is None or not torch.backends.mkldnn.enabled or _may_round():
@@ -135,7 +142,7 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     a = a.to(compute)
     b = b.to(compute)
 
-    if a.is_cuda and lift is None and not torch._C._len_torch_dispatch_stack():  # modes cannot count addmm
+    if a.is_cuda and lift is None and not operators_are_watched():  # modes cannot count addmm
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
         return
 

@@ -1,0 +1,57 @@
+"""The running code -> whether torch shows its operators to a mode, or transforms it; a mode of our own.
+
+Fast paths call kernels that a mode such as ``FlopCounterMode`` cannot see. They are taken only without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+from lightning_thd._private import private
+
+Call: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def operators_are_watched() -> bool:
+    """Return whether a dispatch mode sees the operators that this thread runs."""
+    return bool(_number_of_modes()())
+
+
+@cache
+def _number_of_modes() -> Callable[[], int]:
+    number: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
+    return number
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func transforms the running code, as ``vmap`` and ``grad`` do."""
+    return bool(_transforms_are_active()())
+
+
+@cache
+def _transforms_are_active() -> Callable[[], bool]:
+    active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
+    return active
+
+
+def watch_operators(call: Call) -> Any:
+    """Return a context in which ``call(operator, args, kwargs)`` runs instead of each operator."""
+    return _mode_class()(call)
+
+
+@cache
+def _mode_class() -> Any:
+    # torch documents this class, in a module whose name is private.
+    base = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+    class OperatorMode(base):  # type: ignore[misc, valid-type]
+        def __init__(self, call: Call) -> None:
+            super().__init__()
+            self.call = call
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.call(func, args, kwargs or {})
+
+    return OperatorMode
