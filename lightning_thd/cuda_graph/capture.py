@@ -539,8 +539,8 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
             return _checked(subject(static, *hidden))
 
     def run_recorded() -> tuple[Any, list[Tensor]]:
-        inputs.unpack()
         """Run the step; return its output, and the losses and weights of slots if its loss has them."""
+        inputs.unpack()
         with recorded_losses() as recorded:
             output = run(inputs.batch)
         return output, [recorded[-1].losses, recorded[-1].weights] if recorded else []

@@ -363,7 +363,7 @@ class _Probe:
             self.keep("port_error", (ported - logits).detach().abs().max().item() / scale, index)
 
         weights = self._trained()
-        if not self.grad or not port.shares_weights or sum(p.numel() for p in weights) > _MANY:
+        if not weights or not self.grad or not port.shares_weights or sum(p.numel() for p in weights) > _MANY:
             return
 
         factors = torch.randn_like(whole)

@@ -147,7 +147,7 @@ class PackingLeakError(RuntimeError):
             remedy = "Use norms of single tokens, such as LayerNorm, or running statistics in eval()"
         elif report.same and not report.leaks and report.matches_stock and not report.matches_reference:
             remedy = "Compare its code with the reference's: scale, softcap, window (ours counts the token "
-            remedy = f"{remedy}itself), heads, positions, norms and fault is added up"
+            remedy = f"{remedy}itself), heads, positions, norms and what is added up"
         elif report.attention is None:  # not a transformers model
             remedy = "Keep sequences apart in every layer: call varlen_attention with batch.boundaries, and "
             remedy = f"{remedy}take positions from batch.position_ids"

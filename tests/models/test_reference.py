@@ -177,6 +177,13 @@ def test_each_of_ten_mistakes_is_named(mistake: str) -> None:
     with pytest.raises(PackingLeakError, match="differs from the reference") as caught:
         check_packing(Port(mistake), VOCAB, reference=Original())
     assert str(caught.value.report.module).startswith(MISTAKES[mistake])
+    assert "positions, norms and what is added up" in str(caught.value)
+
+
+def test_a_port_of_frozen_weights_compares_logits() -> None:
+    check_packing(Port().requires_grad_(False), VOCAB, reference=Original())
+    with pytest.raises(PackingLeakError, match="differs from the reference"):
+        check_packing(Port("rope").requires_grad_(False), VOCAB, reference=Original())
 
 
 def test_gradients_that_stop_are_found_where_logits_agree() -> None:

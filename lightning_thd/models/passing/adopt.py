@@ -264,9 +264,10 @@ def _in_torch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     in_torch = inspect.unwrap(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        on_host = args[0].device.type in ("cpu", "meta")
-        has_boundaries = kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None
-        function = in_torch if on_host and not has_boundaries else original
+        # A call that has boundaries may name all its arguments.
+        if kwargs.get("seq_idx") is not None or kwargs.get("cu_seqlens") is not None:
+            return original(*args, **kwargs)
+        function = in_torch if args[0].device.type in ("cpu", "meta") else original
         return function(*args, **kwargs)
 
     return run

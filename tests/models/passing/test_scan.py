@@ -208,6 +208,8 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
     assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture
     with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
         run(x, weight, bias, seq_idx=torch.zeros(2, 7, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        run(x=x, weight=weight, seq_idx=torch.zeros(2, 7, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("family", ["mamba", "bamba"])  # no rank passes mamba's states on
