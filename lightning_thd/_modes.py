@@ -16,22 +16,19 @@ Call: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 def operators_are_watched() -> bool:
     """Return whether a dispatch mode sees the operators that this thread runs."""
-    return bool(_number_of_modes()())
+    return bool(mode_counter()())
 
 
 @cache
-def _number_of_modes() -> Callable[[], int]:
+def mode_counter() -> Callable[[], int]:
+    """Return torch's function that counts this thread's dispatch modes, for code that asks in each step."""
     number: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
     return number
 
 
-def is_transformed() -> bool:
-    """Return whether torch.func transforms the running code, as ``vmap`` and ``grad`` do."""
-    return bool(_transforms_are_active()())
-
-
 @cache
-def _transforms_are_active() -> Callable[[], bool]:
+def transform_test() -> Callable[[], bool]:
+    """Return torch's function that says whether torch.func (``vmap``, ``grad``) transforms the code."""
     active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
     return active
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -253,6 +254,16 @@ def set_private(owner: object, name: str, value: Any) -> None:
     """
     private_of(owner, name)
     setattr(owner, name.rpartition(".")[2], value)
+
+
+def private_setter(owner: object, name: str) -> Callable[[Any], None]:
+    """Return a fast function that sets the attribute ``name`` of ``PRIVATE`` of one object.
+
+    Raises:
+        PrivateNameGone: if the object has no such attribute yet, so that nothing would read the value.
+    """
+    private_of(owner, name)
+    return partial(setattr, owner, name.rpartition(".")[2])
 
 
 def _gone(name: str) -> PrivateNameGone:

@@ -199,7 +199,8 @@ def bind(
     q_cast, k_cast, v_cast = _autocast(q, k, v)
     casts = q_cast is not q or k_cast is not k or v_cast is not v
     _check_call(q_cast, k_cast, v_cast, call)
-    _check_sinks(sinks, q_cast)
+    if sinks is not None:
+        _check_sinks(sinks, q_cast)
 
     spec = known_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks)

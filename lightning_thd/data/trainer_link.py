@@ -20,7 +20,7 @@ from torch import nn
 from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
 from lightning_thd._pages import see
 from lightning_thd._private import private_of, set_private
-from lightning_thd._trainer import set_logged_step
+from lightning_thd._trainer import logged_step_setter
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.noted import FirstStep
 from lightning_thd.flops import FlopsModel
@@ -372,6 +372,7 @@ class Progress:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
         self._loop: Any = trainer.fit_loop.epoch_loop
+        self._set_logged_step = logged_step_setter(trainer)
         self._batches: Any = self._loop.batch_progress
         module = trainer.lightning_module
         self._automatic = module is not None and module.automatic_optimization
@@ -385,7 +386,7 @@ class Progress:
         """Refuse a change of accumulation after steps are planned; correct the step that loggers show."""
         if self._automatic:  # Lightning miscounts after some resumes, such as from inside a step
             steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total.completed
-            set_logged_step(self._trainer, steps)
+            self._set_logged_step(steps)
         now = self._trainer.accumulate_grad_batches
         if now != self._accumulate:
             raise MisconfigurationException(

@@ -170,25 +170,8 @@ class HeadCall:
         If the model changes its logits in another way than ``logit_map`` says, it is called again. Returns
         ``{"values": [size]}``, those of further head calls as "value_1", ..., a routers' loss as "aux_loss".
         """
-        stage = self.inner.__dict__.get(STAGE)
-        outputs = self._run(model, batch, values, size, routers, stage)
-        if stage is None or not torch.is_grad_enabled():
-            return outputs
-
-        outputs_of_pass: dict[str, Tensor] = stage.seam.cut(outputs)
-        return outputs_of_pass
-
-    def _run(
-        self,
-        model: nn.Module,
-        batch: THDBatch,
-        values: Values,
-        size: int,
-        routers: RouterLoss | None,
-        stage: Stage | None,
-    ) -> dict[str, Tensor]:
-        """Call the model until it changes its logits as ``logit_map`` says."""
         inner = self.inner
+        stage: Stage | None = inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
         for attempt in range(3):
             head = inner.get_output_embeddings()
@@ -218,7 +201,8 @@ class HeadCall:
 
             if job.whole:
                 self._warn_of_memory(job.whole)
-                return self._values_of_logits(job, outputs)
+                outputs = self._values_of_logits(job, outputs)
+                break
             if self._followed(job, again=attempt > 0):
                 break
             if stage is not None and not stage.again():
@@ -228,7 +212,11 @@ class HeadCall:
             # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds outputs: return exact values.
             if outputs[name].dtype.itemsize < value.dtype.itemsize:
                 outputs[name] = value
-        return outputs
+        if stage is None or not torch.is_grad_enabled():
+            return outputs
+
+        outputs_of_pass: dict[str, Tensor] = stage.seam.cut(outputs)
+        return outputs_of_pass
 
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
         """Call the model once with its forward and its head's replaced, and restore them."""
@@ -438,12 +426,13 @@ class HeadCall:
         head = inner.get_output_embeddings()
         peft = [model.base_model] if hasattr(model, "get_base_model") else []
         called = {id(module): module for module in (model, *peft, inner)}.values()
-        reading = hooks_of(called, "forward")
-        reading += hooks_of([head], "full_backward", "full_backward_pre")
-        hooks = [*reading, *hooks_of([head], "forward"), *map(type, called)]
+        hooks = hooks_of([*called, head], "forward", "full_backward", "full_backward_pre")
+        hooks += map(type, called)
         if hooks == self._hooks:
             return
 
+        reading = hooks_of(called, "forward")
+        reading += hooks_of([head], "full_backward", "full_backward_pre")
         if any(getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in reading):
             raise ValueError(
                 f"{type(inner).__name__} is checkpointed as a whole by torch's composable checkpoint(), "
@@ -524,7 +513,7 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     """Return the plain linear layer inside a head, or None; ``forward`` is one that was set on the head."""
-    if is_compiled_wrapper(head):  # it has another forward
+    if type(head).forward is not LINEAR_FORWARD and is_compiled_wrapper(head):
         head = inside_compiled(head)
         forward = head.__dict__.get("forward")
 

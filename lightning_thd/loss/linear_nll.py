@@ -164,7 +164,6 @@ class _ScalarLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @reported
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_double_grad(ctx.name)
@@ -174,7 +173,7 @@ class _ScalarLoss(torch.autograd.Function):
         gradients = ctx.gradients
         ctx.gradients = None
         if gradients is None:
-            _, gradients = _run(ctx, saved)
+            _, gradients = reported(_run)(ctx, saved)
 
         upstream = grads[0]
         # Only a CPU's value is read to save a multiplication; reading another device would wait for it.

@@ -35,7 +35,6 @@ from lightning_thd.models.pack import (
     PACK_KWARGS,
     STATE,
     Scope,
-    current_scope,
     find_pack,
     packed,
 )
@@ -151,15 +150,23 @@ def enter(
             STATE.scope = Scope(None, outer, module=model, families=families)
             return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     else:
-        text = _language_config(config)
+        text = config
+        # get_text_config takes long, and a config without inner configs is its own text config.
+        kind: Any = type(config)
+        may_hold_others = kind_holds_text_config(kind) or not TEXT_CONFIGS.isdisjoint(vars(config))
+        if torch.compiler.is_compiling() or may_hold_others:
+            text = config.get_text_config(decoder=True)
         families = (type(config), type(text))
         masks = ()
 
-    pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
+    pack = kwargs.get(BOUNDARIES)
+    if pack is None or outer is None or outer.pack is not pack:
+        pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
     if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
         kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
 
-    if text is not None and not torch.compiler.is_compiling():
+    may_be_misread = pack is None or kwargs.get("labels") is not None
+    if may_be_misread and text is not None and not torch.compiler.is_compiling():
         refuse_noted(model, kwargs, pack)
     if pack is not None:
         kwargs = _checked_call(model, text, kwargs, pack)
@@ -177,18 +184,6 @@ def _gets_all_slots(outer: Scope, kwargs: dict[str, Any]) -> bool:
     """Return whether an inner model gets embeddings of all slots, as a part of the language model does."""
     embeds = kwargs.get("inputs_embeds")
     return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
-
-
-def _language_config(config: Any) -> Any:
-    """Return the config of a model's language model, perhaps the config itself."""
-    # get_text_config takes long, and a config without inner configs is its own text config.
-    kind: Any = type(config)
-    is_text = (
-        not torch.compiler.is_compiling()
-        and not kind_holds_text_config(kind)
-        and TEXT_CONFIGS.isdisjoint(vars(config))
-    )
-    return config if is_text else config.get_text_config(decoder=True)
 
 
 def _pack_of_call(
@@ -260,10 +255,10 @@ def call_announced(
         return forward(*args, **kwargs)
 
     args, kwargs = entered
-    scope = current_scope()
+    scope: Scope = STATE.scope
     output: Any = None
     try:
-        if model._thd_classifies and scope is not None and scope.pack is not None:
+        if model._thd_classifies and scope.pack is not None:
             output = classify(model, forward, args, kwargs, scope.pack)
         else:
             output = forward(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from lightning_thd._modes import is_transformed, operators_are_watched
+from lightning_thd._modes import mode_counter, transform_test
 from lightning_thd.attention.kernels import cpu_tiles
 from lightning_thd.attention.kernels.cpu_plan import (
     GROUPED_ELEMENTS,
@@ -128,8 +128,8 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
         and not torch.compiler.is_compiling()
-        and not operators_are_watched()
-        and not is_transformed()
+        and not mode_counter()()
+        and not transform_test()()
         and forward_ad.unpack_dual(q).tangent is None  # type: ignore[no-untyped-call]
         and forward_ad.unpack_dual(k).tangent is None  # type: ignore[no-untyped-call]
         and forward_ad.unpack_dual(v).tangent is None  # type: ignore[no-untyped-call]

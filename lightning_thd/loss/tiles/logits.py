@@ -187,6 +187,7 @@ class GradientSums:
     def __init__(self, head: Head, *, needs: Needs, rows_outside: bool) -> None:
         self.head = head
         self.rows_outside = rows_outside
+        self.sums_weight = needs[1]
         settings = head.settings
         rows = head.hidden.shape[0]
         device = head.hidden.device
@@ -228,11 +229,6 @@ class GradientSums:
         if self.sums_weight:
             hidden = head.hidden[rows] if head.counts is None else head.counted(head.hidden, rows)
             self.add_weight(dx, hidden, rows, columns)
-
-    @property
-    def sums_weight(self) -> bool:
-        """Return whether the weight needs a gradient."""
-        return self.weight is not None or self._wide_weight is not None
 
     def add_bias(self, dx: Tensor, columns: slice) -> None:
         """Add a tile's part of the bias's gradient, if it needs one."""

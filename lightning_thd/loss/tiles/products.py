@@ -132,7 +132,12 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     """
     native = compute != total.dtype and is_native(compute, a.device)
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):
-        _accumulate_wide(total, a.to(compute).to(total.dtype), b.to(compute).to(total.dtype), first=first)
+        a = a.to(compute).to(total.dtype)
+        b = b.to(compute).to(total.dtype)
+        if a.numel() * b.shape[1] >= _WORTH_A_KERNEL:
+            _accumulate_large(total, a, b, first=first)
+        else:  # not addmm_, in which torch counts no FLOPs
+            torch.addmm(total, a, b, beta=0 if first else 1, out=total)
         return
 
     lift: Tensor | None = None
@@ -165,19 +170,17 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
             total[start : start + rows].add_(part[start : start + rows])
 
 
-def _accumulate_wide(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add the product of two matrices in the accumulator's dtype to ``total``, or overwrite it."""
+def _accumulate_large(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add a large product in the accumulator's dtype to ``total``, or overwrite it, by oneDNN if it can."""
     rows = a.shape[0]
     if a.device.type == "cpu":  # in parts, because oneDNN returns a new tensor
-        rows = _SUMMED // max(1, b.shape[1])
-    rows = max(1, rows)
-    large = a.numel() * b.shape[1] >= _WORTH_A_KERNEL
+        rows = max(1, _SUMMED // b.shape[1])
 
     for start in range(0, a.shape[0], rows):
         part = total[start : start + rows]
         factor = a[start : start + rows]
-        result = one_dnn_product(factor, b) if large else None
-        if result is None:  # not addmm_, in which torch counts no FLOPs
+        result = one_dnn_product(factor, b)
+        if result is None:
             torch.addmm(part, factor, b, beta=0 if first else 1, out=part)
         elif first:
             part.copy_(result)
