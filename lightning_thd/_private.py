@@ -39,7 +39,12 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "_modes.py", _TORCH, "attention on a CPU, a fused loss or CUDAGraphCallback"
     ),
     "torch._C._are_functorch_transforms_active": PrivateName("_modes.py", _TORCH, "attention on a CPU"),
-    "torch.utils._python_dispatch.TorchDispatchMode": PrivateName("_modes.py", _TORCH, "CUDAGraphCallback"),
+    "torch.utils._python_dispatch.TorchDispatchMode": PrivateName(
+        "_modes.py", _TORCH, 'CUDAGraphCallback, or capacity="auto" on ranks that share layers'
+    ),
+    "torch.ops.mkldnn._linear_pointwise": PrivateName(
+        "loss/tiles/products.py", _TORCH, "a fused loss in fp32 at full speed on a CPU with AVX-512"
+    ),
     "torch.library.CustomOpDef._init_fn": PrivateName(
         "attention/kernels/flash.py", _TORCH, 'backend="flash" with flash-attn 3'
     ),
@@ -189,7 +194,6 @@ PRIVATE: Final[dict[str, PrivateName]] = {
         "integrations/hf_options.py", _TRANSFORMERS, "packed_trainer"
     ),
     # -- models of transformers that are cut
-    "torch.nn.Module._parameters": PrivateName("parallel/tensor.py", _TORCH, "tensor_parallel_size above 1"),
     "transformers.PreTrainedModel._no_split_modules": PrivateName(
         "parallel/fsdp.py", _TRANSFORMERS, 'strategy="thd_model_parallel"'
     ),

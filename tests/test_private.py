@@ -109,6 +109,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "torch.Tensor": lambda: torch.zeros(1, requires_grad=True),
     "torch.library.CustomOpDef": operator,
     "torch.nn.Module": lambda: nn.Linear(2, 2),
+    "torch.ops.mkldnn": lambda: torch.ops.mkldnn,
     "torch.ops.operator": lambda: torch.ops.aten.add.Tensor,
     "torch.optim.AdamW": lambda: torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True),
     "transformers.GradientCheckpointingLayer": checkpointed_layer,

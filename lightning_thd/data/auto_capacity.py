@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd._find import outermost_models
+from lightning_thd._modes import watch_operators
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.trainer_link import Job
@@ -279,7 +279,7 @@ def _trains(search: _Search, capacity: int, longest: int) -> bool:
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)
 
 
-class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Votes:
     """Lets all ranks vote before every collective, so that none waits in one for a rank that has left.
 
     All ranks run the same collectives. So the vote of a rank that leaves a trial meets the next vote of the
@@ -287,16 +287,14 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.over = False  # whether a vote has ended the trial
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, after a vote if it is a collective."""
         if _is_collective(func) and not self.cast(_WELL):
             raise torch.OutOfMemoryError("another rank ran out of memory")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def cast(self, state: int) -> bool:
         """Vote, and return whether all ranks are well; RuntimeError if another one has failed otherwise."""
@@ -309,10 +307,9 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_collective(func: Any) -> bool:
     """Return whether an operator starts a collective of all ranks of a group."""
-    name = func._schema.name
-    space, _, operator = name.partition("::")
-    if not space.startswith(("c10d", "_c10d_functional")):
+    if not func.namespace.startswith(("c10d", "_c10d_functional")):
         return False
+    _, _, operator = func.name().partition("::")
     return not operator.startswith(("send", "recv", "wait_tensor"))
 
 
@@ -320,7 +317,7 @@ def _train_together(search: _Search, capacity: int, longest: int) -> bool:
     """Run a full pack on all ranks; return whether the devices of all could hold it; a collective."""
     votes = _Votes(search.device)
     try:
-        with votes:
+        with watch_operators(votes.call):
             trained = _trains(search, capacity, longest)
     except Exception:
         if not votes.over:

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -160,8 +161,27 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
     Assigning to the module's attributes would refuse the plain tensors that stand there in a forward call.
     """
-    parameters: dict[str, Any] = private_of(module, "torch.nn.Module._parameters")
+    parameters: dict[str, Any] = vars(module)[_place_of_parameters()]
     return parameters
+
+
+@cache
+def _place_of_parameters() -> str:
+    """Return the attribute of a module in which torch keeps its direct parameters.
+
+    Raises:
+        RuntimeError: if the installed torch keeps them elsewhere.
+    """
+    module = nn.Module()
+    parameter = nn.Parameter(torch.zeros(()))
+    module.register_parameter("weight", parameter)
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and value.get("weight") is parameter:
+            return name
+    raise RuntimeError(
+        f"torch {torch.__version__} keeps parameters where this package does not find them. "
+        "Install a tested release: see lightning-thd doctor."
+    )
 
 
 @contextlib.contextmanager

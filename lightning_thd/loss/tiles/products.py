@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._modes import operators_are_watched
+from lightning_thd._private import PrivateNameGone, private_of
 
 # Gradients of logits are scaled to at most this before they are rounded to fp16, which holds 6e-8 to 65,504.
 # They then do not overflow under any loss scale, and those for probabilities above 1e-11 do not become 0.
@@ -77,8 +78,12 @@ def _one_dnn() -> Callable[..., Tensor] | None:
     wide = _instructions().get("avx512_f", False)
     if not wide or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    operator: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return None if operator is None else operator.default
+    try:
+        packet = private_of(torch.ops.mkldnn, "torch.ops.mkldnn._linear_pointwise")
+    except PrivateNameGone:  # torch.mm gives the same product, in up to twice the time
+        return None
+    operator: Callable[..., Tensor] = packet.default
+    return operator
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
