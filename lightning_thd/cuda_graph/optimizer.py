@@ -46,7 +46,7 @@ def cannot_capture_optimizer(optimizer: Optimizer) -> str | None:
                 "torch.optim.AdamW(..., fused=True), or capturable=True; or leave capture_optimizer out."
             )
     replaced = vars(optimizer).get("step")
-    if replaced is not None and not _is_of_a_schedule(replaced):
+    if replaced is not None and not _is_of_a_schedule(replaced, optimizer):
         return (
             f"capture_optimizer=True: {kind}.step was replaced by {replaced!r}, which a replay would not "
             "call. Leave capture_optimizer out, or the replacement."
@@ -54,9 +54,19 @@ def cannot_capture_optimizer(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _is_of_a_schedule(step: Any) -> bool:
-    """Return whether a learning rate schedule put this function in place of ``step``, to note its calls."""
-    return getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+def _is_of_a_schedule(step: Any, optimizer: Optimizer) -> bool:
+    """Return whether a learning rate schedule put this function in place of ``step``, to note its calls.
+
+    A schedule wraps the step of an optimizer, but not one that a schedule has wrapped. So another optimizer
+    gets this step, and then a schedule, which leaves it there if it is a schedule's.
+    """
+    if getattr(step, "__wrapped__", None) is not type(optimizer).step:  # it runs another function
+        return False
+    other = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    before = types.MethodType(step, other)
+    other.step = before  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.LambdaLR(other, lambda _: 1.0)
+    return other.step is before
 
 
 class _Update:

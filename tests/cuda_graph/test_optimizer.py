@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +232,43 @@ def replaced(parameters: Any) -> torch.optim.AdamW:
     return optimizer
 
 
+def wrapped(parameters: Any) -> torch.optim.AdamW:
+    """Return an optimizer whose step was wrapped as a schedule wraps it, by a function that does more."""
+    optimizer = adamw(parameters)
+
+    @functools.wraps(type(optimizer).step)
+    def noisy(*args: Any) -> Any:
+        return type(optimizer).step(optimizer, *args)
+
+    optimizer.step = noisy  # type: ignore[method-assign]
+    return optimizer
+
+
+def scheduled_then_wrapped(parameters: Any) -> torch.optim.AdamW:
+    optimizer = adamw(parameters)
+    lr_scheduler.StepLR(optimizer, 1)
+    of_schedule = optimizer.step
+
+    @functools.wraps(of_schedule)
+    def noisy(*args: Any) -> Any:
+        return of_schedule(*args)
+
+    optimizer.step = noisy  # type: ignore[method-assign]
+    return optimizer
+
+
+def wrapped_then_scheduled(parameters: Any) -> torch.optim.AdamW:
+    optimizer = adamw(parameters)
+    of_class = optimizer.step
+
+    def noisy(self: Any, *args: Any) -> Any:
+        return of_class(*args)
+
+    optimizer.step = types.MethodType(noisy, optimizer)  # type: ignore[method-assign]
+    lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -237,6 +276,9 @@ def replaced(parameters: Any) -> torch.optim.AdamW:
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD has a group with fused=None"),
         (lambda p: Counting(p, fused=True), "Counting is another, whose step may do work on the host"),
         (replaced, "step was replaced by .*lambda"),
+        (wrapped, "step was replaced by"),
+        (scheduled_then_wrapped, "step was replaced by"),
+        (wrapped_then_scheduled, "step was replaced by"),
     ],
 )
 def test_other_optimizers_are_refused(make: Any, message: str) -> None:
