@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_thd._find import is_compiled_in_place, outermost_models
+from lightning_thd._find import is_compiled_in_place, is_compiled_wrapper, outermost_models
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
 from lightning_thd.callbacks.seen import Seen
@@ -36,7 +36,6 @@ _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = re.compile(r"(?:^|\.)(score|classifier|classification_head|v_head|value_head)\.")
 _POOLED_HEADS = re.compile(_HEADS.pattern.replace("score|", "score|pooler|pre_classifier|head|"))
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
-_COMPILED_MODULE = "_orig_mod"  # where the wrapper that torch.compile returns holds the module
 _UNCOUNTED = 0.05  # We warn if a larger share of the weights is outside every known model.
 
 
@@ -101,7 +100,8 @@ class ModuleFlops:
         if not inside and stage not in self._calls and not decided:
             models = outermost_models(self._module)
             self._calls[stage] = {
-                name: _Calls(name, model, lambda: self._stage == stage) for name, model in models.items()
+                name: _Calls(self._module, model, lambda: self._stage == stage)
+                for name, model in models.items()
             }
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
@@ -186,7 +186,7 @@ class _Count:
 class _Calls:
     """Counts calls of a model and of its first layer by forward hooks, while ``runs()`` is true."""
 
-    def __init__(self, name: str, model: nn.Module, runs: Callable[[], bool]) -> None:
+    def __init__(self, around: nn.Module, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
         self.visible = not is_compiled_in_place(model)  # whether hooks see every call of the model
         self.reruns: dict[str, bool] = {}  # modules that backward ran again, and whether to their end
@@ -202,7 +202,7 @@ class _Calls:
             if not is_compiled_in_place(module):
                 hook = only_looking(functools.partial(_note_if, runs, count))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        if not _has_compiled_parts(name, model):
+        if not _is_traced(around, model):
             self._watch_reruns(runs)
 
     def _watch_reruns(self, runs: Callable[[], bool]) -> None:
@@ -256,13 +256,13 @@ def _is_part(name: str) -> bool:
     return len(parts) <= number + 2
 
 
-def _has_compiled_parts(name: str, model: nn.Module) -> bool:
-    """Return whether torch traces a model, whose place in the module is ``name``, or a part of it."""
-    if any(map(is_compiled_in_place, model.modules())):
+def _is_traced(around: nn.Module, model: nn.Module) -> bool:
+    """Return whether torch.compile traces a model inside the module ``around``, or a part of it."""
+    if any(is_compiled_in_place(part) or is_compiled_wrapper(part) for part in model.modules()):
         return True
-    # torch.compile(module) returns a wrapper, which holds the module under this name.
-    places = [name, *(part for part, _ in model.named_modules())]
-    return any(_COMPILED_MODULE in place.split(".") for place in places)
+    # torch.compile(module) returns a wrapper around the module.
+    wrappers = filter(is_compiled_wrapper, around.modules())
+    return any(part is model for wrapper in wrappers for part in wrapper.modules())
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
