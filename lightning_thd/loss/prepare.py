@@ -233,15 +233,14 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
         shaped(bias, "bias", weight.shape[:1], "one per row of weight.")
 
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            _check_device(name, tensor, hidden)
+        if tensor is not None and tensor.device != hidden.device:
+            raise _other_device(name, tensor, hidden)
 
 
-def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    if tensor.device != hidden.device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one."
-        )
+def _other_device(name: str, tensor: Tensor, hidden: Tensor) -> ValueError:
+    return ValueError(
+        f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one."
+    )
 
 
 def _check_targets(targets: Tensor, hidden: Tensor) -> None:
@@ -250,7 +249,8 @@ def _check_targets(targets: Tensor, hidden: Tensor) -> None:
         shaped(targets, "targets", hidden.shape[:-1], what)
     if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
         raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
-    _check_device("targets", targets, hidden)
+    if targets.device != hidden.device:
+        raise _other_device("targets", targets, hidden)
 
 
 def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: int, vocabulary: int) -> None:
@@ -273,7 +273,8 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
 
 def _check_rows(rows: Tensor, hidden: Tensor) -> Tensor:
     """Return the indices of the rows to compute, int64 ``[R]``, from indices or a mask."""
-    _check_device("rows", rows, hidden)
+    if rows.device != hidden.device:
+        raise _other_device("rows", rows, hidden)
     tokens = hidden.shape[0]
     mask = rows.dtype == torch.bool
     if rows.ndim != 1 or (mask and len(rows) != tokens) or rows.is_floating_point():

@@ -87,6 +87,25 @@ def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
     assert found.attention == 3 * 2 * heads * 2 * size * total**2 // 2
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_fused_loss_counts_its_gradients_once_however_often_they_are_computed(passes: int) -> None:
+    from lightning_thd.loss import fused_linear_cross_entropy
+
+    tokens, size, vocabulary = 16, 8, 32
+    hidden = torch.randn(tokens, size, requires_grad=True)
+    weight = nn.Parameter(torch.randn(vocabulary, size))
+    targets = torch.randint(0, vocabulary, (tokens,))
+
+    def step() -> None:
+        loss = fused_linear_cross_entropy(hidden, weight, targets)
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
+
+    stats = SeqStats.from_lengths([tokens])
+    model = FlopsModel.from_module(nn.Identity(), step, stats=stats)
+    assert model.training_flops(stats).linear == 3 * 2 * tokens * size * vocabulary
+
+
 def test_our_cpu_kernel_counts_its_sequences_and_not_the_pack() -> None:
     from lightning_thd import varlen_attention
 
