@@ -153,8 +153,12 @@ def enter(
         text = config
         # get_text_config takes long, and a config without inner configs is its own text config.
         kind: Any = type(config)
-        may_hold_others = kind_holds_text_config(kind) or not TEXT_CONFIGS.isdisjoint(vars(config))
-        if torch.compiler.is_compiling() or may_hold_others:
+        may_hold_others = (
+            torch.compiler.is_compiling()  # first, because the next function is cached, which tracing ignores
+            or kind_holds_text_config(kind)
+            or not TEXT_CONFIGS.isdisjoint(vars(config))
+        )
+        if may_hold_others:
             text = config.get_text_config(decoder=True)
         families = (type(config), type(text))
         masks = ()

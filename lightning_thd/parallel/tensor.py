@@ -11,8 +11,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
-from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -161,27 +160,25 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
     Assigning to the module's attributes would refuse the plain tensors that stand there in a forward call.
     """
-    parameters: dict[str, Any] = vars(module)[_place_of_parameters()]
+    if _PARAMETERS is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps parameters where this package does not find them. "
+            "Install a tested release: see lightning-thd doctor."
+        )
+    parameters: dict[str, Any] = vars(module)[_PARAMETERS]
     return parameters
 
 
-@cache
-def _place_of_parameters() -> str:
-    """Return the attribute of a module in which torch keeps its direct parameters.
-
-    Raises:
-        RuntimeError: if the installed torch keeps them elsewhere.
-    """
+def _place_of_parameters() -> str | None:
+    """Return the attribute of a module in which torch keeps its direct parameters, or None."""
     module = nn.Module()
-    parameter = nn.Parameter(torch.zeros(()))
-    module.register_parameter("weight", parameter)
-    for name, value in vars(module).items():
-        if isinstance(value, dict) and value.get("weight") is parameter:
-            return name
-    raise RuntimeError(
-        f"torch {torch.__version__} keeps parameters where this package does not find them. "
-        "Install a tested release: see lightning-thd doctor."
-    )
+    module.register_parameter("weight", None)
+    places = [name for name, value in vars(module).items() if isinstance(value, dict) and "weight" in value]
+    return places[0] if len(places) == 1 else None
+
+
+# Found at import, because torch.compile traces forward calls that ask for it.
+_PARAMETERS: Final = _place_of_parameters()
 
 
 @contextlib.contextmanager
