@@ -42,6 +42,9 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "torch.utils._python_dispatch.TorchDispatchMode": PrivateName(
         "_modes.py", _TORCH, 'CUDAGraphCallback, or capacity="auto" on ranks that share layers'
     ),
+    "torch._C._distributed_c10d._create_work_from_future": PrivateName(
+        "cuda_graph/recording.py", _TORCH, 'collectives in CUDAGraphCallback(backend="recording")'
+    ),
     "torch.ops.mkldnn._linear_pointwise": PrivateName(
         "loss/tiles/products.py", _TORCH, "a fused loss in fp32 at full speed on a CPU with AVX-512"
     ),

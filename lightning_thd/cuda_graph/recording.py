@@ -63,23 +63,12 @@ def _wait_for_recorded(result: Any) -> Any:
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
             Work.unbox(x).wait()
-            leaves[i] = _Done().boxed()
+            future: Any = Future()
+            future.set_result(None)
+            # A handle of Python's own class is freed while torch still waits for it, and never ends.
+            finished: Any = private("torch._C._distributed_c10d._create_work_from_future")(future)
+            leaves[i] = finished.boxed()
     return tree_unflatten(leaves, spec)
-
-
-class _Done(Work):
-    """A collective that has ended."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(None)
-        return future
 
 
 class Recording:

@@ -165,7 +165,7 @@ def flash3_tag_backward(q, causal, window_size=(-1, -1), deterministic=False, **
     flash3_backward(q=q, is_causal=causal, deterministic=deterministic, **sides, **given)
 
 
-class Operator:
+class Operator(torch.library.CustomOpDef):
     """Stands for what ``torch.library.custom_op`` makes of a function: its call hides the parameters."""
 
     def __init__(self, function: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_every_integration_balances_sequences(tmp_path: Path) -> None:
     options: dict[str, Any] = {"capacity": 256, "router_balance": "sequence"}
     trainer = packed_trainer()(model=model, args=args, train_dataset=SAMPLES, **options)
     module: Any = CausalLMModule(model, router_balance="sequence")
-    module._trainer = object()
+    module._trainer = SimpleNamespace(accumulate_grad_batches=1)
     logged = {}
     module.log = lambda name, value, **_: logged.update({name: float(value)})
     with torch.no_grad():
