@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal["gloo", "imagined", "nccl"]
 _JOIN = {"gloo": ("tests.ranks", "join_ranks"), "imagined": ("tests.imagined.nccl", "join_gpus")}
 _JOIN["nccl"] = ("tests.gpu.nccl", "join_gpus")
 KIND: Kind = "imagined" if os.environ.get("IMAGINED_RANKS") else "gloo"  # of every rank of the session
-_LAST_WORDS_S = 1.0  # after the first error, until the other ranks are killed
+_LAST_WORDS_S = 3.0  # after the first error, until the other ranks are killed
 
 
 class RankError(AssertionError):
