@@ -319,7 +319,7 @@ def _train_together(search: _Search, capacity: int, longest: int) -> bool:
     try:
         with watch_operators(votes.call):
             trained = _trains(search, capacity, longest)
-    except Exception:
+    except Exception:  # any error of the user's model; the other ranks wait for this one's vote
         if not votes.over:
             votes.cast(_FAILED)
         raise

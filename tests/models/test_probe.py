@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from benchmarks.families import build as build_tiny
 from benchmarks.families import families, samples
 from lightning_thd import varlen_attention
+from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries import Boundaries as Pack
 from lightning_thd.models import PackingLeakError, attend, check_packing, masks, register_thd
@@ -220,7 +221,7 @@ def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
         check_packing(model, vocab_size=32)
     assert caught.value.report.batch_norms == ("norm",)
     assert "averages in training        norm" in str(caught.value.report)
-    assert "such as LayerNorm, or running statistics in eval(). See " in str(caught.value)
+    assert f"such as LayerNorm, or running statistics in eval(). {see('leaks')}" in str(caught.value)
     assert model.norm.num_batches_tracked == 0
     model.norm.eval()
     assert check_packing(model, vocab_size=32).ok
