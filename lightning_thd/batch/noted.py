@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_thd._pages import see
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
+from lightning_thd.warnings import THDWarning, warn
 
 # Attributes that say where sequences begin. Positions count: some kernels find the boundaries by them.
 _PLACES = (
@@ -203,6 +204,23 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
         "positions from batch.position_ids. Run a transformers model with attn_implementation='thd' by "
         "causal_lm_loss(model, batch) or model(**batch.hf_kwargs()). If no token of the model sees another "
         f"one, as without attention, set {option}. {see('boundaries')}"
+    )
+
+
+def warn_of_scale(batch: NotedBatch, what: str) -> None:
+    """Warn if a loss was computed without a scale, by which microbatches of a step weigh what they hold.
+
+    Args:
+        batch: the batch that the loss was given.
+        what: the name of what computed it, such as ``"loss_fn"``.
+    """
+    if batch.read & SCALES:
+        return
+    warn(
+        f"{what} read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
+        "Multiply a sum over tokens by batch.loss_scale, or a mean over sequences by "
+        f"len(batch) * batch.sequence_scale. {see('steps')}",
+        THDWarning,
     )
 
 

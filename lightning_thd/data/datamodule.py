@@ -310,7 +310,7 @@ class THDDataModule(LogsSources):
             link.check_trainer(self.trainer, self.global_batch)
         self._end_notes()
         if self.needs_boundaries:
-            self._noted_steps = link.note_first_steps(self.trainer, stage)
+            self._noted_steps = link.note_first_steps(self.trainer, stage, self.global_batch)
 
         loop = getattr(self.trainer, f"{stage}_loop", None)
         if loop is not None:

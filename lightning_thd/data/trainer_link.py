@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from lightning_thd._pages import see
 from lightning_thd._private import private_of, set_private
 from lightning_thd._trainer import logged_step_setter
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch.noted import FirstStep
+from lightning_thd.batch.noted import FirstStep, NotedBatch, warn_of_scale
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.sharing import Sharing
@@ -183,18 +183,28 @@ _STEPS = {
 
 
 class ModuleStep(FirstStep):
-    """A step method of a LightningModule, set on the module until it has run a pack of several sequences."""
+    """A step method of a LightningModule, set on the module until it has run a pack of several sequences.
 
-    def __init__(self, module: L.LightningModule, name: str) -> None:
+    Args:
+        module: the module.
+        name: the method's name, such as ``"training_step"``.
+        look: is called with the first batch that the method ran, and with the method's name in messages.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, name: str, look: Callable[[NotedBatch, str], None] | None = None
+    ) -> None:
         self._module = module
         self._name = name
         # A method that other code has set on the instance, as torch.compile does; else empty.
         self._replaced = {name: vars(module)[name]} if name in vars(module) else {}
+        what = f"{type(module).__name__}.{name}"
         super().__init__(
             getattr(module, name),
-            what=f"{type(module).__name__}.{name}",
+            what=what,
             option="THDDataModule(needs_boundaries=False)",
             passed=self.remove,
+            look=None if look is None else lambda batch: look(batch, what),
         )
         vars(module)[name] = self
 
@@ -205,12 +215,27 @@ class ModuleStep(FirstStep):
             vars(self._module).update(self._replaced)
 
 
-def note_first_steps(trainer: L.Trainer | None, stage: str) -> list[ModuleStep]:
-    """Watch the step methods of a Trainer's module: a first pack that is asked for no boundaries raises."""
+def note_first_steps(
+    trainer: L.Trainer | None, stage: str, global_batch: Packs | Sequences | None = None
+) -> list[ModuleStep]:
+    """Watch the step methods of a Trainer's module: a first pack that is asked for no boundaries raises.
+
+    A ``training_step`` that reads no scale of its batch warns, where a step of this ``global_batch`` has
+    several microbatches.
+    """
     module = None if trainer is None else trainer.lightning_module
-    if module is None:
+    if trainer is None or module is None:
         return []
-    return [ModuleStep(module, name) for name in _STEPS.get(stage, ()) if is_overridden(name, module)]
+
+    weighs = _weighs_microbatches(job_of(trainer), global_batch) and module.automatic_optimization
+    looks = {"training_step": warn_of_scale} if weighs else {}
+    names = [name for name in _STEPS.get(stage, ()) if is_overridden(name, module)]
+    return [ModuleStep(module, name, looks.get(name)) for name in names]
+
+
+def _weighs_microbatches(job: Job, global_batch: Packs | Sequences | None) -> bool:
+    """Return whether a step may have several microbatches, so that a loss must say what each weighs."""
+    return isinstance(global_batch, Sequences) or job.whole_steps or job.ranks * job.accumulate > 1
 
 
 def hide_hooks(module: L.LightningDataModule, base: type, hooks: Iterable[str]) -> None:

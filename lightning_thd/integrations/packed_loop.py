@@ -21,7 +21,7 @@ from lightning_thd._checks import flags, instance, whole_number
 from lightning_thd._private import private_of
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.noted import SCALES, FirstStep, NotedBatch, refuse_unread
+from lightning_thd.batch.noted import SCALES, FirstStep, NotedBatch, refuse_unread, warn_of_scale
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -49,7 +49,6 @@ from lightning_thd.strategies.guards import (
     refuse_unused_layout,
 )
 from lightning_thd.strategies.pack_cut import check_ways
-from lightning_thd.warnings import THDWarning, warn
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 # The names of a loop's loss, and of the argument for models without attention, in messages.
@@ -190,7 +189,7 @@ class PackedLoop:
             what=_LOSS_FN,
             option=_OPTION if needs_boundaries else None,
             passed=self._end_checks,
-            look=warn_of_scale,
+            look=functools.partial(warn_of_scale, what=_LOSS_FN),
         )
 
         hardware = Hardware.of(
@@ -457,18 +456,6 @@ def sum_over_packs(
             losses.append(run(batch))
     losses.append(run(last))
     return torch.stack(losses).sum()
-
-
-def warn_of_scale(batch: NotedBatch) -> None:
-    """Warn if a loss was computed without a scale, by which microbatches of a step weigh what they hold."""
-    if batch.read & SCALES:
-        return
-    warn(
-        "loss_fn read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
-        "Multiply a sum over tokens by batch.loss_scale, or a mean over sequences by "
-        "len(batch) * batch.sequence_scale.",
-        THDWarning,
-    )
 
 
 def balancing(loss_fn: LossFn, router_balance: RouterBalance | None) -> LossFn:

@@ -25,6 +25,7 @@ from lightning_thd import THDThroughputMonitor as Monitor
 from lightning_thd.batch.noted import FirstStep, NotedBatch, UnreadBoundariesError, unnoted
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.loss import preference
+from lightning_thd.warnings import THDWarning
 from tests.integrations.support import make_loop
 from tests.integrations.unported import Module, Own, loss_of
 from tests.ranks import run_ranks
@@ -149,6 +150,47 @@ def test_lightning_refuses_the_first_training_step() -> None:
     assert "training_step" not in vars(module)
     assert not fit(True).__dict__.keys() & {"training_step", "validation_step"}
     fit(False, needs_boundaries=False)
+
+
+class MeanOfTokens(Module):
+    """Its loss is the mean over a microbatch's own tokens."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch), batch.targets)
+
+
+class ByHand(MeanOfTokens):
+    """It decides itself what makes a step."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"accumulate_grad_batches": 2},
+        {"strategy": "thd", "global_batch": Sequences(12)},
+    ],
+    ids=["accumulated", "sequences"],
+)
+def test_lightning_warns_of_a_loss_without_a_scale_where_microbatches_weigh(several: dict[str, Any]) -> None:
+    with pytest.warns(THDWarning, match=r"MeanOfTokens.training_step read no scale .*batch.loss_scale"):
+        fit(True, module=MeanOfTokens(True), **several)
+    fit(True, **several)
+
+
+def test_a_step_of_one_microbatch_and_a_step_by_hand_need_no_scale() -> None:
+    fit(True, module=MeanOfTokens(True))
+    fit(True, module=ByHand(), accumulate_grad_batches=1)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
