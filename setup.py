@@ -14,6 +14,9 @@ ROOT = Path(__file__).parent
 # ](docs/page.md#part), but not ](https://...), ](#part) or a mail address.
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?![a-z]+:|#)[^)\s]+)\)")
 
+# src="docs/picture.png" or srcset=, in the tags of a picture that is light or dark as its reader is
+PICTURE = re.compile(r'\b(?P<name>src|srcset)="(?P<path>(?![a-z]+:)[^"]+)"')
+
 
 def with_addresses(markdown: str, repository: str, revision: str) -> str:
     """Make the relative links and pictures of a page absolute, at one revision of a repository."""
@@ -22,7 +25,10 @@ def with_addresses(markdown: str, repository: str, revision: str) -> str:
         kind = "raw" if link["image"] else "blob"
         return f"{link['image']}[{link['text']}]({repository}/{kind}/{revision}/{link['path']})"
 
-    return LINK.sub(absolute, markdown)
+    def picture(tag: re.Match[str]) -> str:
+        return f'{tag["name"]}="{repository}/raw/{revision}/{tag["path"]}"'
+
+    return PICTURE.sub(picture, LINK.sub(absolute, markdown))
 
 
 def addresses(repository: str, revision: str) -> dict[str, str]:

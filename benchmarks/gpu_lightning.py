@@ -2,12 +2,14 @@
 
 A part of ``python -m benchmarks.gpu``. One corpus, bf16 weights, a fused AdamW, no checkpoints. A rate counts
 real tokens between two synchronisations, the loader included, so padding does not count as work.
+Padded rows are measured twice, at random and of like length.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import random
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ from lightning_thd.flops import SeqStats, peak_flops
 VOCABULARY, WARM, STEPS = 32_000, 8, 24
 # name -> layers, hidden, heads, key-value heads, intermediate, tokens a step, median length of a document
 CASES = {"1B": (20, 2048, 16, 8, 6144, 8_192, 400.0), "0.1B": (12, 640, 10, 5, 2048, 4_096, 200.0)}
-PADDED, FLATTENED = "padded rows, sdpa", "flattened rows, flash-attn 2"
+PADDED, GROUPED = "padded rows, sdpa", "padded rows of like length, sdpa"
+FLATTENED = "flattened rows, flash-attn 2"
 
 
 def corpus(tokens: int, middle: float) -> list[dict[str, Any]]:
@@ -99,8 +102,12 @@ class Clock(L.Callback):
             self._start = time.perf_counter()
 
 
-def padded(documents: list[dict[str, Any]], tokens: int) -> DataLoader[Any]:
-    """Rows padded to the longest, as many as fill about ``tokens`` slots."""
+def padded(documents: list[dict[str, Any]], tokens: int, *, by_length: bool = False) -> DataLoader[Any]:
+    """Rows padded to the longest, as many as fill about ``tokens`` slots, or those of like length.
+
+    Rows of like length are as many, in the batches of transformers' sampler for ``group_by_length``. They
+    come in random order, because the sampler's begins with the longest rows and a run is short.
+    """
     lengths = [len(x["input_ids"]) for x in documents]
     size = max(1, round(tokens / (1.5 * float(np.mean(lengths)))))  # rows of one step hold what a pack holds
 
@@ -116,7 +123,16 @@ def padded(documents: list[dict[str, Any]], tokens: int) -> DataLoader[Any]:
             "real": [len(x) for x in ids],
         }
 
-    return DataLoader(documents, size, collate_fn=collate, pin_memory=True, num_workers=2)  # type: ignore[arg-type]
+    batches = [list(range(i, min(i + size, len(documents)))) for i in range(0, len(documents), size)]
+    if by_length:
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        sampler = LengthGroupedSampler(size, lengths=lengths, generator=torch.Generator().manual_seed(0))
+        order = list(sampler)
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+        random.Random(0).shuffle(batches)
+    options: dict[str, Any] = {"collate_fn": collate, "pin_memory": True, "num_workers": 2}
+    return DataLoader(documents, batch_sampler=batches, **options)  # type: ignore[arg-type]
 
 
 def flattened(documents: list[dict[str, Any]], tokens: int) -> DataLoader[Any]:
@@ -146,6 +162,7 @@ def ways(case: str) -> Iterator[tuple[str, str, Any, list[L.Callback]]]:
     *_, tokens, middle = CASES[case]
     documents = corpus(tokens, middle)
     yield PADDED, "sdpa", padded(documents, tokens), []
+    yield GROUPED, "sdpa", padded(documents, tokens, by_length=True), []
     if available("flash_attn.flash_attn_interface"):
         yield FLATTENED, "flash_attention_2", flattened(documents, tokens), []
     for name, more in (("packs", []), ("packs, graphs", [CUDAGraphCallback()])):
@@ -197,7 +214,7 @@ def measured(case: str) -> Iterator[Row]:
                     case=f"{case}, {name}: monitor's MFU / this", value=ratio, unit="x", goal=goal, met=near
                 )
         if callbacks:
-            for peer, wanted in ((PADDED, 1.3), (FLATTENED, 1.0)):
+            for peer, wanted in ((PADDED, 1.3), (GROUPED, 1.0), (FLATTENED, 1.0)):
                 if peer in rates:
                     times = rates[name] / rates[peer]
                     row = f"{case}, {name} / {peer}"
@@ -213,7 +230,10 @@ def _quiet() -> None:
 
 
 @part(
-    "lightning_1b", shows="1B under Lightning, AdamW: padded, flattened, packs, graphs", seconds=30, rank=28
+    "lightning_1b",
+    shows="1B under Lightning, AdamW: padded, by length, flattened, packs, graphs",
+    seconds=36,
+    rank=28,
 )
 def one_billion() -> Iterator[Row]:
     """A model large enough that the device is busy."""
@@ -222,7 +242,7 @@ def one_billion() -> Iterator[Row]:
 
 
 @part(
-    "lightning_small", shows="0.1B on 4k tokens under Lightning, where the host counts", seconds=35, rank=29
+    "lightning_small", shows="0.1B on 4k tokens under Lightning, where the host counts", seconds=40, rank=29
 )
 def small() -> Iterator[Row]:
     """A model small enough that the host's time shows."""

@@ -124,6 +124,12 @@ def test_links_of_the_page_are_absolute_where_the_address_is_known(repository: s
         assert address.startswith(("https://", start)), address
         if address.startswith("https://host.invalid"):
             assert (ROOT / address.removeprefix(start)).exists(), address
+    start = "https://host.invalid/owner/name/raw/v1.2.3/" if repository else ""
+    pictures = re.findall(r'src(?:set)?="([^"]+)"', metadata)
+    assert len(pictures) >= 2  # a light one and a dark one
+    for picture in pictures:
+        assert picture.startswith(start), picture
+        assert (ROOT / picture.removeprefix(start)).exists(), picture
     assert ("Project-URL: Issues, https://host.invalid/owner/name/issues" in metadata) == bool(repository)
     assert "Description-Content-Type: text/markdown" in metadata
 

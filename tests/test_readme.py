@@ -62,7 +62,9 @@ def _names() -> dict[str, Any]:
 
     _limit_steps()
     dataset = sequences(520)
+    tokenizer = make_tokenizer(PLAIN)
     model = tiny_llama()
+    model.resize_token_embeddings(len(tokenizer))
     ids = torch.randint(0, 64, (3, 12))
     mask = (torch.arange(12) < torch.tensor([[12], [5], [9]])).long()
     return {
@@ -76,7 +78,7 @@ def _names() -> dict[str, Any]:
         "module": TinyModule(),
         "batch": THDBatch.collate(sequences(3)),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "tokenizer": make_tokenizer(PLAIN),
+        "tokenizer": tokenizer,
         "input_ids": ids,
         "attention_mask": mask,
         "response_mask": mask * (torch.arange(12) > 2),

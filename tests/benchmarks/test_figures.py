@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import figures
+from benchmarks import end_to_end, figures
+from benchmarks.quickstart import table_of
 from benchmarks.results import Result
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +21,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_regions_of_all_pages_are_those_of_the_tables() -> None:
     stale = [page.name for page in figures.PAGES if figures.fill(page.read_text()) != page.read_text()]
     assert stale == [], "run python -m benchmarks.figures"
-    assert README.count("<!-- figures: ") >= 5
+    assert README.count("<!-- figures: ") >= 4
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -48,16 +51,19 @@ def test_a_figure_that_is_not_its_row_is_found() -> None:
 def test_every_row_worse_than_its_peer_is_on_the_first_page() -> None:
     rows = figures.shortcomings()
     assert len(rows) >= 10
-    # found by another way than figures.short(): straight from RESULTS.md
+    # read in another way than by figures.short(): straight from the lines of RESULTS.md
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    cells = [line.split(" | ") for line in text.splitlines() if line.endswith("| NO |")]
-    ratios = {line[1]: float(line[5].removesuffix("x")) for line in cells if line[5].strip()}
-    missed = {name for name, ratio in ratios.items() if ratio < 0.9}
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.endswith("| NO |")]
+    ratios = {(line[0], line[1]): float(line[5].removesuffix("x")) for line in cells if line[5].strip()}
+    missed = {key: ratio for key, ratio in ratios.items() if ratio < 0.9}
     assert missed
-    assert missed <= {row.what for _, row, _ in rows}
+    assert {what for _, what in missed} <= {row.what for _, row, _ in rows}
+
     listed = README.split("Where it falls short")[1]
-    for worst in ("0.68x", "0.74x", "0.77x", "0.92x", "0.93x"):
-        assert worst in listed, worst
+    told = [float(number) for number in re.findall(r"(0\.\d\d)x", listed)]
+    for benchmark in {name for name, _ in missed}:
+        worst = min(ratio for (name, _), ratio in missed.items() if name == benchmark)
+        assert min(abs(worst - number) for number in told) <= 0.0051, (benchmark, worst)
 
 
 def test_a_new_shortcoming_without_a_line_stops_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +87,26 @@ def test_the_fair_peer_is_beside_the_others() -> None:
     number = re.search(r"\d[\d,]+ tokens/s", first)
     assert number is not None
     assert number[0] == f"{rates['packs']:,.0f} tokens/s"
+
+
+def test_the_quickstarts_table_ends_at_the_line_of_the_measured_peak() -> None:
+    table = "           first  median  last\nloss       5.672  3.1     2.244\n"
+    peak = "MFU is the share of 0.2061 TFLOP/s, the peak of a device."
+    dip = "Fill fell to 41.2% at step 93: the last packs of an epoch hold what is left."
+    printed = f"3.3M parameters, cpu, bf16-mixed, 100 steps\n\n{table}{peak}\n{dip}\n\nPicture: report.png\n"
+    assert table_of(printed) == table + peak
+    with pytest.raises(ValueError, match="no table with a measured peak"):
+        table_of(printed.replace(peak, ""))
+
+
+def test_rows_of_like_length_have_the_least_padding() -> None:
+    lengths = random.Random(0).choices(range(1, 2_000), k=1_000)
+    batches = end_to_end.batches_of_like_length(lengths)
+    assert sorted(i for batch in batches for i in batch) == list(range(1_000))
+    documents = [torch.zeros(length) for length in lengths]
+    dealt = [[documents[i] for i in batch] for batch in batches]
+    shares = [end_to_end.fill(rows) for rows in (dealt, end_to_end.rows_by_length(documents))]
+    assert end_to_end.fill(end_to_end.padded_rows(documents)) < shares[0] <= shares[1]
 
 
 def test_the_readme_is_short() -> None:
