@@ -51,18 +51,24 @@ def make_model(attention: str) -> nn.Module:
 
 
 def packs(documents: int) -> list[THDBatch]:
-    """Pack a random sample of the documents of the data set.
+    """Pack a sample of the documents of the data set.
 
     The sample is drawn from the batches that transformers makes of all documents for ``group_by_length``. It
     chooses rows of like length among hundreds of documents; a sample of single documents would leave it few.
-    Packs of the whole set would not do: some hold a few long documents and some a hundred short ones, and
-    with them changes what padding costs.
+    In the order of their lengths, the drawn batches are equally far apart, so that short and long documents
+    are as frequent as in the data set. Packs of the whole set would not do: some hold a few long documents
+    and some a hundred short ones, and with them changes what padding costs.
     """
     whole = THDDataModule(StdlibText(max_bytes=2048), capacity=CAPACITY, oversize="split")
     whole.setup("fit")
     all_ids = [ids for batch in whole.train_dataloader() for ids in batch.unpack(batch.input_ids)]
-    batches = batches_of_like_length([len(ids) for ids in all_ids])
-    drawn = random.Random(0).sample(batches, -(-documents // ROWS))
+    lengths = [len(ids) for ids in all_ids]
+
+    batches = batches_of_like_length(lengths)
+    batches.sort(key=lambda batch: sum(lengths[i] for i in batch))
+    count = -(-documents // ROWS)
+    drawn = [batches[(2 * k + 1) * len(batches) // (2 * count)] for k in range(count)]
+
     sample = [{"input_ids": all_ids[i]} for batch in drawn for i in batch]
     data = THDDataModule(sample[:documents], capacity=CAPACITY)
     data.setup("fit")
