@@ -136,6 +136,7 @@ def _take(page, file, width, height):
             "--disable-gpu",
             "--hide-scrollbars",
             f"--window-size={width},{height}",
+            "--force-device-scale-factor=2",  # sharp on phones and dense screens
             "--virtual-time-budget=20000",
             f"--screenshot={file}",
             page,
