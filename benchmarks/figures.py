@@ -435,13 +435,15 @@ REGIONS: dict[str, Callable[[], str]] = {
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# A number with a unit of speed, size or share. Numbers of code and of settings are no figures.
+# A number with a unit of speed, size or share, or a count of things that were tried. Numbers of code and of
+# settings are no figures.
 FIGURE = re.compile(
-    r"(?<![\w.,])\d[\d,.]*(?: ?x\b| times\b| ?%| tokens/s| TFLOP/s| [KMG]iB| ms\b| us\b| s\b| seconds\b"
-    r"| minutes\b)"
+    r"(?<![\w.,-])\d[\d,.]*(?: ?x\b| times\b| ?%| tokens/s| TFLOP/s| [KMG]iB| [kMG]B| bytes| launches| ms\b"
+    r"| us\b| s\b| seconds\b| minutes\b| families| layouts| cases| of \d[\d,]*)"
 )
 COMPUTED = "computed, the same on every machine"
 EXAMPLE = "an example of an output or of a setting"
+CARD = "the memory of a card"
 ROUGH = "a rough time that depends on the machine, told as such"
 
 
@@ -453,8 +455,16 @@ def _ours(benchmark: str, name: str) -> Callable[[], float]:
     return lambda: row(benchmark, name).ours
 
 
-def agrees(figure: str, value: float) -> bool:
-    """Return whether a figure in a sentence is the value, rounded to the figure's digits."""
+def _gpu_says(figure: str) -> Callable[[], str]:
+    """Find a figure, such as ``11 of 17``, in the sentences of GPU.md; "" if it is not there."""
+    pattern = rf"(?<![\d,.]){re.escape(figure)}"
+    return lambda: figure if re.search(pattern, (HERE / "GPU.md").read_text()) else ""
+
+
+def agrees(figure: str, value: float | str) -> bool:
+    """Return whether a figure in a sentence is the value, rounded to its digits, or the same text."""
+    if isinstance(value, str):
+        return figure == value
     number = re.match(r"[\d,.]*\d", figure)
     assert number is not None, figure
     digits = len(number[0].partition(".")[2])
@@ -462,19 +472,36 @@ def agrees(figure: str, value: float) -> bool:
 
 
 # page -> figure -> the value that its row gives, or why no row has it
-CITED: dict[str, dict[str, Callable[[], float] | str]] = {
-    "README.md": {"70 %": COMPUTED + " (docs/concepts/leaks.md, tests/test_readme.py)"},
+CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
+    "README.md": {
+        "70 %": COMPUTED + " (docs/concepts/leaks.md, tests/test_readme.py)",
+        "44 families": _gpu_says("44 families"),
+        "11 of 17": _gpu_says("11 of 17"),
+        "24 GB": CARD,
+    },
     "docs/coming-from.md": {"0.1 s": ROUGH + " (packing, plan 1,000,000)"},
     "docs/concepts/leaks.md": {"3.6 times": COMPUTED + " (the block of docs/concepts/mfu.md)"},
     "docs/concepts/mfu.md": {
         "12 x": COMPUTED,
+        "108 families": _ours("flops", "families in the table of FLOPs"),
         "1.14 times": COMPUTED,
         "1.6 times": COMPUTED,
         "3.6 times": COMPUTED,
     },
+    "docs/guides/capacity.md": {"80 GB": CARD},
     "docs/guides/chat.md": {"5 %": COMPUTED + " (tests/packing/test_media.py)"},
-    "docs/guides/cuda-graphs.md": {"0.7 ms": ROUGH, "24 times": EXAMPLE},
+    "docs/guides/cuda-graphs.md": {
+        "0.7 ms": ROUGH,
+        "24 times": EXAMPLE,
+        "14.5 GB": _gpu_says("14.5 GB"),
+        "512 MB": EXAMPLE,
+    },
     "docs/guides/data.md": {"1,000 times": EXAMPLE},
+    "docs/guides/experts.md": {
+        "8 of 128": EXAMPLE,
+        **dict.fromkeys(("39 kB", "228 kB", "29 kB"), "counted by python -m benchmarks.expert_bytes"),
+        "70 families": ROUGH,
+    },
     "docs/guides/fp8.md": {"97 %": "seen once on the H200 of GPU.md"},
     "docs/guides/look.md": {"90 %": EXAMPLE},
     "docs/guides/prefixes.md": dict.fromkeys(
@@ -487,6 +514,16 @@ CITED: dict[str, dict[str, Callable[[], float] | str]] = {
         "1.14 times": COMPUTED + " (in the name of the row before)",
         "1.06 times": _ours("dynamic_cp", "slowest ranks / even share (at least 1.03), long, 64"),
     },
+    "docs/guides/memory.md": {
+        "141 GB": CARD,
+        "92 of 100": COMPUTED,
+        "23 cases": "tests/test_memory.py",
+        "4 bytes": COMPUTED,
+        "26 GB": lambda: 131_072 * 200_832 / 1e9,  # slots x the bytes of a slot in the table above it
+        "4 GB": COMPUTED,
+        "34 GB": lambda: 131_072 * 2 * 4_096 * 32 / 1e9,  # slots x 2 H x layers
+    },
+    "docs/guides/monitor.md": {"24 GB": CARD},
     "docs/guides/pipelines.md": {
         "1.11 times": _ratio("pipeline_engines", "step of 8 packs, library, 1f1b"),
         "4 GiB": COMPUTED,
@@ -496,16 +533,25 @@ CITED: dict[str, dict[str, Callable[[], float] | str]] = {
     "docs/guides/speed.md": {
         "1.06x": _ratio("attention", "16 random documents, forward and backward", "bf16"),
         "3.1x": _ratio("attention", "512 random documents, forward and backward", "bf16"),
+        "8 bytes": COMPUTED,
+        **dict.fromkeys(
+            ("10 bytes", "18 bytes", "386 bytes", "120 launches", "400 launches"),
+            "counted by python -m benchmarks.loss_counts",
+        ),
     },
-    "docs/guides/streams.md": {"12 ms": _ours("streams", "plan, 4096 ranks x 16")},
+    "docs/guides/streams.md": {
+        "12 ms": _ours("streams", "plan, 4096 ranks x 16"),
+        **dict.fromkeys(("60 bytes", "8 bytes", "180 bytes"), COMPUTED),
+    },
     "docs/index.md": {"4 minutes": ROUGH},
-    "docs/support.md": {"4 %": "seen once on the H200 of GPU.md"},
+    "docs/support.md": {"4 %": "seen once on the H200 of GPU.md", "11 of 17": _gpu_says("11 of 17")},
 }
 
 
 def sentences(text: str) -> str:
-    """Return a page without its code, its marked regions and its comments."""
-    return re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", _REGION.sub("", text), flags=re.S)
+    """Return a page without its code, its marked regions and its comments, in one line."""
+    words = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", _REGION.sub("", text), flags=re.S)
+    return re.sub(r"\s+", " ", words)
 
 
 def fill(text: str) -> str:

@@ -41,6 +41,15 @@ def test_a_figure_that_is_not_its_row_is_found() -> None:
     assert figures.agrees("12 ms", 11.52)
     assert not figures.agrees("14 ms", 11.52)
     assert not figures.agrees("1.17 times", 1.18)
+    assert figures.agrees("11 of 17", "11 of 17")
+    assert not figures.agrees("14 of 17", "")  # GPU.md does not say so
+    assert figures.FIGURE.findall(
+        figures.sentences("44\nfamilies, 39 kB, 11 of 17 layouts, UTF-8 bytes")
+    ) == [
+        "44 families",
+        "39 kB",
+        "11 of 17",
+    ]
     assert figures.FIGURE.findall("4.5x, 70 % and 1,000 tokens/s, not v1.2.3 or 8k") == [
         "4.5x",
         "70 %",
