@@ -32,8 +32,8 @@ _FIELDS = (
 _ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
 
 
-_TO_A_MODEL = "Write model(**batch.hf_kwargs()) for outputs, or causal_lm_loss(model, batch) for the loss"
-_NO_TENSOR = f"It is no tensor. {_TO_A_MODEL}"
+TO_A_MODEL = "Write model(**batch.hf_kwargs()) for outputs, or causal_lm_loss(model, batch) for the loss"
+_NO_TENSOR = f"It is no tensor. {TO_A_MODEL}"
 # What people ask a batch for -> what to write instead.
 _INSTEAD = {
     "labels": "batch.targets holds the next token of each slot, already shifted. causal_lm_loss(model, "
@@ -557,7 +557,7 @@ class THDBatch(_Around):
 
     def keys(self) -> NoReturn:
         """Answer ``model(**batch)``, which asks a mapping for its keys first."""
-        raise TypeError(f"A THDBatch is no dict, as in model(**batch). {_TO_A_MODEL}")
+        raise TypeError(f"A THDBatch is no dict, as in model(**batch). {TO_A_MODEL}")
 
     def __getitem__(self, key: object) -> NoReturn:
         name = key if isinstance(key, str) else "input_ids"

@@ -42,6 +42,7 @@ from lightning_thd.models.refusals import (
     LABELS,
     is_tower,
     keep_labels_inside,
+    refuse_batch,
     refuse_call,
     refuse_changed_config,
     refuse_model_around,
@@ -141,6 +142,8 @@ def enter(
         if named is not None:
             args = ()
             kwargs = named
+    elif args and not model._thd_own_class and hasattr(args[0], "hf_kwargs"):
+        refuse_batch(model)
 
     if outer is not None and outer.families:
         text = None

@@ -269,6 +269,13 @@ _TOKEN_BY_TOKEN: Final = frozenset(
 )
 
 
+def refuse_batch(model: Any) -> NoReturn:
+    """Refuse a batch in place of token ids: a model of transformers embeds its first argument."""
+    from lightning_thd.batch.thd_batch import TO_A_MODEL  # which imports more than a model needs
+
+    raise TypeError(f"{type(model).__name__} got a THDBatch in place of tensors. {TO_A_MODEL}.")
+
+
 def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a call on a pack if the model's class, adapters or arguments would make it inexact."""
     kind = type(model).__name__

@@ -217,3 +217,10 @@ def test_an_ignored_label_of_another_number_stays_ignored() -> None:
     targets = torch.tensor([*labels[1:7], 9, *labels[8:], 9])
     wanted = F.cross_entropy(model(**batch.hf_kwargs()).logits[0].float(), targets, ignore_index=9)
     torch.testing.assert_close(got, wanted)
+
+
+def test_a_batch_in_place_of_ids_says_what_to_write() -> None:
+    model = tiny_llama()
+    for called in (model, model.model):
+        with pytest.raises(TypeError, match=r"got a THDBatch in place of tensors. Write model\(\*\*batch.hf"):
+            called(pack())

@@ -114,7 +114,8 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
     if isinstance(sample, Mapping | str):
         return sample  # type: ignore[return-value]  # text is tokenised later
     raise TypeError(
-        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict of input_ids, or text."
+        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict of input_ids, or text. "
+        "Write {'input_ids': ids} for a row of ids."
     )
 
 
