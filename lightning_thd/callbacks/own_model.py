@@ -1,8 +1,9 @@
-"""Steps of a model without a known config -> its FLOPs: products counted twice, attention from every call.
+"""Steps of a model without a known config -> its FLOPs: products of the first steps, all calls of attention.
 
-The first step's products are counted, and those of one step with other lengths. If they do not grow with the
-slots, all steps are counted. Our attention is counted by its windows from the lengths of every batch. Calls
-with other offsets than the batch's, such as cross-attention, are kept in every step.
+The first step's products are counted, and those of one step with other lengths. Eight steps are counted if a
+product has neither a row for each slot nor one for each sequence, as those of experts. If the products do not
+grow with the slots, all steps are counted. Our attention is counted by its windows from the lengths of every
+batch. Calls with other offsets than the batch's, such as cross-attention, are kept in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.pairs import AttentionPattern
-from lightning_thd.flops.torch_counter import CallListener, Counted, StepCounter, counted, counted_layers
+from lightning_thd.flops.torch_counter import (
+    TRIALS,
+    CallListener,
+    Counted,
+    StepCounter,
+    counted,
+    counted_layers,
+)
 from lightning_thd.stats import combine
 from lightning_thd.warnings import MeasureWarning, warn
 
@@ -46,6 +54,7 @@ class OwnModel:
         self._places: set[int] = set()  # addresses of the running step's own offsets
         self._others = False  # whether some attention has other offsets than the batch's
         self._steps: list[Counted] = []
+        self._shards = 1  # ranks that share the slots of a pack in the counted steps
         self._agree: bool | None = False  # whether steps of different lengths agreed; None if they cannot
         self.products: tuple[int, int] | None = None
         configs = (getattr(child, "config", None) for child in module.modules())
@@ -144,7 +153,11 @@ class OwnModel:
             return True
         if self._agree is None:  # all steps are counted
             return True
-        if self._agree or len(self._steps) >= _MOST_STEPS:
+        if self._agree:
+            return False
+        if any(step.other_rows(self._shards) for step in self._steps):
+            return len(self._steps) < TRIALS
+        if len(self._steps) >= _MOST_STEPS:
             return False
 
         sequences = sum(_sequences(each) for each in seen)
@@ -168,6 +181,7 @@ class OwnModel:
     def _learn(self, step: Counted, own_calls: list[AttentionCall], microbatches: int, shards: int) -> None:
         """Make the FLOPs model and the pattern from the counted steps, of which this is the last."""
         self._steps.append(step)
+        self._shards = shards
         try:
             layers, self._agree = counted_layers(self._steps, name=self._name, shards=shards)
         except ValueError as err:

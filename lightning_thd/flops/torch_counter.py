@@ -95,6 +95,15 @@ class Counted:
         tallies = self.products.values()
         return sum(each.forward for each in tallies), sum(each.backward for each in tallies)
 
+    def other_rows(self, shards: int = 1) -> bool:
+        """Return whether a product has neither a row for each slot nor one for each sequence.
+
+        Rows of every third token, or of one expert, may grow in some other way, whatever two steps show.
+        ``shards`` ranks share the slots.
+        """
+        expected = {*self.sequences, *(slots // shards for slots in self.slots)}
+        return any(rows not in expected for _, rows in self.products)
+
 
 class CallListener:
     """Collects the calls of our attention, from ``start`` to ``stop``."""
@@ -461,6 +470,8 @@ def counted_layers(
         )
 
     per_slot, per_sequence, agree = linear_fit(steps, name)
+    if agree and any(step.other_rows(shards) for step in steps):
+        agree = len(steps) >= TRIALS
     terms: list[Term] = []
     bases: tuple[tuple[Basis, _Rates], ...] = (("token", per_slot), ("sequence", per_sequence))
     for basis, (forward, backward) in bases:
@@ -469,6 +480,10 @@ def counted_layers(
     terms += _row_terms(first)
     return (Layer(path="", terms=tuple(terms), recomputable=False),), agree
 
+
+# A few steps whose products have rows of some other number agree by chance: half of the tokens, rounded up in
+# every sequence, are half of the slots whenever all lengths are even. So many steps hardly do.
+TRIALS = 8
 
 _Rates: TypeAlias = tuple[Fraction, Fraction]  # FLOPs forward and backward of a slot, or of a sequence
 _SAME = Fraction(1, 10**9)  # two counts are equal within this share of them
