@@ -162,9 +162,8 @@ def headline() -> str:
     return (
         f"On an H200, 1B parameters train on **{h200['packs']:,.0f} tokens/s**: {padded} padded rows, and "
         f"{fair} flattened rows with flash-attn 2 ({fair_graphs} with CUDA graphs); on an H100, {other} "
-        f"({other_graphs}). Of {counts['all']} causal families of transformers, "
-        f"**{counts['exact']} are exact and {counts['wrong']} wrong**; the others are refused or without a "
-        f"reference."
+        f"({other_graphs}). Of {counts['all']} causal families of transformers, **{counts['exact']} are "
+        f"exact and {counts['wrong']} wrong**; others are refused or lack a reference."
     )
 
 
