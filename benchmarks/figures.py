@@ -283,6 +283,14 @@ SHORTCOMINGS = (
         "Log-probabilities on a CPU, vocabulary 32,000: {worst} to {best} the fastest loss.",
     ),
     Shortcoming("loss", "DPO", "DPO on a CPU: {worst} whole logits, which take more memory."),
+    Shortcoming(
+        "expert_bytes",
+        "tokens sent to experts / whole experts",
+        "Expert parallelism on two ranks: {worst} whole experts on tensor ranks, by bytes sent.",
+    ),
+    Shortcoming(
+        "loss_curves", "", "bf16 after 100 steps: {worst} as near to fp32's loss as torch's own bf16."
+    ),
     Shortcoming("host_time", "", "Steps of 64 tokens on a CPU: {worst} to {best} plain Lightning."),
     Shortcoming(
         "attention",
