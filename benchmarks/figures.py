@@ -273,29 +273,27 @@ SHORTCOMINGS = (
     Shortcoming(
         "import_time",
         "CPU of the quickstart to its first",
-        "First batch of the quickstart: {worst} the speed of its imports.",
+        "The quickstart's first batch: {worst} its imports.",
     ),
     Shortcoming("throughput_overhead", "", "The monitor: {worst} to {best} Lightning's own; {most} a pack."),
-    Shortcoming("reading", "tokens tokenised", "Tokenising files: {worst} the tokenizer's own speed."),
+    Shortcoming("reading", "tokens tokenised", "Tokenising files: {worst} the tokenizer itself."),
     Shortcoming(
         "loss",
         "log-probs",
-        "Log-probabilities on a CPU, vocabulary 32,000: {worst} to {best} the fastest loss.",
+        "Log-probabilities, CPU: {worst} to {best} the fastest loss.",
     ),
-    Shortcoming("loss", "DPO", "DPO on a CPU: {worst} whole logits, which take more memory."),
+    Shortcoming("loss", "DPO", "DPO, CPU: {worst} whole logits, in less memory."),
     Shortcoming(
         "expert_bytes",
         "tokens sent to experts / whole experts",
-        "Expert parallelism on two ranks: {worst} whole experts on tensor ranks, by bytes sent.",
+        "Expert parallelism, two ranks: {worst} whole experts on tensor ranks, in bytes.",
     ),
-    Shortcoming(
-        "loss_curves", "", "bf16 after 100 steps: {worst} as near to fp32's loss as torch's own bf16."
-    ),
-    Shortcoming("host_time", "", "Steps of 64 tokens on a CPU: {worst} to {best} plain Lightning."),
+    Shortcoming("loss_curves", "", "bf16 after 100 steps: {worst} as near to fp32's loss as torch's."),
+    Shortcoming("host_time", "", "Steps of 64 tokens, CPU: {worst} to {best} plain Lightning."),
     Shortcoming(
         "attention",
         "128 nearly equal",
-        "Attention on a CPU, fp32, nearly equal lengths: {worst} to {best} padded rows.",
+        "Attention, CPU, nearly equal lengths: {worst} to {best} padded rows.",
     ),
 )
 
