@@ -76,12 +76,6 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "lightning.pytorch.Trainer.fit_loop._combined_loader_states_to_load": PrivateName(
         "data/trainer_link.py", _LIGHTNING, "THDDataModule in a Trainer"
     ),
-    "lightning.pytorch.Trainer.fit_loop._data_source": PrivateName(
-        "data/datamodule.py", _LIGHTNING, "THDDataModule in a Trainer"
-    ),
-    "lightning.pytorch.Trainer.fit_loop._combined_loader": PrivateName(
-        "data/trainer_link.py", _LIGHTNING, "a mixture whose epochs differ in length"
-    ),
     "lightning.pytorch.Trainer.fit_loop._data_fetcher": PrivateName(
         "data/trainer_link.py", _LIGHTNING, "a mixture whose epochs differ in length"
     ),

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_thd._checks import answers, choice, flags, whole_number
-from lightning_thd._private import private_of
 from lightning_thd._trees import tree_leaves
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
@@ -312,11 +312,9 @@ class THDDataModule(LogsSources):
         if self.needs_boundaries:
             self._noted_steps = link.note_first_steps(self.trainer, stage, self.global_batch)
 
-        loop = getattr(self.trainer, f"{stage}_loop", None)
-        if loop is not None:
-            source = private_of(loop, "lightning.pytorch.Trainer.fit_loop._data_source")
-            if not source.is_defined():
-                self._evaluation(stages[0])  # raises
+        runs_stage = getattr(self.trainer, f"{stage}_loop", None) is not None
+        if runs_stage and not is_overridden(f"{stages[0]}_dataloader", self):
+            self._evaluation(stages[0])  # raises
         for name in self._sources:
             if name.partition("/")[0] in stages:
                 self._open(name)

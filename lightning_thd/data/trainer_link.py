@@ -443,11 +443,10 @@ class Progress:
         # Lightning copies the number of batches at setup, before it restores the epoch of a checkpoint. A
         # resumed epoch runs with these copies: it makes no new iterator.
         fetcher = private_of(loop, f"{_FIT_LOOP}._data_fetcher")
-        if fetcher is not None and fetcher.length is not None:
-            fetcher.length = batches
-        combined = private_of(loop, f"{_FIT_LOOP}._combined_loader")
-        if combined is not None:
-            combined.limits = batches
+        if fetcher is not None:
+            fetcher.combined_loader.limits = batches
+            if fetcher.length is not None:
+                fetcher.length = batches
 
         if loop.max_batches == batches:
             return
