@@ -1,12 +1,12 @@
 """Every place where this package replaces a function of another package, such as torch or transformers.
 
-``PATCHES`` has a row for each. ``patch`` makes the permanent ones in classes and modules. Those marked "for a
+``PATCHES`` has a row for each. The first is the only permanent one in a class or module. Those marked "for a
 while" are undone at the end of a ``with`` block or a run.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 
 class Patch(NamedTuple):
@@ -61,13 +61,3 @@ PATCHES: Final[dict[str, Patch]] = {
     "first steps": Patch("step methods of a LightningModule, on the object, for the first pack", "data"),
     "worker info": Patch("torch.utils.data._utils.worker._worker_info, for a while", "data"),
 }
-# What ``patch`` has replaced in this process: (row, "module.Class.name").
-APPLIED: Final[set[tuple[str, str]]] = set()
-
-
-def patch(row: str, owner: Any, name: str, value: Any) -> None:
-    """Replace the attribute ``name`` of a class or module permanently; ``row`` is its key in ``PATCHES``."""
-    assert row in PATCHES, row
-    path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-    APPLIED.add((row, f"{path}.{name}"))
-    setattr(owner, name, value)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_thd._patches import patch
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.adapted import adapt
 from lightning_thd.models.announce import Announcing, remember, stock_models_around
@@ -159,4 +158,5 @@ def watch_attention(base: Any) -> None:
             prepare_layers(self)
         return chosen
 
-    patch("attention chosen", base, "get_correct_attn_implementation", get_correct_attn_implementation)
+    # The row "attention chosen" of ``_patches``.
+    base.get_correct_attn_implementation = get_correct_attn_implementation
