@@ -19,7 +19,7 @@ from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.upload import Filled, Header
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.cuda_graph.errors import refuse
+from lightning_thd.cuda_graph.errors import Report, calling_line, refuse
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
@@ -126,7 +126,7 @@ def _refused(name: str) -> property:
     """Make a property whose reads are refused; a lint only reports them, and gets the real value."""
 
     def read(self: StaticBatch) -> Any:
-        refuse(f"the step reads batch.{name}, {_ADVICE}")
+        self._report(f"the step reads batch.{name}, {_ADVICE}", calling_line())
         if name in _HIDDEN:  # reached only in lint_capture, which stores the value
             return THDBatch.__dict__[name].__get__(self)
         return getattr(self._watched, name)
@@ -151,8 +151,9 @@ class StaticBoundaries(Boundaries):
 class StaticBatch(THDBatch):
     """A batch of tensors with fixed addresses; except for ``max_seqlen``, reads of host values raise."""
 
-    __slots__ = ("_static", "_watched")
+    __slots__ = ("_report", "_static", "_watched")
 
+    _report: Report  # takes reads of host values
     _static: StaticBoundaries
     _watched: THDBatch  # the real batch whose host values a lint hands out
 
@@ -162,7 +163,7 @@ class StaticBatch(THDBatch):
     def build(cls, **fields: Any) -> StaticBatch:
         """Build a static batch from its tensors and its ``max_seqlen``."""
         batch = object.__new__(cls)
-        batch._set(**{"extras": {}, "weights": None, **fields})
+        batch._set(**{"extras": {}, "weights": None, "_report": refuse, **fields})
         return batch
 
     @property
@@ -171,7 +172,7 @@ class StaticBatch(THDBatch):
         return self._static.fresh()
 
     @classmethod
-    def watching(cls, batch: THDBatch) -> StaticBatch:
+    def watching(cls, batch: THDBatch, report: Report) -> StaticBatch:
         """Build a static batch from a real one; it reports reads of host values, and returns the values."""
         fields = {name: getattr(batch, name) for name in _KEPT if name != "_static"}
         fields["loss_scale"] = torch.full((), batch.loss_scale, device=batch.input_ids.device)
@@ -179,7 +180,7 @@ class StaticBatch(THDBatch):
         static = StaticBoundaries(
             offsets=real.offsets, slots=real.slots, max_seqlen=real.max_seqlen, real_offsets=real.cu_seqlens
         )
-        watching = cls.build(**fields, _static=static, _watched=batch)
+        watching = cls.build(**fields, _static=static, _watched=batch, _report=report)
         for name in _HIDDEN:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
@@ -189,7 +190,7 @@ class StaticBatch(THDBatch):
         changes.pop("max_targets", None)  # None for all static batches
         if "targets" in changes:
             changes["_targets"] = changes.pop("targets")
-        fields = {name: getattr(self, name) for name in _KEPT}
+        fields = {name: getattr(self, name) for name in (*_KEPT, "_report")}
         return StaticBatch.build(**{**fields, **changes})
 
     def __repr__(self) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import lightning
 import torch
@@ -15,7 +14,7 @@ import torch
 from lightning_thd import _modes, batch
 from lightning_thd._user_code import calling_frame
 
-# Code that may run between a line of the user and ``refuse``. Model libraries are not listed, so a problem in
+# Code that may run between a line of the user and a report. Model libraries are not listed, so a problem in
 # a library is reported with the library's line.
 _MACHINERY = (
     os.path.dirname(__file__) + os.sep,
@@ -37,26 +36,13 @@ class CaptureError(RuntimeError):
         self.where = where
 
 
+# Takes a problem: what it is and what to do, and the line of the user's code or None.
 Report = Callable[[str, str | None], None]
-_REPORT: ContextVar[Report | None] = ContextVar("lightning_thd_capture_report", default=None)
 
 
-def refuse(message: str) -> None:
-    """Raise a :class:`CaptureError` with the calling line; inside :func:`reporting_to`, only report it."""
-    report = _REPORT.get()
-    if report is None:
-        raise CaptureError(message, calling_line())
-    report(message, calling_line())
-
-
-@contextlib.contextmanager
-def reporting_to(report: Report) -> Iterator[None]:
-    """Send every problem in this context to ``report``, instead of raising at the first one."""
-    token = _REPORT.set(report)
-    try:
-        yield
-    finally:
-        _REPORT.reset(token)
+def refuse(message: str, where: str | None) -> NoReturn:
+    """Raise a :class:`CaptureError`: the report of a capture, which stops at the first problem."""
+    raise CaptureError(message, where)
 
 
 def calling_line() -> str | None:

@@ -18,7 +18,7 @@ from lightning_thd._private import private_of
 from lightning_thd._trainer import trainer_of
 from lightning_thd._trees import tree_leaves
 from lightning_thd.batch.upload import version
-from lightning_thd.cuda_graph.errors import CaptureError, refuse
+from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line, refuse
 from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN, USUAL
 from lightning_thd.models.families.ropes import keep_frequencies
 
@@ -35,23 +35,26 @@ _COMPARED = ("format", "eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 
 
-def _refuse_value(name: str) -> None:
-    refuse(
+def _report_use(report: Report, name: str) -> None:
+    message = (
         f"the step uses {name}, which changes from batch to batch; a captured step would keep the "
         "value of its capture. Move it to a hook, or keep it in a tensor that a hook updates in place."
     )
+    report(message, calling_line())
 
 
 class HostValue:
-    """Replaces a number such as ``batch_idx``: a step may pass it on, but any other use is refused."""
+    """Replaces a number such as ``batch_idx``: a step may pass it on, but any other use is reported."""
 
-    def __init__(self, name: str, value: Any = 0) -> None:
-        self._name, self._value = name, value
+    def __init__(self, name: str, report: Report = refuse) -> None:
+        self._name = name
+        self._value = 0
+        self._report = report
 
 
 def _used(operator: str) -> Callable[..., Any]:
     def use(self: HostValue, *args: Any) -> Any:
-        _refuse_value(self._name)
+        _report_use(self._report, self._name)
         found = getattr(self._value, operator)(*args)
         # For lint_capture, which goes on, any tensor will do as the result of an operator on a tensor.
         return args[0] if found is NotImplemented and isinstance(args[0], Tensor) else found
@@ -64,15 +67,17 @@ for _name in (*_UNARY, *_COMPARED, *_ARITHMETIC, *(f"r{name}" for name in _ARITH
 
 
 class _TrainerGuard:
-    """Replaces the Trainer and refuses reads of attributes that change from step to step."""
+    """Replaces the Trainer and reports reads of attributes that change from step to step."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, report: Report) -> None:
         self._guarded = trainer
+        self._report = report
 
     def __getattr__(self, name: str) -> Any:
+        fields = vars(self)  # a copy that is being made has none yet
         if name in _CHANGING:
-            _refuse_value(f"trainer.{name}")
-        return getattr(vars(self)["_guarded"], name)
+            _report_use(fields["_report"], f"trainer.{name}")
+        return getattr(fields["_guarded"], name)
 
 
 class LoggedValue(NamedTuple):
@@ -85,8 +90,8 @@ class LoggedValue(NamedTuple):
 
 
 @contextlib.contextmanager
-def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
-    """Collect the step's ``self.log`` calls in a list, and refuse reads of the Trainer's progress."""
+def guarded(module: nn.Module, report: Report = refuse) -> Iterator[list[LoggedValue]]:
+    """Collect the step's ``self.log`` calls in a list, and report reads of the Trainer's progress."""
     logged: list[LoggedValue] = []
     if not isinstance(module, L.LightningModule):
         yield logged
@@ -96,10 +101,11 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
         if isinstance(value, Tensor):
             value = value.detach()
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            refuse(
+            message = (
                 f"the step logs {name!r}, a {type(value).__name__}, which a replay would not update. "
                 "Log a tensor, or update the metric in on_train_batch_end from what the step returns."
             )
+            report(message, calling_line())
             return
         logged.append(LoggedValue(name, value, args, kwargs))
 
@@ -110,7 +116,7 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
     trainer = trainer_of(module)
     with attribute(module, "log", log), attribute(module, "log_dict", log_dict):
         if trainer is not None:
-            module.trainer = _TrainerGuard(trainer)  # type: ignore[assignment]
+            module.trainer = _TrainerGuard(trainer, report)  # type: ignore[assignment]
         try:
             yield logged
         finally:

@@ -18,7 +18,7 @@ from lightning_thd._trainer import trainer_of
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.buckets import StaticBatch
 from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
-from lightning_thd.cuda_graph.errors import as_capture_error, reporting_to
+from lightning_thd.cuda_graph.errors import Report, as_capture_error
 from lightning_thd.cuda_graph.guards import (
     HostValue,
     RandomUse,
@@ -94,40 +94,40 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
         found.setdefault(where or message, Finding(where=where, message=message))
 
     run = _default_step(module) if step is None else step
-    with static_shapes(), reporting_to(report):
+    with static_shapes():
         _record(_copy(module), batch.to("cpu"), run, report)
         with _errors_to(report), without_saved_states(), _autocast_knows_meta():
             keep_frequencies(moved := _copy(module))  # this compares values, which "meta" does not have
             meta = moved.to("meta"), batch.to("meta")
-            _forward_backward(*meta, run)  # builds tables and fills caches
+            _forward_backward(*meta, run, report)  # builds tables and fills caches
             with refused_reads():
-                _forward_backward(*meta, run)
+                _forward_backward(*meta, run, report)
     return LintReport(tuple(found.values()))
 
 
-def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
+def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
     module.to("cpu")
     use = RandomUse()
     with _errors_to(report), restored(module), without_saved_states(use):
-        with reporting_to(lambda *_: None):
-            _forward_backward(module, batch, run)  # builds tables and fills caches, as the first warm-up does
+        # Builds tables and fills caches, as the first warm-up does.
+        _forward_backward(module, batch, run, lambda *_: None)
         before = host_state(module)
         with use:
-            record(lambda: _forward_backward(module, batch, run), report)
+            record(lambda: _forward_backward(module, batch, run, report), report)
         refuse_host_changes(module, before)
     with _errors_to(report):
         use.refuse()
 
 
-def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
+def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
     leaves = [p for p in module.parameters() if p.requires_grad]
-    with guarded(module):
-        output = run(module, StaticBatch.watching(batch))
+    with guarded(module, report):
+        output = run(module, StaticBatch.watching(batch, report))
     differentiate(differentiable(output), leaves)
 
 
 @contextmanager
-def _errors_to(report: Callable[[str, str | None], None]) -> Iterator[None]:
+def _errors_to(report: Report) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -139,9 +139,9 @@ def _default_step(module: nn.Module) -> StepFunction:
     if not isinstance(module, L.LightningModule):
         return causal_lm_loss
 
-    def training_step(module: Any, batch: THDBatch) -> Any:
+    def training_step(module: Any, batch: StaticBatch) -> Any:
         takes = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning
-        rest = [HostValue("argument 2 of training_step (batch_idx)")] if takes else []
+        rest = [HostValue("argument 2 of training_step (batch_idx)", batch._report)] if takes else []
         return module.training_step(batch, *rest)
 
     return training_step
