@@ -228,7 +228,7 @@ class HeadCall:
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
 
-        scope = Scope(kwargs[BOUNDARIES], None)
+        scope = Scope(kwargs[BOUNDARIES], None, balanced=job.routers is not None)
         STATE.scope = scope
         self._here.job = job
         self._model_forward = job.model_forward

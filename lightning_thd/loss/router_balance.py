@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -22,6 +21,7 @@ from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries.core import sequence_of_slots
 from lightning_thd.loss.head_call import HeadCall
+from lightning_thd.models.pack import experts_are_balanced
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
 from lightning_thd.parallel.routers import (
     FUNCTION,
@@ -36,7 +36,6 @@ from lightning_thd.parallel.routers import (
 )
 
 RouterBalance = Literal["microbatch", "sequence", "step"]
-_HERE = threading.local()  # ``muted``: whether this thread's model must not balance its experts itself
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -63,18 +62,19 @@ class Routers:
 
     @contextlib.contextmanager
     def requested(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
-        """Request router logits, and switch off the model's own balancing loss, inside this context."""
+        """Request router logits, and switch off the model's own balancing loss, inside this context.
+
+        ``HeadCall`` calls it inside a ``Scope`` that is ``balanced``.
+        """
         kwargs["output_router_logits"] = True
         module = module_of_loss(inner)
         model_loss = getattr(module, FUNCTION, None)
         if model_loss is not None:
             setattr(module, FUNCTION, _muted(model_loss))
 
-        _HERE.muted = True
         try:
             yield
         finally:
-            _HERE.muted = False
             if model_loss is not None:
                 setattr(module, FUNCTION, model_loss)
 
@@ -269,7 +269,7 @@ def _muted(function: Any) -> Any:
         return function
 
     def balance(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_HERE, "muted", False):
+        if not experts_are_balanced():
             return function(logits, *args, **kwargs)
         device = logits[0].device if isinstance(logits, tuple) and logits else None
         return torch.zeros((), device=device)

@@ -53,6 +53,7 @@ class Scope:
     masks: tuple[str, ...] = ()
     sees_later: str | None = None  # the class of a layer that lets tokens of this pack see later ones
     shows_all: bool = False  # whether the model got a padding mask that shows all slots
+    balanced: bool = False  # whether a loss that runs the model balances its experts in place of the model
 
 
 # The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. Not a
@@ -105,6 +106,16 @@ def model_pack() -> Boundaries | None:
     if scope is None or scope.module is None:
         return None
     return scope.pack
+
+
+def experts_are_balanced() -> bool:
+    """Return whether the loss that runs this thread's model balances its experts in place of the model."""
+    scope = current_scope()
+    while scope is not None:
+        if scope.balanced:
+            return True
+        scope = scope.outer
+    return False
 
 
 def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundaries | None:
