@@ -17,7 +17,6 @@ from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -362,9 +361,37 @@ def _indices_for_lightning() -> type[_SamplerForLightning]:
     return type("IndicesForLightning", (_SamplerForLightning, wrapper), {})
 
 
-_STOP_S = 30.0  # seconds to wait at the end for running calls, in which other ranks may take part
+_STOP_S = 30.0  # seconds to wait at the end for a running call, in which other ranks may take part
 _Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-_THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
+
+
+class _Caller(Thread):
+    """A thread that runs queued calls one after another, until it is ended or the interpreter exits."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls: _Calls = SimpleQueue()  # None ends the thread
+
+    def start(self) -> None:
+        """Start the thread; an interpreter that exits while it is inside a collective would abort."""
+        atexit.register(self.end)
+        super().start()
+
+    def run(self) -> None:
+        """Run queued calls until None comes."""
+        while (queued := self.calls.get()) is not None:
+            future, call, args = queued
+            try:
+                future.set_result(call(*args))
+            except BaseException as err:
+                future.set_exception(err)
+            del queued, future, call, args  # so that a waiting thread keeps no object alive
+        atexit.unregister(self.end)
+
+    def end(self) -> None:
+        """Wait until the queued calls end, but at most ``_STOP_S`` seconds."""
+        self.calls.put(None)
+        self.join(_STOP_S)
 
 
 class Ahead:
@@ -374,20 +401,17 @@ class Ahead:
         self._name = name
         self.process = os.getpid()  # a fork of this process has no such thread
         self.pending: deque[Future[Any]] = deque()  # results of queued calls, the oldest first
-        self._queue: _Calls | None = None
-        self._thread: Thread | None = None
+        self._thread: _Caller | None = None
 
     def submit(self, call: Callable[..., Any], *args: Any) -> None:
         """Queue a call; the first call starts the thread."""
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            self._thread = Thread(target=_run_calls, args=(self._queue,), name=self._name, daemon=True)
-            _THREADS[self._thread] = self._queue
-            weakref.finalize(self, self._queue.put, None)  # None ends the thread
+        if self._thread is None:
+            self._thread = _Caller(self._name)
+            weakref.finalize(self, self._thread.calls.put, None)
             self._thread.start()
         future: Future[Any] = Future()
         self.pending.append(future)
-        self._queue.put((future, call, args))
+        self._thread.calls.put((future, call, args))
 
     def next_result(self) -> Any:
         """Wait for the oldest call and return its result, or raise its error."""
@@ -405,33 +429,9 @@ class Ahead:
     def stop(self) -> None:
         """Drop the results of queued calls, and wait until the calls end, but at most ``_STOP_S`` seconds."""
         self.pending.clear()
-        if self._queue is not None and self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(_STOP_S)
-        self._queue = None
+        if self._thread is not None:
+            self._thread.end()
         self._thread = None
-
-
-def _run_calls(calls: _Calls) -> None:
-    """Run queued calls until None comes; the thread of an ``Ahead`` does nothing else."""
-    while (queued := calls.get()) is not None:
-        future, call, args = queued
-        try:
-            future.set_result(call(*args))
-        except BaseException as err:
-            future.set_exception(err)
-        del queued, future, call, args  # so that a waiting thread keeps no object alive
-
-
-@atexit.register
-def _join_threads() -> None:
-    """End all threads: an interpreter that ends while one is inside a collective aborts."""
-    until = time.monotonic() + _STOP_S
-    threads = [*_THREADS.items()]
-    for _, calls in threads:
-        calls.put(None)
-    for thread, _ in threads:
-        thread.join(max(0.0, until - time.monotonic()))
 
 
 class PlansAhead:
