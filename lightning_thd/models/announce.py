@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 _OF_PACKS: Final = ("cu_seq_lens_q", BOUNDARIES)
-# Prepared models by ``id``: torch.compile hands no model to ``_reason_of``, but an integer.
-_MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Announcing(Adapter):
@@ -86,7 +83,16 @@ class Announcing(Adapter):
     def __setstate__(self: Any, state: Any) -> None:
         """Restore a copy or a pickled model, whose layers may not be those that were looked at."""
         super().__setstate__(state)  # type: ignore[misc]
-        remember(self)
+        self._thd_checked = False
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _thd_unknown_layers(self: Any, identity: int, outermost: bool) -> str | None:
+        """Do as ``_unknown_layers``, once in each compilation of the model.
+
+        ``identity`` is ``id(self)``: torch.compile then uses what it compiled for this model for no other.
+        """
+        reason: str | None = _unknown_layers(self, outermost)
+        return reason
 
     def post_init(self: Any) -> None:
         """Finish the construction of the model, then prepare the layers that it now has."""
@@ -111,12 +117,6 @@ class Announcing(Adapter):
         """Set checkpoints as transformers does; they carry the pack to their recomputation."""
         super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
         carry_packs(self)
-
-
-def remember(model: Any) -> None:
-    """Note that a prepared model is new in this process, so its first call looks at its layers."""
-    model._thd_checked = False
-    _MODELS[id(model)] = model
 
 
 # ---- A call of a model with "thd"
@@ -299,22 +299,12 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 def _refuse_wrong_layers(model: Any, *, outermost: bool) -> None:
     """Prepare new layers and refuse those that "thd" cannot correct; once, but in each compilation."""
     if torch.compiler.is_compiling():
-        reason = _reason_of(id(model), outermost)
+        reason = model._thd_unknown_layers(id(model), outermost)
     else:
         reason = _unknown_layers(model, outermost)
         model._thd_checked = reason is None
     if reason is not None:
         raise ValueError(reason)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _reason_of(model_id: int, outermost: bool) -> str | None:
-    """Do as ``_unknown_layers`` while a model is compiled, which passes numbers but no models."""
-    model = _MODELS.get(model_id)
-    if model is None:  # a copy that its class made without ``__setstate__``
-        return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
-    reason: str | None = _unknown_layers(model, outermost)
-    return reason
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the objects of the process

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_thd._versions import warn_of_newer
 from lightning_thd.models.adapted import adapt
-from lightning_thd.models.announce import Announcing, remember, stock_models_around
+from lightning_thd.models.announce import Announcing, stock_models_around
 from lightning_thd.models.layers import prepare_layers
 from lightning_thd.models.offload import offload_inputs
 from lightning_thd.models.refusals import (
@@ -119,7 +119,6 @@ def _announce_packs(model: Any) -> None:
     if not isinstance(model, Announcing):
         warn_of_newer()
         adapt(model, Announcing)
-        remember(model)
 
 
 def _announce_around(model: Any) -> None:
