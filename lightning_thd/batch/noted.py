@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_thd._pages import see
-from lightning_thd.batch.thd_batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import NOTHING_AROUND, THDBatch, THDStep
 from lightning_thd.warnings import THDWarning, warn
 
 # Attributes that say where sequences begin. Positions count: some kernels find the boundaries by them.
@@ -70,7 +70,8 @@ class NotedBatch(THDBatch):
                 THDBatch.__dict__[name].__set__(noted, getattr(batch, name))
         reads = Reads() if read is None else read
         reads.batches.append(batch)
-        noted._set(_plain=batch, _read=reads)
+        noted._set(**NOTHING_AROUND, _plain=batch, _read=reads)
+        noted._set(watcher=batch.watcher)
         return noted
 
     @property

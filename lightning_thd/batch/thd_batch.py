@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -110,11 +111,16 @@ class Predictions(NamedTuple):
 class _Around(Immutable):
     """Base of batches: what belongs to a batch, but is neither pickled nor replaced with its fields."""
 
-    __slots__ = ("_arrived", "_pinned", "_step")
+    __slots__ = ("_arrived", "_pinned", "_step", "watcher")
 
     _arrived: Arrived | None  # the buffer in which the tensors came to a GPU
-    _pinned: PinnedBatch  # a second copy of the tensors in page-locked memory, if there is one
-    _step: tuple[weakref.ref[THDStep], int]  # the step that the batch is part of, and its place in it
+    _pinned: PinnedBatch | None  # a second copy of the tensors in page-locked memory, if there is one
+    _step: tuple[weakref.ref[THDStep], int] | None  # the step that holds the batch, and its place in it
+    watcher: Any  # receives the losses of the batch's slots: a ``loss.watch.Watcher``, or None
+
+
+# What is around a new batch.
+NOTHING_AROUND: Final = MappingProxyType(dict.fromkeys(_Around.__slots__))
 
 
 class THDBatch(_Around):
@@ -202,6 +208,7 @@ class THDBatch(_Around):
             set_name=set_name,
             max_targets=max_targets,
             roles=None if roles is None else tuple(roles),
+            **NOTHING_AROUND,
         )
         self._require_ids()
 
@@ -369,6 +376,9 @@ class THDBatch(_Around):
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in THDBatch.__slots__}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state, **NOTHING_AROUND)
+
     def replace(self, **changes: Any) -> THDBatch:
         """Return a copy with some fields changed; fields that derive from them are not updated."""
         if "targets" in changes:
@@ -383,8 +393,7 @@ class THDBatch(_Around):
         copy = object.__new__(type(self))
         copy.__setstate__({**self.__getstate__(), **changes})
         copy._require_ids()
-        if hasattr(self, "_step"):
-            copy._set(_step=self._step)
+        copy._set(_step=self._step, watcher=self.watcher)
         return copy
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
@@ -402,7 +411,9 @@ class THDBatch(_Around):
         if non_blocking is None:  # the CPU would not wait for a copy; one to MPS would read freed memory
             non_blocking = device.type not in ("cpu", "mps")
         if device.type == "cuda" and self.input_ids.device.type == "cpu":
-            pinned = self._pinned if hasattr(self, "_pinned") and self._pinned.holds(tensors) else self._pin()
+            pinned = self._pinned
+            if pinned is None or not pinned.holds(tensors):
+                pinned = self._pin()
             there, arrived = pinned.to(device, non_blocking=non_blocking)
             copy = self._with(there)
             copy._set(_arrived=arrived)
@@ -423,8 +434,7 @@ class THDBatch(_Around):
 
     def buffer(self) -> Tensor | None:
         """Return the int32 buffer in which this batch came to its GPU; None if none holds the batch."""
-        arrived = self._arrived if hasattr(self, "_arrived") else None
-        return None if arrived is None else arrived.numbers()
+        return None if self._arrived is None else self._arrived.numbers()
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, those of ``boundaries`` and ``extras`` as ``extras.<key>``."""
@@ -537,15 +547,16 @@ class THDBatch(_Around):
         Copies of a microbatch (``to``, ``replace``) belong to the same step. RuntimeError if the step was
         deleted: keep it while you run its microbatches.
         """
-        if not hasattr(self, "_step"):
+        if self._step is None:
             return None
-        step = self._step[0]()
+        reference, place = self._step
+        step = reference()
         if step is None:
             raise RuntimeError(
                 "The THDStep of this microbatch was deleted, and the loss needs all its microbatches. Keep "
                 "the step in a variable: step = next(steps); for batch in step.microbatches: ..."
             )
-        return step, self._step[1]
+        return step, place
 
     @property
     def loss_tokens(self) -> int:

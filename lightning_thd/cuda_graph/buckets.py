@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.thd_batch import NOTHING_AROUND
 from lightning_thd.batch.upload import Filled, Header
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.cuda_graph.errors import Report, calling_line, refuse
@@ -163,7 +164,7 @@ class StaticBatch(THDBatch):
     def build(cls, **fields: Any) -> StaticBatch:
         """Build a static batch from its tensors and its ``max_seqlen``."""
         batch = object.__new__(cls)
-        batch._set(**{"extras": {}, "weights": None, "_report": refuse, **fields})
+        batch._set(**{**NOTHING_AROUND, "extras": {}, "weights": None, "_report": refuse, **fields})
         return batch
 
     @property
@@ -190,7 +191,7 @@ class StaticBatch(THDBatch):
         changes.pop("max_targets", None)  # None for all static batches
         if "targets" in changes:
             changes["_targets"] = changes.pop("targets")
-        fields = {name: getattr(self, name) for name in (*_KEPT, "_report")}
+        fields = {name: getattr(self, name) for name in (*_KEPT, "_report", "watcher")}
         return StaticBatch.build(**{**fields, **changes})
 
     def __repr__(self) -> str:

@@ -41,7 +41,7 @@ from lightning_thd.cuda_graph.guards import (
     restored,
     without_saved_states,
 )
-from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
+from lightning_thd.loss.watch import Recorder, SlotLosses, show, watch
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -541,9 +541,13 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     def run_recorded() -> tuple[Any, list[Tensor]]:
         """Run the step; return its output, and the losses and weights of slots if its loss has them."""
         inputs.unpack()
-        with recorded_losses() as recorded:
-            output = run(inputs.batch)
-        return output, [recorded[-1].losses, recorded[-1].weights] if recorded else []
+        batch: StaticBatch = inputs.batch.replace()
+        recorder = Recorder()
+        if example.batch.watcher is not None:
+            watch(batch, recorder)
+        output = run(batch)
+        slots = recorder.slots
+        return output, [] if slots is None else [slots.losses, slots.weights]
 
     with restored(module), static_shapes():
         runs = _warm_up(subject.backend, run, module, make_inputs, stand_ins.leaves)

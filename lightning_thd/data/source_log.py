@@ -17,7 +17,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import hook_of_module
-from lightning_thd.loss.watch import SlotLosses, watch
+from lightning_thd.loss.watch import SlotLosses, is_training, watch
 
 
 class SourceLog:
@@ -31,7 +31,6 @@ class SourceLog:
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]]
         # Losses and weights since the last log, summed for each of K sources and for padding: [2, K + 1].
         self._sums: Tensor | None
-        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the last batch's microbatches
         self.restore(tokens)
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
@@ -45,16 +44,15 @@ class SourceLog:
             tokens = self.loader.tokens_of(*step) if trainer.is_global_zero else 0
             self._steps.append((step, tokens))
 
-        # Lightning gives a batch before it is run, so the losses that come next are of these microbatches.
         microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
-        self._announced = tuple(part.sequence_ids for part in microbatches)
-        watch(self)
+        for microbatch in microbatches:
+            watch(microbatch, self)
 
-    def wants(self, batch: THDBatch) -> bool:
-        """Return whether a batch is a microbatch of the batch that was given to ``begin``."""
-        return batch.sequence_ids in self._announced
+    def wants(self) -> bool:
+        """Return whether the running code is a training step."""
+        return is_training()
 
-    def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
+    def see(self, batch: THDBatch, slots: SlotLosses, scale: float | Tensor) -> None:
         """Add the losses of a batch to the sums of their sources, on the device."""
         if not scale:
             return  # no loss token

@@ -25,7 +25,7 @@ from lightning_thd.loss.prepare import LossArgs, prepare
 from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_for
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
-from lightning_thd.loss.watch import RECORDED, WATCHER, SlotLosses, watching
+from lightning_thd.loss.watch import SlotLosses, watching
 from lightning_thd.parallel.shard import pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -153,10 +153,7 @@ def _loss(
     routers: Routers | None = None,
 ) -> tuple[Tensor, TokenStats | None]:
     """Compute the loss; ``factors`` is None if ``batch.loss_scale`` is the factor of every target."""
-    watcher, recorded = None, None
-    if WATCHER or RECORDED.get() is not None:
-        watcher, recorded = watching(batch)
-    is_watched = watcher is not None or recorded is not None
+    watcher = None if batch.watcher is None else watching(batch)
     slot_losses: list[SlotLosses] = []
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
@@ -166,7 +163,7 @@ def _loss(
             targets, weight = factors(targets, depth)
 
         args = operands.loss_args(targets, logit_map, most)
-        see = slot_losses.append if is_watched and depth == 0 else None
+        see = None if watcher is None or depth else slot_losses.append
         loss: Tensor = linear_nll(args, penalties, token_weights=weight, see=see)[None]
         if not stats:
             return loss
@@ -175,11 +172,8 @@ def _loss(
     results = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     if routers is not None and routers.seen is not None:  # an evaluation inside a step must not reset it
         call.choices = routers.seen
-    last = slot_losses[-1:]  # the last call counts, if the model was called twice
-    if watcher is not None and last:
-        watcher.see(batch, last[0], scale or 0.0)
-    if recorded is not None:
-        recorded += last
+    if watcher is not None and slot_losses:  # the last call counts, if the model was called twice
+        watcher.see(batch, slot_losses[-1], 0.0 if scale is None else scale)
 
     loss, *sums = results["values"].unbind()
     if "value_1" in results:  # the model predicts beyond the next token

@@ -1,14 +1,10 @@
-"""The losses of a batch's slots -> the watcher that asked for them.
+"""The losses of a batch's slots -> the watcher that the batch carries.
 
 T slots in a pack, R rows: the slots that the loss computes, some perhaps with weight 0.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,49 +25,52 @@ class SlotLosses(NamedTuple):
 
 
 class Watcher(Protocol):
-    """The interface of an object that receives the slot losses of the batches it wants."""
+    """The interface of an object that receives the slot losses of the batches which carry it."""
 
-    def wants(self, batch: THDBatch) -> bool:
-        """Return whether this watcher wants the losses of a batch."""
+    def wants(self) -> bool:
+        """Return whether this watcher wants the losses of the running code."""
 
-    def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
+    def see(self, batch: THDBatch, slots: SlotLosses, scale: float | Tensor) -> None:
         """Receive the losses of a batch and its scale; must not read the device."""
 
 
-WATCHER: list[weakref.ref[Watcher]] = []  # the watcher of the running training, while it exists
-RECORDED: ContextVar[list[SlotLosses] | None] = ContextVar("lightning_thd_recorded_losses", default=None)
+def watch(batch: THDBatch, watcher: Watcher) -> None:
+    """Let a batch carry a watcher, also to its copies on devices and its shards on ranks."""
+    batch._set(watcher=watcher)
 
 
-def watch(watcher: Watcher) -> None:
-    """Show the losses of future batches only to this watcher, which is held by a weak reference."""
-    WATCHER[:] = [weakref.ref(watcher)]
+def watching(batch: THDBatch) -> Watcher | None:
+    """Return the watcher that a batch carries, if it wants the losses of the running code."""
+    watcher: Watcher | None = batch.watcher
+    return None if watcher is None or not watcher.wants() else watcher
 
 
-def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
-    """Return the watcher of a training batch, and the list of ``recorded_losses``; each may be None."""
-    recorded = RECORDED.get()
-    watcher = WATCHER[0]() if WATCHER else None
-    is_training = torch.is_grad_enabled() and not getattr(STATIC, "trial", False)
-    if watcher is None or not is_training or shapes_are_static() or not watcher.wants(batch):
-        return None, recorded
-    return watcher, recorded
+def is_training() -> bool:
+    """Return whether the running code is a training step, and no trial or recording of one."""
+    is_trial = getattr(STATIC, "trial", False)
+    return torch.is_grad_enabled() and not is_trial and not shapes_are_static()
 
 
-@contextmanager
-def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect slot losses while a CUDA graph records a step; each replay writes new values into them."""
-    recorded: list[SlotLosses] = []
-    is_watched = bool(WATCHER) and WATCHER[0]() is not None
-    token = RECORDED.set(recorded if is_watched else None)
-    try:
-        yield recorded
-    finally:
-        RECORDED.reset(token)
+class Recorder:
+    """Keeps the slot losses of a step that a CUDA graph records; each replay writes new values into them."""
+
+    def __init__(self) -> None:
+        self.slots: SlotLosses | None = None  # those of the last loss of the step
+
+    def wants(self) -> bool:
+        """Return True: the batch that a graph records is in no other step."""
+        return True
+
+    def see(self, batch: THDBatch, slots: SlotLosses, scale: float | Tensor) -> None:
+        """Keep losses and weights, times the scale of the batch, by which ``show`` lets them be divided."""
+        if scale is not batch.loss_scale:
+            slots = SlotLosses(slots.losses * batch.loss_scale, slots.weights * batch.loss_scale, slots.kept)
+        self.slots = slots
 
 
 def show(batch: THDBatch, slots: SlotLosses) -> None:
     """Pass the slot losses of a batch to the watcher that wants them, if there is one."""
-    watcher, _ = watching(batch)
+    watcher = watching(batch)
     if watcher is not None:
         watcher.see(batch, slots, float(batch.loss_scale or 0.0))
 
@@ -95,9 +94,6 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)
-    watcher, recorded = watching(batch)
-    if recorded is not None:  # with the scale of the batch, as in causal_lm_loss
-        scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
-        recorded.append(SlotLosses(summed * scale, factors * scale, None))
+    watcher = watching(batch)
     if watcher is not None:
         watcher.see(batch, SlotLosses(summed, factors, None), 1.0)
