@@ -15,6 +15,7 @@ Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from lightning_thd.attention.kernels.raw import RawKernel, gathered
 from lightning_thd.attention.merge import KeySource, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
-from lightning_thd.parallel.context import needs, partition, traffic
+from lightning_thd.parallel.context import needs, partition
 from lightning_thd.parallel.context.costs import LayerSizes, cheapest_way
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
@@ -117,14 +118,14 @@ def context_parallel_attention(
         element_bytes=q_NHD.element_size(),
     )
     way = choose_way(layout, sizes, spec)
-    traffic.count(way)
+    layout.traffic.count(way)
 
     if way == "ulysses":
         return _attend_to_pack(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         calls = [[step.call] if step.call else [] for step in steps]
-        source = KeySource(calls, steps, layout.group)
+        source = KeySource(calls, steps, layout)
         return merged_attention(raw_kernel(), source, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
         blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
@@ -150,9 +151,10 @@ def _attend_to_pack(
     """Attend by Ulysses: exchange rows for heads, attend on the whole pack, exchange back."""
     assert layout.group is not None
     kv_heads = _kv_heads_to_send(q_NHD.shape[1], k_NGD.shape[1], layout)
-    q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
-    k = gathered(rows_to_heads(k_NGD, layout.group, kv_heads), layout.restore)
-    v = gathered(rows_to_heads(v_NGE, layout.group, kv_heads), layout.restore)
+    exchange = partial(rows_to_heads, group=layout.group, traffic=layout.traffic)
+    q = gathered(exchange(q_NHD), layout.restore)
+    k = gathered(exchange(k_NGD, heads=kv_heads), layout.restore)
+    v = gathered(exchange(v_NGE, heads=kv_heads), layout.restore)
     if sinks is not None:
         sinks = sinks.chunk(layout.cp)[layout.rank]
 
@@ -161,7 +163,7 @@ def _attend_to_pack(
     longest = max(lengths)
     pack = KernelCall(offsets, offsets, longest, longest, q_lengths=lengths, kv_lengths=lengths)
     out = attend(q, k, v, pack, sinks=sinks)
-    return heads_to_rows(gathered(out, layout.gathered), layout.group)
+    return heads_to_rows(gathered(out, layout.gathered), layout.group, traffic=layout.traffic)
 
 
 def _fetch(
@@ -177,12 +179,13 @@ def _fetch(
     rows = joined(k_NGD, v_NGE)
 
     if way == "all_gather":
-        rows = all_gather_rows(rows, layout.group)
+        rows = all_gather_rows(rows, layout.group, layout.traffic)
     else:
         plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
         if plan.group_rows:  # the total of all ranks, so either all ranks exchange or none
             sent = rows.index_select(0, plan.send_rows)
-            received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
+            counts = (plan.send_counts, plan.receive_counts)
+            received = exchange_rows(sent, *counts, layout.group, layout.traffic)
             rows = torch.cat([rows, received])
 
     return split(gathered(rows, index), k_NGD, v_NGE)

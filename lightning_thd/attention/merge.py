@@ -20,7 +20,7 @@ from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
 from lightning_thd.flops.listen import reported
-from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
@@ -34,17 +34,18 @@ class KeySource:
         self,
         calls: Sequence[Sequence[BlockCall]],
         steps: Sequence[RingStep] = (),
-        group: dist.ProcessGroup | None = None,
+        layout: ShardLayout | None = None,  # that of the shard, if keys travel in a ring
     ) -> None:
         self.calls = calls
         self.steps = steps
-        self.group = group
+        self.layout = layout
         self.release()
 
     def begin(self, rows: Tensor) -> None:
         """Store this rank's rows, which are step 0's, and start the transfer of step 1's rows, if any."""
-        if self.group is not None:
-            _connect(self.group, rows.device)
+        if self.layout is not None:
+            assert self.layout.group is not None
+            self.layout.traffic.connect(self.layout.group, rows.device)
         self.release()
         self._local_rows = rows
         self._send(1)
@@ -100,28 +101,20 @@ class KeySource:
 
     def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
         """Post a send and a receive; both ranks know the sizes, so empty messages are left out."""
-        traffic.count("bytes", received.nbytes)
+        assert self.layout is not None
+        self.layout.traffic.count("bytes", received.nbytes)
+        group = self.layout.group
         posts = []
         if len(sent):
-            posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+            posts.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
         if len(received):
-            posts.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+            posts.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
         return dist.batch_isend_irecv(posts) if posts else []
 
 
 def _wait(transfers: list[dist.Work]) -> None:
     for transfer in transfers:
         transfer.wait()
-
-
-_connected: set[str] = set()  # names of the groups that have run a collective
-
-
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run one collective over all ranks of a group; NCCL needs it before point-to-point messages."""
-    if group.group_name not in _connected:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _connected.add(group.group_name)
 
 
 def merged_attention(

@@ -40,8 +40,9 @@ from lightning_thd.loss.router_balance import RouterBalance, checked_balance
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.across_ranks import ALONE, communication_device, group_size
 from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.context.traffic import Traffic
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
-from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.parallel.shard import cut_batch
 from lightning_thd.precision.convert import in_low_precision
 from lightning_thd.strategies.guards import (
     refuse_other_attention,
@@ -67,6 +68,7 @@ class Shared:
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     layout: Layout = "dual_chunk"
     communication: Communication = "auto"
+    traffic: Traffic = field(default_factory=Traffic, repr=False)  # between the ranks that share packs
 
     @property
     def alignment(self) -> Alignment | None:
@@ -77,7 +79,8 @@ class Shared:
         """Return this rank's shard of a pack, which must be on this rank's device."""
         if self.size == 1:
             return batch
-        return shard_batch(batch, group=self.group, layout=self.layout, communication=self.communication)
+        options: dict[str, Any] = {"layout": self.layout, "communication": self.communication}
+        return cut_batch(batch, self.traffic, group=self.group, **options)
 
 
 def share_packs(

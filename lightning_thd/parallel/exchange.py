@@ -1,7 +1,8 @@
 """A tensor of each rank -> the sum, the gathered rows or the exchanged parts, differentiable.
 
 All ranks of ``group`` call the functions in the same order. Functions of rows and heads give the gradients of
-the sum of all ranks' losses; the others are for ranks that all compute the same loss.
+the sum of all ranks' losses, and count what they receive in ``traffic``; the others are for ranks that all
+compute the same loss.
 Legend: P ranks of the group, N rows of one rank, H heads, h heads on one rank, D head size.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.traffic import Traffic
 
 # torch 2.13 renamed both functions and kept their arguments.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,23 +58,29 @@ def stacked(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gathered(rows: Tensor, group: dist.ProcessGroup, traffic: Traffic | None) -> Tensor:
     """Gather as ``stacked`` does, and count the bytes of other ranks' rows."""
     out = stacked(rows, group)
-    traffic.count("bytes", out[rows.shape[0] :].nbytes)
+    if traffic is not None:
+        traffic.count("bytes", out[rows.shape[0] :].nbytes)
     return out
 
 
-def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _scattered(rows: Tensor, group: dist.ProcessGroup, traffic: Traffic | None) -> Tensor:
     """Return this rank's ``[N, ...]`` of the sum over ranks of ``[P * N, ...]``; count the bytes."""
     out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     _reduce_scatter(out, rows.contiguous(), group=group)
-    traffic.count("bytes", rows[out.shape[0] :].nbytes)
+    if traffic is not None:
+        traffic.count("bytes", rows[out.shape[0] :].nbytes)
     return out
 
 
 def _exchanged(
-    rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+    rows: Tensor,
+    group: dist.ProcessGroup,
+    traffic: Traffic | None,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
 ) -> Tensor:
     """Return ``received[i]`` rows of rank i and send it ``sent[i]``; without lists, equally many each."""
     if received is None:
@@ -86,7 +93,8 @@ def _exchanged(
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
-    traffic.count("bytes", out[num_kept:].nbytes)  # as many rows as came from other ranks
+    if traffic is not None:
+        traffic.count("bytes", out[num_kept:].nbytes)  # as many rows as came from other ranks
     return out
 
 
@@ -151,15 +159,23 @@ def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     return mapped(x, partial(_own_part, group=group, dim=dim), partial(_gather_dim, group=group, dim=dim))
 
 
-def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(rows: Tensor, group: dist.ProcessGroup, traffic: Traffic | None = None) -> Tensor:
     """Gather all ranks' rows, N of each rank, as ``[P * N, ...]``; reduce-scatter the gradient."""
-    return mapped(rows, partial(_gathered, group=group), partial(_scattered, group=group))
+    options: dict[str, Any] = {"group": group, "traffic": traffic}
+    return mapped(rows, partial(_gathered, **options), partial(_scattered, **options))
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    traffic: Traffic | None = None,
+) -> Tensor:
     """Send ``sent[i]`` rows to rank i, first rank 0's, and receive ``received[i]``; send gradients back."""
-    there = partial(_exchanged, sent=sent, received=received, group=group)
-    return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
+    options: dict[str, Any] = {"group": group, "traffic": traffic}
+    there = partial(_exchanged, sent=sent, received=received, **options)
+    return mapped(rows, there, partial(_exchanged, sent=received, received=sent, **options))
 
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -184,7 +200,13 @@ def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mapped(x, partial(reduced, group=group), lambda gradient: gradient)
 
 
-def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
+def rows_to_heads(
+    x_NHD: Tensor,
+    group: dist.ProcessGroup,
+    heads: Tensor | None = None,
+    *,
+    traffic: Traffic | None = None,
+) -> Tensor:
     """Send each rank h heads of this rank's rows; return this rank's h heads of all rows, ``[P * N, h, D]``.
 
     ``heads``, int64 ``[P * h]``, lists the heads that are sent, rank 0's first; None sends all in order.
@@ -192,12 +214,12 @@ def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None 
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
     sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-    trade = partial(_exchanged, group=group)
+    trade = partial(_exchanged, group=group, traffic=traffic)
     return mapped(sent, trade, trade).flatten(0, 1)
 
 
-def heads_to_rows(x_PNhD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def heads_to_rows(x_PNhD: Tensor, group: dist.ProcessGroup, *, traffic: Traffic | None = None) -> Tensor:
     """Undo ``rows_to_heads``: ``[P * N, h, D]`` -> ``[N, P * h, D]``."""
     sent = x_PNhD.unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
-    trade = partial(_exchanged, group=group)
+    trade = partial(_exchanged, group=group, traffic=traffic)
     return mapped(sent, trade, trade).transpose(0, 1).flatten(1, 2)

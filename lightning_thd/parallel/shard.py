@@ -15,9 +15,9 @@ from lightning_thd.alignment import Layout
 from lightning_thd.batch.prefixes import SharedBoundaries
 from lightning_thd.batch.thd_batch import THDBatch, THDStep, check_batch
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.cut_prefixes import SharedLayout, SharedShardBoundaries
 from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout
+from lightning_thd.parallel.context.traffic import Traffic
 from lightning_thd.parallel.exchange import mapped, reduced
 
 
@@ -38,6 +38,21 @@ def shard_batch(
     pack's, because the mean over ranks also divides by cp. ``cu_seqlens`` and ``cu_seqlens_padded`` raise.
     If sequences share prefixes, the part has the predictions of its slots, and the weights of all tokens.
     """
+    options: dict[str, Any] = {"layout": layout, "communication": communication}
+    return cut_batch(batch, Traffic(), group=group, cp=cp, rank=rank, **options)
+
+
+def cut_batch(
+    batch: THDBatch,
+    traffic: Traffic,
+    *,
+    group: dist.ProcessGroup | None,
+    cp: int | None = None,
+    rank: int | None = None,
+    layout: Layout,
+    communication: Communication,
+) -> THDBatch:
+    """Do as ``shard_batch``; ``traffic`` counts what the layers of the part receive from other ranks."""
     check_batch(batch)
     is_group = hasattr(group, "size") and hasattr(group, "rank")
     needs_group = group is not None or cp is None or rank is None
@@ -50,6 +65,7 @@ def shard_batch(
 
     options: dict[str, Any] = {"layout": layout, "communication": communication}
     options |= {"cp": cp, "rank": rank, "group": group, "device": batch.input_ids.device}
+    options["traffic"] = traffic
     if isinstance(batch.boundaries, SharedBoundaries):
         shared = SharedLayout(batch.boundaries, **options)
         shard_layout: ShardLayout = shared

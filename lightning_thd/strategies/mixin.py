@@ -24,7 +24,6 @@ from lightning_thd.batch.thd_batch import epoch_weight
 from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
@@ -52,7 +51,6 @@ from lightning_thd.strategies.pack_cut import (
     DYNAMIC,
     BroadcastLoader,
     PackCut,
-    log_traffic,
     set_data_rank,
     sharing_of,
 )
@@ -269,7 +267,6 @@ class THDStrategyMixin(Strategy):
         self._frozen = ()
 
         super().teardown()
-        traffic.read_and_reset()  # a later job logs only its own exchanges
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not do this
         if self._axes is not None:
@@ -359,8 +356,8 @@ class THDStrategyMixin(Strategy):
         for step_result in results:
             self._loop.report(step_result)
         self._loop.end()
-        if self.context_parallel_size != 1:
-            log_traffic(self._trainer)
+        if self._cut is not None:
+            self._cut.log_traffic(self._trainer)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +370,8 @@ class THDStrategyMixin(Strategy):
     def on_validation_end(self) -> None:
         """Leave the exchanges of an evaluation out of those that the next training steps log."""
         super().on_validation_end()
-        traffic.read_and_reset()
+        if self._cut is not None:
+            self._cut.forget_traffic()
 
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any

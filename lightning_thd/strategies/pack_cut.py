@@ -21,12 +21,12 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.across_ranks import broadcast_object, check_agreement, on_host
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
+from lightning_thd.parallel.context.traffic import Traffic
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
-from lightning_thd.parallel.shard import shard_batch, shard_step
+from lightning_thd.parallel.shard import cut_batch
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import Axes, gathers_once
 from lightning_thd.strategies.guards import packs, refuse_other_attention, refuse_second_context_parallelism
@@ -49,6 +49,7 @@ class PackCut:
             "layout": strategy.context_parallel_layout,
             "communication": strategy.context_parallel_communication,
         }
+        self._traffic = Traffic()
         self._compared_stage: object = None
         self._checked_attention = False
 
@@ -94,7 +95,7 @@ class PackCut:
         """Cut a step with a planned number of ranks for each microbatch; leave evaluation's packs whole."""
         assert self._axes.degree_groups is not None
         if isinstance(moved, SharedStep):
-            return cut_step(moved, self._axes.degree_groups, **self._options)
+            return cut_step(moved, self._axes.degree_groups, self._traffic, **self._options)
 
         module = self._strategy.lightning_module
         trains = module is None or module.trainer.training
@@ -110,10 +111,24 @@ class PackCut:
         if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
             return batch
         assert self._axes.meshes is not None
-        group = self._axes.meshes.group(CONTEXT)
+        options = {"group": self._axes.meshes.group(CONTEXT), **self._options}
         if isinstance(batch, THDStep):
-            return shard_step(batch, group=group, **self._options)
-        return shard_batch(batch, group=group, **self._options)
+            return THDStep([cut_batch(part, self._traffic, **options) for part in batch.microbatches])
+        return cut_batch(batch, self._traffic, **options)
+
+    def log_traffic(self, trainer: L.Trainer) -> None:
+        """When the Trainer logs, log bytes received per slot since the last log, and each method's share."""
+        if not logs_this_step(trainer):
+            return
+        received = self._traffic.read_and_reset()
+        if received.slots:
+            numbers = {f"context_parallel/{way}": share for way, share in received.shares.items()}
+            numbers["context_parallel/bytes_per_token"] = received.received_bytes / received.slots
+            log_numbers(trainer, numbers)
+
+    def forget_traffic(self) -> None:
+        """Leave the exchanges since the last log out of the next one."""
+        self._traffic.read_and_reset()
 
 
 class BroadcastLoader:
@@ -173,17 +188,6 @@ def _part_of(dataset: Any) -> tuple[int, int] | None:
         return None
     split = private_of(dataset, "datasets.IterableDataset._distributed")
     return None if split is None else (split.rank, split.world_size)
-
-
-def log_traffic(trainer: L.Trainer) -> None:
-    """When the Trainer logs, log the bytes received per slot since the last log, and each method's share."""
-    if not logs_this_step(trainer):
-        return
-    exchanged = traffic.read_and_reset()
-    if exchanged.slots:
-        numbers = {f"context_parallel/{way}": share for way, share in exchanged.shares.items()}
-        numbers["context_parallel/bytes_per_token"] = exchanged.received_bytes / exchanged.slots
-        log_numbers(trainer, numbers)
 
 
 def check_degrees(size: Any, largest: int | None) -> None:

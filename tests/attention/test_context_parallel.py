@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardBoundaries, ShardLayout, gather_pack
 from lightning_thd.parallel.context.needs import need_counts
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -199,7 +198,7 @@ def exchanged_bytes() -> None:
         shard = layout_of(layout, way)
         inputs = [x[shard.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
         attend = partial(varlen_attention, *inputs, boundaries_of(shard))
-        traffic.read_and_reset()
+        shard.traffic.read_and_reset()
         checkpoint(attend, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
 
         rank = dist.get_rank()
@@ -208,7 +207,7 @@ def exchanged_bytes() -> None:
         passes = 3 if way == "ring" else 2
         rows = passes * counts[rank].sum() + counts[:, rank].sum()
         row_bytes = 2 * 2 * 8 * 8  # keys and values, 2 heads of size 8, in fp64
-        assert traffic.read_and_reset().received_bytes == rows * row_bytes
+        assert shard.traffic.read_and_reset().received_bytes == rows * row_bytes
 
 
 def test_needed_exchange_receives_what_the_formula_says() -> None:

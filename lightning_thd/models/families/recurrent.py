@@ -37,7 +37,6 @@ from lightning_thd.models.passing.adopt import (
     run_carried,
 )
 from lightning_thd.models.passing.branches import Branches, run_on_paths
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 from lightning_thd.warnings import SlowWarning, warn
@@ -221,7 +220,7 @@ def run_on_pack(
     assert scope is not None
 
     def gather(value: Tensor) -> Tensor:
-        traffic.count("gathered")
+        shard.traffic.count("gathered")
         if not value.is_floating_point():
             return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
         return gather_pack(value[0], shard)[None]

@@ -27,7 +27,7 @@ from torch.nn import functional
 from lightning_thd._imports import available
 from lightning_thd.models.families.padded_groups import padded_rows, places_in
 from lightning_thd.models.passing.scan import DeltaRule, Inputs, Recurrence, StateSpace, scan_shard
-from lightning_thd.parallel.context import needs, partition, traffic
+from lightning_thd.parallel.context import needs, partition
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
@@ -76,8 +76,9 @@ class OverRanks(NamedTuple):
         if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
             assert layout.group is not None
             sent = rows.index_select(0, plan.send_rows)
-            received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
-            traffic.count("convolution")
+            counts = (plan.send_counts, plan.receive_counts)
+            received = exchange_rows(sent, *counts, layout.group, layout.traffic)
+            layout.traffic.count("convolution")
             rows = keep_path(torch.cat([rows, received]), received)
         return rows, layout.once(("convolution", left), lambda: _reach(layout, left))
 

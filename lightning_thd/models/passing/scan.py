@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from lightning_thd.models.families.padded_groups import padded_rows, places_in
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import Ints, ranges
 from lightning_thd.parallel.context.states import StatePlan, plan_states
@@ -252,8 +251,8 @@ def _exchange(
 
     # keep_path: so that all ranks run the exchange of backward, or none does
     sent = keep_path(torch.cat(sent_parts), like)
-    received = exchange_rows(sent, [len(part) for part in sent_parts], sizes, layout.group)
-    traffic.count("states")
+    received = exchange_rows(sent, [len(part) for part in sent_parts], sizes, layout.group, layout.traffic)
+    layout.traffic.count("states")
 
     all_states: list[Tensor] = []
     all_changes: list[Tensor] = []

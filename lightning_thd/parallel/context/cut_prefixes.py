@@ -30,6 +30,7 @@ from lightning_thd.boundaries.core import Need
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import Ints, ranges
+from lightning_thd.parallel.context.traffic import Traffic
 
 
 class Fragments(NamedTuple):
@@ -73,6 +74,7 @@ class SharedLayout(ShardLayout):
         layout: Layout,
         communication: Communication,
         device: torch.device,
+        traffic: Traffic,
     ) -> None:
         wanted = "Use 'auto' or 'all_gather', or share_prefixes=False."
         if communication not in ("auto", "all_gather"):
@@ -95,6 +97,7 @@ class SharedLayout(ShardLayout):
             layout="contiguous" if layout == "contiguous" else "dual_chunk",
             communication="all_gather",
             device=device,
+            traffic=traffic,
         )
         self.whole = whole
         self.fragments = cut_leaves(whole.prefixes.query_lengths, rank=rank, **self.cut)

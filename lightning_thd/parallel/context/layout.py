@@ -20,6 +20,7 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import ForThdOnly, Need
 from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.traffic import Traffic
 from lightning_thd.parallel.exchange import all_gather_rows
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
@@ -39,6 +40,7 @@ class ShardLayout:
         layout: Layout = "dual_chunk",
         communication: Communication = "auto",
         device: torch.device | str = "cpu",
+        traffic: Traffic | None = None,  # counts what layers receive; None counts those of this pack
     ) -> None:
         choice(communication, "communication", *get_args(Communication))
         whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
@@ -50,6 +52,7 @@ class ShardLayout:
         self.layout: Layout = layout
         self.communication: Communication = communication
         self.device = torch.device(device)
+        self.traffic = Traffic() if traffic is None else traffic
         self.longest = max(self.padded_lengths, default=1)  # shard_batch() leaves the end's padding out
         self.sequences: int | None = None  # their number without the pad, if the caller knows it
         self.slots = sum(self.padded_lengths)
@@ -311,5 +314,5 @@ class ShardBoundaries(Boundaries):
 def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
     """Gather the shards ``[N, ...]`` of all ranks to ``[T, ...]`` in the pack's order; a collective."""
     assert layout.group is not None
-    gathered = all_gather_rows(x, layout.group)
+    gathered = all_gather_rows(x, layout.group, layout.traffic)
     return gathered if layout.restore is None else gathered.index_select(0, layout.restore)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.across_ranks import digests, int63, require_same
-from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.parallel.context.traffic import Traffic
+from lightning_thd.parallel.shard import cut_batch
 from lightning_thd.stats import SeqStats
 
 
@@ -52,7 +52,9 @@ def digest_of(degrees: Any) -> int:
     return int63(hashed.digest())
 
 
-def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **options: Any) -> THDStep:
+def cut_step(
+    step: SharedStep, groups: Mapping[int, dist.ProcessGroup], traffic: Traffic, **options: Any
+) -> THDStep:
     """Cut every microbatch of a step to this rank's part, which with degree 1 is the whole pack."""
     parts = []
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
@@ -67,7 +69,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
             parts.append(batch)
             continue
 
-        shard = shard_batch(batch, group=groups[degree], **options)
+        shard = cut_batch(batch, traffic, group=groups[degree], **options)
         # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
         parts.append(shard.replace(stats=part_of(batch.stats, degree, groups[degree].rank())))
 
