@@ -1,4 +1,4 @@
-"""Whether the running code is recorded in a graph for other batches, is a trial run, or runs in backward."""
+"""In what run the code of a thread is: recorded in a graph for other batches, a trial run, or in backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-STATIC = threading.local()  # not a ContextVar, which torch.compile cannot trace
+# In what run the code of this thread is:
+# - ``on``: whether it is inside ``static_shapes``;
+# - ``trial``: whether it is inside ``trial_runs``;
+# - ``scope``: the top of the stack of running models, see ``models.pack.Scope``;
+# - ``notes``: the noted batches of the running step, see ``batch.noted``.
+# Each thread has its own, because backward recomputes checkpoints in its own threads. This is no ContextVar,
+# which torch.compile cannot trace, and no subclass with defaults, in which torch.compile (2.13) loses values
+# that a traced hook stores.
+RUN = threading.local()
+RUN.scope = None
 ONLY_LOOKS = "_thd_only_looks"  # the attribute of a hook that does not change a step's results
 
 
@@ -16,31 +25,32 @@ ONLY_LOOKS = "_thd_only_looks"  # the attribute of a hook that does not change a
 def static_shapes() -> Iterator[None]:
     """Mark a context whose code must not read values of tensors, because its recording is replayed."""
     before = shapes_are_static()
-    STATIC.on = True
+    RUN.on = True
     try:
         yield
     finally:
-        STATIC.on = before
+        RUN.on = before
 
 
 def shapes_are_static() -> bool:
     """Return whether the code runs inside :func:`static_shapes`."""
-    return getattr(STATIC, "on", False)
+    return getattr(RUN, "on", False)
 
 
 @contextlib.contextmanager
 def trial_runs() -> Iterator[None]:
     """Mark a context whose runs of a model are no part of training, so that hooks do not count them."""
-    before = _is_trial()
-    STATIC.trial = True
+    before = is_trial()
+    RUN.trial = True
     try:
         yield
     finally:
-        STATIC.trial = before  # a trial may run inside another
+        RUN.trial = before  # a trial may run inside another
 
 
-def _is_trial() -> bool:
-    return getattr(STATIC, "trial", False)
+def is_trial() -> bool:
+    """Return whether the code runs inside :func:`trial_runs`."""
+    return getattr(RUN, "trial", False)
 
 
 def in_backward() -> bool:
@@ -60,6 +70,6 @@ def only_looking(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unless_trial(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a hook, but not in a trial run."""
-    if _is_trial():
+    if is_trial():
         return None
     return hook(*args, **kwargs)

@@ -7,7 +7,6 @@ noted, so later steps cost nothing.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_thd._pages import see
+from lightning_thd._static import RUN
 from lightning_thd.batch.thd_batch import NOTHING_AROUND, THDBatch, THDStep
 from lightning_thd.warnings import THDWarning, warn
 
@@ -34,7 +34,6 @@ _NOTED = frozenset({*_PLACES, *_INPUTS, *SCALES})
 
 # A hand-written loop that takes so many batches without a step of an optimizer trains nothing.
 _MOST_UNTRAINED = 256
-_RUNNING = threading.local()  # ``notes``: the noted batches that a step of this thread runs on
 
 
 class UnreadBoundariesError(ValueError):
@@ -228,7 +227,7 @@ def warn_of_scale(batch: NotedBatch, what: str) -> None:
 @contextmanager
 def _running(notes: list[NotedBatch]) -> Iterator[None]:
     """Let ``sequences_in`` know the batches of a step while it runs."""
-    running: list[NotedBatch] = _RUNNING.__dict__.setdefault("notes", [])
+    running: list[NotedBatch] = RUN.__dict__.setdefault("notes", [])
     running.extend(notes)
     try:
         yield
@@ -245,7 +244,7 @@ def sequences_in(x: Any, name: Literal["input_ids", "targets"]) -> int:
     """
     if type(x) is not Tensor or x.device.type == "meta":  # a subclass may have no address
         return 0
-    for noted in getattr(_RUNNING, "notes", ()):
+    for noted in getattr(RUN, "notes", ()):
         for batch in noted._read.batches:
             of_batch = batch.input_ids if name == "input_ids" else batch._targets
             if of_batch is not None and _same_values(of_batch, x):

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from lightning_thd._find import inside_compiled, is_compiled_wrapper, text_config, unwrapped
 from lightning_thd._hooks import hooks_of
+from lightning_thd._static import RUN
 from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.models.pack import BOUNDARIES, STATE, Scope
+from lightning_thd.models.pack import BOUNDARIES, Scope
 from lightning_thd.models.preparing import is_prepared
 from lightning_thd.models.preparing import prepare as prepare_model
 from lightning_thd.models.refusals import refuse_losing_adapters
@@ -221,7 +222,7 @@ class HeadCall:
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
         """Call the model once with its forward and its head's replaced, and restore them."""
         inner = self.inner
-        outer_scope = getattr(STATE, "scope", None)
+        outer_scope = getattr(RUN, "scope", None)
         own_model_forward = inner.__dict__.get("forward")  # one that other code has set on this object
         kwargs = batch.hf_kwargs()
         kwargs["attention_mask"] = None  # the language model has "thd", and wrappers may look at a mask
@@ -229,7 +230,7 @@ class HeadCall:
             _warn_of_labels()
 
         scope = Scope(kwargs[BOUNDARIES], None, balanced=job.routers is not None)
-        STATE.scope = scope
+        RUN.scope = scope
         self._here.job = job
         self._model_forward = job.model_forward
         self._head_forward = job.head.forward
@@ -250,7 +251,7 @@ class HeadCall:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 outputs = model(**kwargs)
         finally:
-            STATE.scope = outer_scope
+            RUN.scope = outer_scope
             self._here.job = None
             if job.stage is not None:
                 job.stage.in_loss = False

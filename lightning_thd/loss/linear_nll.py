@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import choice, instance, real_number
-from lightning_thd._static import STATIC
+from lightning_thd._static import RUN
 from lightning_thd.flops.listen import projecting, reported
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
@@ -177,7 +177,7 @@ class _ScalarLoss(torch.autograd.Function):
 
         upstream = grads[0]
         # Only a CPU's value is read to save a multiplication; reading another device would wait for it.
-        if upstream.device.type != "cpu" or getattr(STATIC, "on", False) or float(upstream) != 1.0:
+        if upstream.device.type != "cpu" or getattr(RUN, "on", False) or float(upstream) != 1.0:
             for gradient in (gradients.hidden, gradients.weight, gradients.bias):
                 if gradient is not None:
                     gradient.mul_(upstream)

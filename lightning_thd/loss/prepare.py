@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import shaped, whole_number
-from lightning_thd._static import STATIC
+from lightning_thd._static import RUN
 from lightning_thd.batch.upload import version
 from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
@@ -190,7 +190,7 @@ def rows_with_target(
     """
     counts = targets != ignore_index
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    if getattr(STATIC, "on", False) or targets.is_meta or capturing:
+    if getattr(RUN, "on", False) or targets.is_meta or capturing:
         return None, targets, counts
 
     total = targets.numel()
@@ -263,7 +263,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
         right |= ~counts
     if targets.device.type != "cpu":
         torch.ops.aten._assert_async.msg(right.all(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not getattr(STATIC, "on", False) and not bool(right.all()):
+    elif not getattr(RUN, "on", False) and not bool(right.all()):
         index = int((~right).nonzero()[0])
         raise ValueError(
             f"targets[{index}] is {int(targets[index])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import instance, shaped
-from lightning_thd._static import STATIC, shapes_are_static
+from lightning_thd._static import is_trial, shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.noted import unnoted
 
@@ -47,8 +47,7 @@ def watching(batch: THDBatch) -> Watcher | None:
 
 def is_training() -> bool:
     """Return whether the running code is a training step, and no trial or recording of one."""
-    is_trial = getattr(STATIC, "trial", False)
-    return torch.is_grad_enabled() and not is_trial and not shapes_are_static()
+    return torch.is_grad_enabled() and not is_trial() and not shapes_are_static()
 
 
 class Recorder:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
 from lightning_thd._pages import see
+from lightning_thd._static import RUN
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.boundaries.core import ForThdOnly
 from lightning_thd.models.adapted import Adapter
@@ -32,7 +33,6 @@ from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import (
     BOUNDARIES,
     PACK_KWARGS,
-    STATE,
     Scope,
     find_pack,
     packed,
@@ -75,7 +75,7 @@ class Announcing(Adapter):
 
     def _thd_run(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Announce the pack of a call, run the model, and pool its output for each sequence."""
-        scope: Scope | None = getattr(STATE, "scope", None)
+        scope: Scope | None = getattr(RUN, "scope", None)
         if scope is not None and scope.module is self:  # a class calls the forward of its base class
             return forward(self, *args, **kwargs)
         return call_announced(self, functools.partial(forward, self), args, kwargs)
@@ -133,7 +133,7 @@ def enter(
     if isinstance(kwargs.get("attention_mask"), ForThdOnly | UnreadMask):
         kwargs = {**kwargs, "attention_mask": None}
 
-    outer: Scope | None = getattr(STATE, "scope", None)
+    outer: Scope | None = getattr(RUN, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
     # Name positional arguments. If the first is a batch, the call runs a whole training step: keep them.
@@ -150,7 +150,7 @@ def enter(
         families = outer.families
         masks = outer.masks  # an outer model may pass its masks to an inner model
         if type(config) not in families and not _gets_all_slots(outer, kwargs):
-            STATE.scope = Scope(None, outer, module=model, families=families)
+            RUN.scope = Scope(None, outer, module=model, families=families)
             return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     else:
         text = config
@@ -183,7 +183,7 @@ def enter(
     if pack is not None and mask_ndim is not None:
         kwargs = {**kwargs, "attention_mask": all_slots(pack, mask_ndim)}
 
-    STATE.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
+    RUN.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
 
 
@@ -231,11 +231,11 @@ def _checked_call(model: Any, text: Any, kwargs: dict[str, Any], pack: Boundarie
 
 def leave(model: Any, output: Any) -> Any:
     """Pop a model off the stack, and replace or refuse an output that is pooled over the whole pack."""
-    scope: Any = getattr(STATE, "scope", None)
+    scope: Any = getattr(RUN, "scope", None)
     if scope is None or scope.module is not model:  # enter raised or did nothing
         return None
 
-    STATE.scope = scope.outer
+    RUN.scope = scope.outer
     if scope.pack is None or output is None:
         return None
 
@@ -262,7 +262,7 @@ def call_announced(
         return forward(*args, **kwargs)
 
     args, kwargs = entered
-    scope: Scope = STATE.scope
+    scope: Scope = RUN.scope
     output: Any = None
     try:
         if model._thd_classifies and scope.pack is not None:

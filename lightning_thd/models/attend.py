@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._pages import see
+from lightning_thd._static import RUN
 from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models.masks import UnreadMask, decode_limit, lost_window, shows_all
-from lightning_thd.models.pack import CAUSAL, NOTES, READY, STATE, Scope, current_pack, current_scope
+from lightning_thd.models.pack import CAUSAL, NOTES, READY, Scope, current_pack, current_scope
 
 _PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) of no mask, or of one that sets none
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
@@ -59,7 +60,7 @@ def thd_attention(
     if READY not in module.__dict__ and getattr(module, "config", None) is not None:
         _refuse_unprepared(module)
 
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     if isinstance(attention_mask, UnreadMask):
         attention_mask = None
     if attention_mask is not None and scope is not None and scope.shows_all:
@@ -259,7 +260,7 @@ def _attend_unbound(
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     """Return whether later keys are hidden, by the model's masks if of one kind, else by the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     masks = () if scope is None else scope.masks
     if not masks or getattr(module, "is_cross_attention", False):
         return stated

@@ -12,8 +12,8 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._static import shapes_are_static
-from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
+from lightning_thd._static import RUN, shapes_are_static
+from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Pack, Scope
 
 # Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
@@ -76,7 +76,7 @@ def thd_mask(
     **_: Any,
 ) -> Tensor | UnreadMask | None:
     """Return None or a placeholder for the attention; transformers defines the arguments."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     both_ways = _sees_both_ways(config)
     kind = BIDIRECTIONAL if both_ways or allow_is_bidirectional_skip is not None else CAUSAL
     if scope is not None and kind not in scope.masks:
@@ -193,7 +193,7 @@ def _window_of_own_mask(
     device: torch.device | None,
 ) -> int | None:
     """Compare all pairs inside sequences with the plain mask, and with the plain mask in a window."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     lengths = (slots,) if scope is None or scope.pack is None else scope.pack.lengths
     window: int | None = getattr(config, "sliding_window", None)
     is_plain = True
@@ -262,7 +262,7 @@ def lost_window(module: nn.Module) -> bool:
 
 def longest_sequence(q_length: int) -> int:
     """Return the length of the longest sequence of the running pack, or ``q_length`` without one."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     if scope is None or scope.pack is None:
         return q_length
     return scope.pack.longest

@@ -7,7 +7,6 @@ Legend: T slots in a pack, S sequences (a trailing pad included).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._checks import instance
-from lightning_thd._static import in_backward
+from lightning_thd._static import RUN, in_backward
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
@@ -56,15 +55,9 @@ class Scope:
     balanced: bool = False  # whether a loss that runs the model balances its experts in place of the model
 
 
-# The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. Not a
-# subclass with defaults: torch.compile (2.13) loses values that a traced hook stores in one.
-STATE = threading.local()
-STATE.scope = None
-
-
 def current_scope() -> Scope | None:
     """Return the top entry of this thread's stack of running models, or None."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     return scope
 
 
@@ -72,11 +65,11 @@ def current_scope() -> Scope | None:
 def scoped(scope: Scope) -> Generator[None]:
     """Put ``scope`` on top of the stack inside this context."""
     outer = current_scope()
-    STATE.scope = scope
+    RUN.scope = scope
     try:
         yield
     finally:
-        STATE.scope = outer
+        RUN.scope = outer
 
 
 @contextmanager
@@ -89,7 +82,7 @@ def packed(batch: THDBatch) -> Generator[None]:
 
 def current_pack() -> Boundaries | None:
     """Return the pack of the running model or announced batch, or None; raise if a recomputation lost it."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     if scope is not None:
         return scope.pack
     if not torch.compiler.is_compiling() and in_backward():
@@ -102,7 +95,7 @@ def current_pack() -> Boundaries | None:
 
 def model_pack() -> Boundaries | None:
     """Return the pack that a running model with "thd" has announced; None in all other models."""
-    scope: Scope | None = getattr(STATE, "scope", None)
+    scope: Scope | None = getattr(RUN, "scope", None)
     if scope is None or scope.module is None:
         return None
     return scope.pack
