@@ -21,8 +21,6 @@ from lightning_thd.parallel.exchange import stacked
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose ranks are known to hold equally many columns. On CUDA the numbers are read only once.
-_EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
 def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -130,14 +128,17 @@ def merge_ranks(
     sent = torch.cat([stats, others])
     sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
     every = stacked(sent, group).view(ranks, *sent.shape)
-    _check_equal(every[:, 0, -1], group)
+    _check_equal(every[:, 0, -1])
     return merge_parts(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
 
 
-def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
-    # A new group may get the id of a deleted one and skip this check: unequal shards would go unseen.
-    key = (id(group), dist.get_world_size(group))
-    if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
+def _check_equal(columns: Tensor) -> None:
+    """Refuse ranks that hold different numbers of rows; on CUDA by an assert, which reads nothing."""
+    if shapes_are_static():
+        return
+    if columns.is_cuda:
+        message = "ranks of tp_group hold different numbers of rows of the head's weight"
+        torch.ops.aten._assert_async.msg((columns == columns[0]).all(), message)
         return
 
     sizes = [int(size) for size in columns.tolist()]
@@ -147,5 +148,3 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
             "Pad the vocabulary to a multiple of the group (model.resize_token_embeddings(pad_to_multiple_of="
             f"{len(sizes)})) and pass valid_vocab_size."
         )
-
-    _EQUAL_SHARDS.add(key)
