@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_thd._modes import watch_operators
 from lightning_thd._private import private, private_of
 from lightning_thd._trees import tree_flatten, tree_leaves, tree_unflatten
-from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line
+from lightning_thd.cuda_graph.errors import CaptureError, Report, calling_line, refuse
 from lightning_thd.cuda_graph.fingerprint import plain_tensors
 
 R = TypeVar("R")
@@ -180,7 +180,7 @@ class RecordingBackend:
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run the function once and record its operators; the first problem raises :class:`CaptureError`."""
-        return record(function, self._refuse)
+        return record(function, refuse)
 
     def compiled(self, function: Callable[..., R]) -> Callable[..., R]:
         """Return the function compiled for fixed shapes; recordings hold the operators of its graphs."""
@@ -195,10 +195,6 @@ class RecordingBackend:
                 return compiled(*args, **kwargs)
 
         return call
-
-    @staticmethod
-    def _refuse(problem: str, where: str | None) -> None:
-        raise CaptureError(problem, where)
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Return None: a recording replays from Python, so its times say nothing about CUDA graphs."""
