@@ -36,8 +36,6 @@ from lightning_thd.data.store.index import (
     MapDataset,
     SequenceIndex,
     content_of_rows,
-    keeps_rows,
-    refuse_second_sequence,
 )
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
@@ -489,7 +487,7 @@ class BatchMaker:
 
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales, its loss is the mean over this batch."""
-        samples = self._read(spans)
+        samples = self.index.samples(self.dataset, spans, one_each=self.one_each)
         loss_scale, sequence_scale, token_scale = scales
         batch = self.collate(
             samples,
@@ -509,21 +507,6 @@ class BatchMaker:
                 f"the model's vocabulary has {self.vocab_size} entries. Use the model's tokenizer."
             )
         return batch
-
-    def _read(self, spans: Spans) -> list[dict[str, Any]]:
-        """Read the samples of a pack."""
-        columns = (spans.index, spans.start, spans.stop, spans.continued)
-        keeps = keeps_rows(self.dataset)
-        samples = []
-        try:
-            for i, start, stop, continued in zip(*(column.tolist() for column in columns), strict=True):
-                sample = self.index.sample(self.dataset, i, start, stop, continued, keeps)
-                if self.one_each and "position_ids" in sample:
-                    refuse_second_sequence(sample, i)
-                samples.append(sample)
-        except StopIteration as err:  # it would silently end the epoch
-            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its data[i].") from err
-        return samples
 
     def _like_others(self, batch: THDBatch) -> THDBatch:
         """Give an empty batch the fields that batches with sequences have, such as labels of classifiers."""
@@ -667,9 +650,8 @@ class Batches(TorchDataset[Batch]):
             return self._maker.batch(microbatches[microbatch])
 
         run = None if self._kind == "step" else counted  # microbatches that run, if an epoch ends inside
-        loss_and_sequence_scale = plan.scales(run)
-        assert loss_and_sequence_scale is not None, "a planner of training data knows its loss tokens"
-        scales = (*loss_and_sequence_scale, plan.token_scale(run))
+        scales = plan.step_scales(run)
+        assert scales is not None, "a planner of training data knows its loss tokens"
         if isinstance(plan, SharedStepPlan):
             return self._shared_step(plan, scales)
         if self._kind == "step":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ class Sequences(_StepSize):
         object.__setattr__(self, "n", n)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, because it keeps its lengths
 class Spans:
     """Pieces of sequences: tokens ``start`` to ``stop`` of the sequence ``index`` of the dataset."""
 
@@ -60,7 +61,7 @@ class Spans:
     def __len__(self) -> int:
         return len(self.index)
 
-    @property
+    @cached_property
     def lengths(self) -> IntArray:
         """Return the real tokens of each piece, int64 ``[S]``."""
         return self.stop - self.start
@@ -79,12 +80,22 @@ class Spans:
 Weigh = Callable[[Spans], FloatArray | None]
 
 
-def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the factor that turns the mean of the microbatches' sums of losses into the mean loss.
+class StepScales(NamedTuple):
+    """The factors of a step's losses: of sums over loss tokens, over sequences, and over input tokens."""
 
-    ``weight`` is the summed weight of the step's loss tokens. There are ``dp * num_microbatches`` sums.
-    """
-    return dp * num_microbatches / weight if weight else 0.0
+    loss: float
+    sequence: float
+    token: float
+
+    @classmethod
+    def of(cls, weights: Iterable[float], *, dp: int, num_microbatches: int) -> StepScales:
+        """Return the factors that turn the mean of the microbatches' sums of losses into a mean loss.
+
+        ``weights`` are those of all loss tokens, sequences and input tokens of the step. There are
+        ``dp * num_microbatches`` sums. A weight of 0 gives the factor 0.
+        """
+        sums = dp * num_microbatches
+        return cls(*(sums / weight if weight else 0.0 for weight in weights))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,25 +161,29 @@ class StepPlan:
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
         """Return the scales for sums over loss tokens and over sequences; None if weights are unknown.
 
+        ``counted`` is as in ``step_scales``.
+        """
+        scales = self.step_scales(counted)
+        return None if scales is None else (scales.loss, scales.sequence)
+
+    def step_scales(self, counted: int | None = None) -> StepScales | None:
+        """Return the scales of all losses of the step; None if the weights of loss tokens are unknown.
+
         If a Trainer ends the epoch inside the step, only the first ``counted`` microbatches of each rank run
         and count. Lightning divides by ``num_microbatches`` even then, so the scales keep that factor.
         """
         if self.weights is None:
             return None
-        tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()
+        loss_tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()
+        tokens = float(self.tokens[:, :counted].sum())
         size = {"dp": self.dp, "num_microbatches": self.num_microbatches}
-        return step_scale(tokens, **size), step_scale(sequences, **size)
+        return StepScales.of((loss_tokens, sequences, tokens), **size)
 
     @cached_property
     def tokens(self) -> FloatArray:
         """Return float64 ``[dp, num_microbatches]``, the input tokens of each microbatch."""
         before = np.concatenate([[0], np.cumsum(self.spans.lengths)])
         return np.diff(before[self.offsets]).reshape(self.dp, -1).astype(np.float64)
-
-    def token_scale(self, counted: int | None = None) -> float:
-        """Return the scale for sums over input tokens; ``counted`` is as in ``scales``."""
-        tokens = float(self.tokens[:, :counted].sum())
-        return step_scale(tokens, dp=self.dp, num_microbatches=self.num_microbatches)
 
     @property
     def loss_tokens(self) -> float | None:

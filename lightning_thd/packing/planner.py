@@ -342,13 +342,13 @@ class PackPlanner(Resumable):
         """
         self._check_request(epoch, k, dp)
         if self._packs is None:
-            spans = self._sequences(epoch, k)
-            order, offsets = self._balance(spans, dp)
+            spans, offsets = self._balanced(self._sequences(epoch, k), dp)
         else:
             n = self.global_batch.n
-            spans, pack_offsets = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
-            order, offsets = self._order_packs(spans, pack_offsets, dp)
-        return self._make_plan(epoch, k, dp, spans.take(order), offsets)
+            spans, offsets = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
+            if n > 1:
+                spans, offsets = self._ordered_packs(spans, offsets, dp)
+        return self._make_plan(epoch, k, dp, spans, offsets)
 
     def _sequences(self, epoch: int, k: int) -> Spans:
         """Return the pieces of the sequences of step k of ``Sequences(n)``."""
@@ -361,35 +361,37 @@ class PackPlanner(Resumable):
         media = self.entries.media
         return self.cost(spans.lengths, None if media is None else media(spans.index))
 
-    def _balance(self, spans: Spans, dp: int) -> tuple[IntArray, IntArray]:
-        """Return positions in ``spans`` by rank and microbatch, and the offsets of the microbatches."""
+    def _balanced(self, spans: Spans, dp: int) -> tuple[Spans, IntArray]:
+        """Return spans by rank and microbatch, and the offsets of the microbatches."""
         padded = self.slots.padded(spans.lengths)
         patches = self.entries.patches(spans)
         if self.scheduler is None:
-            return balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
-        return scheduled_bins(self.scheduler, padded, self.slots, dp=dp, cost=self.cost, patches=patches)
+            order, offsets = balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
+        else:
+            order, offsets = scheduled_bins(
+                self.scheduler, padded, self.slots, dp=dp, cost=self.cost, patches=patches
+            )
+        return spans.take(order), offsets
 
-    def _order_packs(self, spans: Spans, offsets: IntArray, dp: int) -> tuple[IntArray, IntArray]:
-        """Return positions in ``spans`` by rank and microbatch, and offsets; ``spans`` are a step's packs."""
+    def _ordered_packs(self, spans: Spans, offsets: IntArray, dp: int) -> tuple[Spans, IntArray]:
+        """Return the spans of a step's packs by rank and microbatch, and the offsets of the microbatches."""
         n = self.global_batch.n
         in_order = np.arange(len(spans))
-        if n == 1:
-            return in_order, offsets
-
         work = self._work(spans)
         if len(offsets) - 1 == n:
             totals = np.add.reduceat(work, offsets[:-1])  # no pack is empty
-            return order_by_rank(in_order, offsets, totals, dp)
-        # The last step of an epoch has fewer packs than n: distribute its sequences over n packs.
-        return balanced_bins(
-            self.slots.padded(spans.lengths),
-            work,
-            self.slots,
-            dp=dp,
-            num_microbatches=n // dp,
-            given=Packing(indices=in_order, offsets=offsets),
-            patches=self.entries.patches(spans),
-        )
+            order, new_offsets = order_by_rank(in_order, offsets, totals, dp)
+        else:  # the last step of an epoch has fewer packs than n: distribute its sequences over n packs
+            order, new_offsets = balanced_bins(
+                self.slots.padded(spans.lengths),
+                work,
+                self.slots,
+                dp=dp,
+                num_microbatches=n // dp,
+                given=Packing(indices=in_order, offsets=offsets),
+                patches=self.entries.patches(spans),
+            )
+        return spans.take(order), new_offsets
 
     def _make_plan(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
         media = self.entries.media

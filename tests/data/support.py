@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data.read.sources import Opener
-from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.index import MapDataset, SequenceIndex
+from lightning_thd.packing import Spans
 from tests.tiny import quiet_trainer
 
 CAPACITY = 48
@@ -37,6 +39,19 @@ def flat(seen: list[tuple[int, ...]]) -> list[int]:
 def open_source(path: Any, **how: Any) -> MapDataset:
     """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``."""
     return Opener(**how).open(path).dataset
+
+
+def read_piece(
+    index: SequenceIndex, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
+) -> dict[str, Any]:
+    """Read one piece of a sequence as a batch does."""
+    piece = Spans(
+        index=np.array([i]),
+        start=np.array([start]),
+        stop=np.array([stop]),
+        continued=np.array([continued]),
+    )
+    return index.samples(dataset, piece)[0]
 
 
 def batches_of(data: THDDataModule) -> list[THDBatch]:

@@ -22,7 +22,7 @@ from lightning_thd.data.store.index import build_index
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 from lightning_thd.packing import PackPlanner, Packs
 from lightning_thd.packing.entries import Oversize
-from tests.data.support import open_source
+from tests.data.support import open_source, read_piece
 from tests.tiny import sequences
 from tests.trust.caches import cold_starts
 
@@ -255,9 +255,8 @@ def test_pieces_are_read_and_counted_with_their_targets(
     for k in range(len(planner)):
         for spans in planner.step(0, k, 1).microbatches(0):
             total = 0
-            columns = (spans.index, spans.start, spans.stop, spans.continued)
-            for i, start, stop, continued in zip(*columns, strict=True):
-                sample = index.sample(samples, int(i), int(start), int(stop), bool(continued))
+            pieces = zip(spans.index, spans.start, spans.stop, index.samples(samples, spans), strict=True)
+            for i, start, stop, sample in pieces:
                 assert np.array_equal(sample["input_ids"], samples[i]["input_ids"][start:stop])
                 source = sample.get("labels", sample["input_ids"])
                 found = [*source[1:], sample.get("next_label", -100)]
@@ -279,4 +278,4 @@ def test_lengths_that_do_not_match_are_refused() -> None:
         build_index(samples)
     samples.lengths = [999, 1, 1]
     with pytest.raises(ValueError, match=r"Sequence 0 has \d+ tokens, but 999 were counted"):
-        build_index(samples).sample(samples, 0, 0, 999)
+        read_piece(build_index(samples), samples, 0, 0, 999)

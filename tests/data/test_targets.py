@@ -19,7 +19,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs, Sequences
-from tests.data.support import make_trainer
+from tests.data.support import make_trainer, read_piece
 from tests.tiny import tiny_llama
 
 Sample = dict[str, Any]
@@ -160,18 +160,19 @@ def test_weights_that_were_not_counted_are_refused() -> None:
     samples = Lengths([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "weights": 2.0}])
     index = build_index(samples)
     with pytest.raises(ValueError, match="Sequence 1 has weights, but none were counted"):
-        index.sample(samples, 1, 0, 3)
+        read_piece(index, samples, 1, 0, 3)
 
 
 @pytest.mark.parametrize("weights", [2.5, 1, [9.0, 1.0, 2.5]])
 def test_weights_and_targets_that_change_after_they_were_counted_are_refused(weights: Any) -> None:
     """Rows that draw other weights or labels at every read would make the step's scales wrong."""
     index = build_index([{"input_ids": [1, 2, 3], "weights": 2.0}])
+    hidden = {"input_ids": [1, 2, 3], "labels": [1, -100, 3], "weights": 4.0}
     for stop in (3, 2):  # whole, and cut
         with pytest.raises(ValueError, match=r"0 has \([\d., ]+\) as the sum and .* weights, but \(4.0"):
-            index.sample([{"input_ids": [1, 2, 3], "weights": weights}], 0, 0, stop)
+            read_piece(index, [{"input_ids": [1, 2, 3], "weights": weights}], 0, 0, stop)
         with pytest.raises(ValueError, match="has 1 loss tokens, but 2 were counted.*an IterableDataset"):
-            index.sample([{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "weights": 4.0}], 0, 0, stop)
+            read_piece(index, [hidden], 0, 0, stop)
 
 
 class Logging(L.LightningModule):

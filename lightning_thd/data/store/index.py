@@ -185,42 +185,49 @@ class SequenceIndex:
                     f"vocabulary has {vocab_size} entries. Use the model's tokenizer, or pass vocab_size=."
                 )
 
-    def sample(
-        self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False, keeps: bool = False
-    ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i``; copy them unless the dataset keeps rows.
+    def samples(self, dataset: MapDataset, spans: Spans, *, one_each: bool = False) -> list[dict[str, Any]]:
+        """Read the pieces of sequences that spans name; copy them unless the dataset keeps its rows.
 
         Args:
             dataset: the dataset of which this is the index.
-            i: the row.
-            start: the first token of the piece.
-            stop: the token behind the piece.
-            continued: whether the sequence goes on in another piece.
-            keeps: whether the dataset leaves a row unchanged when it reads another.
+            spans: the rows, with the first token of each piece and the token behind it.
+            one_each: refuse rows whose positions mark several sequences.
 
         Raises:
-            ValueError: the row differs from what was counted.
+            ValueError: a row differs from what was counted, or marks several sequences.
+            RuntimeError: the dataset raised StopIteration, which would silently end the epoch.
         """
-        row: Any = dataset[i]
-        if type(row) is not dict:
-            row = check_row(row, i)
-        sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in row.items()}
-        if not self.checked:
-            sample = checked_row(sample, self.places.name(i))
-        elif "label" in sample or "labels" in sample:
-            sample = with_label(sample, self.places.name(i))
+        keeps = keeps_rows(dataset)
+        samples = []
+        columns = (spans.index, spans.start, spans.stop, spans.continued)
+        for i, start, stop, continued in zip(*(column.tolist() for column in columns), strict=True):
+            try:
+                row: Any = dataset[i]
+            except StopIteration as err:
+                raise RuntimeError(
+                    f"Sequence {i}: the dataset raised StopIteration. Fix its data[i]."
+                ) from err
+            if type(row) is not dict:
+                row = check_row(row, i)
+            sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in row.items()}
+            if not self.checked:
+                sample = checked_row(sample, self.places.name(i))
+            elif "label" in sample or "labels" in sample:
+                sample = with_label(sample, self.places.name(i))
 
-        length = len(sample["input_ids"])
-        # A row of token ids that all count differs in nothing else.
-        has_more = len(sample) > 1 or len(self.weights) or len(self.sizes)
-        if has_more or length != self.lengths[i] or self.loss_tokens[i] != max(0, length - 1):
-            self._check_counts(sample, i, length)
-        if stop - start != length:
-            self._cut(sample, i, start, stop, continued)
-
-        if keeps:
-            return sample
-        return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
+            length = len(sample["input_ids"])
+            # A row of token ids that all count differs in nothing else.
+            has_more = len(sample) > 1 or len(self.weights) or len(self.sizes)
+            if has_more or length != self.lengths[i] or self.loss_tokens[i] != max(0, length - 1):
+                self._check_counts(sample, i, length)
+            if stop - start != length:
+                self._cut(sample, i, start, stop, continued)
+            if not keeps:
+                sample = {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
+            if one_each and "position_ids" in sample:
+                refuse_second_sequence(sample, i)
+            samples.append(sample)
+        return samples
 
     def _check_counts(self, sample: dict[str, Any], i: int, length: int) -> None:
         """Raise if a row differs from what was counted, because plan and loss scale would be wrong."""

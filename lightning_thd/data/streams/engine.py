@@ -32,7 +32,7 @@ from lightning_thd.data.streams.schedule import (
 )
 from lightning_thd.packing import Sequences
 from lightning_thd.packing.mixtures import take_turns
-from lightning_thd.packing.plan import step_scale
+from lightning_thd.packing.plan import StepScales
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -247,10 +247,8 @@ class Engine:
         """Collate this rank's microbatches of a step, each with the scales of the whole step."""
         table = planned.table
         count = planned.microbatches
-        loss_scale, sequence_scale, token_scale = (
-            step_scale(float(table[name].sum()), dp=planned.dp, num_microbatches=count)
-            for name in ("weight", "sequences", "length")
-        )
+        weights = (float(table[name].sum()) for name in ("weight", "sequences", "length"))
+        scales = StepScales.of(weights, dp=planned.dp, num_microbatches=count)
         ids = (table["shard"].astype(np.int64) << ROW_BITS) | table["row"]
         first = self._wire.rank * count
         bounds = pairwise(planned.offsets[first : first + count + 1].tolist())
@@ -260,9 +258,9 @@ class Engine:
             batch = self._settings.collate(
                 samples,
                 sequence_ids=ids[start:stop].tolist(),
-                loss_scale=loss_scale,
-                sequence_scale=sequence_scale,
-                token_scale=token_scale,
+                loss_scale=scales.loss,
+                sequence_scale=scales.sequence,
+                token_scale=scales.token,
                 microbatch=number,
             )
             batches.append(batch)
