@@ -75,10 +75,26 @@ class Announcing(Adapter):
 
     def _thd_run(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Announce the pack of a call, run the model, and pool its output for each sequence."""
-        scope: Scope | None = getattr(RUN, "scope", None)
-        if scope is not None and scope.module is self:  # a class calls the forward of its base class
+        outer: Scope | None = getattr(RUN, "scope", None)
+        if outer is not None and outer.module is self:  # a class calls the forward of its base class
             return forward(self, *args, **kwargs)
-        return call_announced(self, functools.partial(forward, self), args, kwargs)
+
+        entered = enter(self, args, kwargs)
+        if entered is None:
+            return forward(self, *args, **kwargs)
+
+        args, kwargs = entered
+        scope: Scope = RUN.scope
+        output: Any = None
+        try:
+            if self._thd_classifies and scope.pack is not None:
+                output = classify(self, functools.partial(forward, self), args, kwargs, scope.pack)
+            else:
+                output = forward(self, *args, **kwargs)
+        finally:
+            pooled = leave(self, output)
+
+        return output if pooled is None else pooled
 
     def __setstate__(self: Any, state: Any) -> None:
         """Restore a copy or a pickled model, whose layers may not be those that were looked at."""
@@ -248,31 +264,16 @@ def leave(model: Any, output: Any) -> Any:
 
 
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
-    """Run a model's forward on a pack, inside a call of the model on other inputs, such as padded rows."""
+    """Run a model's forward on a pack, inside a call of the model on other inputs, such as padded rows.
+
+    ``forward`` is bound to the model, or replaces one that is.
+    """
+
+    def run(_: Any, *args: Any, **named: Any) -> Any:
+        return forward(*args, **named)
+
     with packed(batch):
-        return call_announced(model, forward, (), {**batch.hf_kwargs(), **kwargs})
-
-
-def call_announced(
-    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a prepared model's ``forward`` while its pack is announced."""
-    entered = enter(model, args, kwargs)
-    if entered is None:
-        return forward(*args, **kwargs)
-
-    args, kwargs = entered
-    scope: Scope = RUN.scope
-    output: Any = None
-    try:
-        if model._thd_classifies and scope.pack is not None:
-            output = classify(model, forward, args, kwargs, scope.pack)
-        else:
-            output = forward(*args, **kwargs)
-    finally:
-        pooled = leave(model, output)
-
-    return output if pooled is None else pooled
+        return Announcing._thd_run(model, run, **{**batch.hf_kwargs(), **kwargs})
 
 
 def _other_attention(model: Any, attention: str | None) -> str:

@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.noted import NotedBatch, NotedStep
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.loss.watch import watch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
@@ -135,6 +137,23 @@ def test_batches_survive_pickle_copy_and_replace() -> None:
     assert batch.replace(loss_scale=3.0).loss_scale == 3.0
     assert batch.loss_scale == 0.5
     assert not hasattr(batch, "__dict__")
+
+
+def test_a_batch_carries_its_watcher_to_its_copies_and_to_no_other_process() -> None:
+    batch = THDBatch.collate([{"input_ids": [1, 2, 3]}])
+    assert batch.watcher is None
+    watcher: Any = object()
+    watch(batch, watcher)
+    step = THDStep([batch])
+    copies = {
+        "replace": batch.replace(set_name="code"),
+        "to": batch.to("meta"),
+        "a step's to": step.to("meta").microbatches[0],
+        "noted": NotedBatch.of(batch),
+        "a noted step's to": NotedStep.of(step).to("meta").microbatches[0],
+    }
+    assert [how for how, copied in copies.items() if copied.watcher is not watcher] == []
+    assert pickle.loads(pickle.dumps(batch)).watcher is None
 
 
 def test_lightning_weighs_logs_by_the_loss_tokens() -> None:
