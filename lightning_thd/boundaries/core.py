@@ -267,11 +267,6 @@ class Boundaries(Immutable):
         """Raise ValueError if this rank holds only a shard of the pack, on which a layer cannot run."""
 
     @property
-    def cu_seqlens_q(self) -> Tensor:
-        """Return ``offsets``, under the name by which models/families/plain_masks.py asks."""
-        return self.offsets
-
-    @property
     def longest_entry(self) -> int:
         """Return the slots of the longest entry of the whole pack, a pad at the end included."""
         return self.max_seqlen
@@ -295,6 +290,12 @@ class Boundaries(Immutable):
                 answers[make] = make(self)
         answer: _T = answers[make]
         return answer
+
+    def all_shown(self, ndim: int) -> Tensor:
+        """Return a mask of ``ndim`` dimensions, bool ``[1, ..., 1, T]``, that hides no slot."""
+        ones = (1,) * (ndim - 1)
+        shown = torch.ones(*ones, 1, dtype=torch.bool, device=self.offsets.device)
+        return shown.expand(*ones, self.slots)
 
     def note_shown(self, mask: Tensor) -> None:
         """Note that a mask, which all layers get, hides no token of the pack."""

@@ -28,8 +28,8 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.tiles.logits import LogitMap
+from lightning_thd.models.announce import Announcing
 from lightning_thd.models.pack import BOUNDARIES, Scope
-from lightning_thd.models.preparing import is_prepared
 from lightning_thd.models.preparing import prepare as prepare_model
 from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
@@ -150,7 +150,7 @@ class HeadCall:
                 "own copy of the config, or call model.set_attn_implementation('thd')."
             )
 
-        if not is_prepared(call.inner):
+        if not isinstance(call.inner, Announcing):
             prepare_model(model)
         return call
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import RUN
-from lightning_thd.flops.listen import projecting, reported
+from lightning_thd.flops.listen import LISTENERS, projecting, reported
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
@@ -84,8 +84,10 @@ def linear_nll(
     see: Callable[[SlotLosses], None] | None = None,
 ) -> Tensor:
     """Compute ``fused_linear_cross_entropy`` from its arguments; ``see`` gets detached losses of rows."""
-    with projecting((args.hidden, args.weight)):
-        return _weighted_nll(args, penalties, token_weights, mean=mean, see=see)
+    if LISTENERS:
+        with projecting((args.hidden, args.weight)):
+            return _weighted_nll(args, penalties, token_weights, mean=mean, see=see)
+    return _weighted_nll(args, penalties, token_weights, mean=mean, see=see)
 
 
 def _weighted_nll(

@@ -27,6 +27,15 @@ class Adapter:
         """Return attributes of the adapted class that follow from the ``original`` class."""
         return {}
 
+    @classmethod
+    def _thd_forward(cls, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of an adapted class; ``run(self, ...)`` is that of the module's class."""
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return cls._thd_run(self, run, *args, **kwargs)
+
+        return forward
+
     def _thd_run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the adapted module; ``forward(self, ...)`` is the forward of its class."""
         raise NotImplementedError
@@ -56,18 +65,13 @@ def kind_of(module: object, names: Container[str]) -> str | None:
 def adapted_class(original: Any, adapter: Any) -> Any:
     """Make the class of adapted modules; more calls return the same class, so compiled code stays valid."""
     run = original.forward
-
-    @functools.wraps(run)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return adapter._thd_run(self, run, *args, **kwargs)
-
     members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_thd_original": getattr(original, "_thd_original", original),
         "_thd_adapters": (*getattr(original, "_thd_adapters", ()), adapter),
-        "forward": forward,
+        "forward": functools.wraps(run)(adapter._thd_forward(run)),
         **adapter._thd_describe(original),
     }
     return type(original.__name__, (adapter, original), members)

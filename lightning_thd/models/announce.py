@@ -20,7 +20,7 @@ from lightning_thd._static import RUN
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.boundaries.core import ForThdOnly
 from lightning_thd.models.adapted import Adapter
-from lightning_thd.models.families.plain_masks import PLAIN_MASKS, all_slots
+from lightning_thd.models.families.plain_masks import PLAIN_MASKS
 from lightning_thd.models.families.pooled_heads import (
     class_pools,
     classify,
@@ -73,28 +73,33 @@ class Announcing(Adapter):
             "_thd_checked": False,  # set on a model whose layers were looked at
         }
 
-    def _thd_run(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Announce the pack of a call, run the model, and pool its output for each sequence."""
-        outer: Scope | None = getattr(RUN, "scope", None)
-        if outer is not None and outer.module is self:  # a class calls the forward of its base class
-            return forward(self, *args, **kwargs)
+    @classmethod
+    def _thd_forward(cls, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that announces its pack, runs the model, and pools its output by sequence."""
 
-        entered = enter(self, args, kwargs)
-        if entered is None:
-            return forward(self, *args, **kwargs)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outer: Scope | None = getattr(RUN, "scope", None)
+            if outer is not None and outer.module is self:  # a class calls the forward of its base class
+                return run(self, *args, **kwargs)
 
-        args, kwargs = entered
-        scope: Scope = RUN.scope
-        output: Any = None
-        try:
-            if self._thd_classifies and scope.pack is not None:
-                output = classify(self, functools.partial(forward, self), args, kwargs, scope.pack)
-            else:
-                output = forward(self, *args, **kwargs)
-        finally:
-            pooled = leave(self, output)
+            entered = enter(self, args, kwargs)
+            if entered is None:
+                return run(self, *args, **kwargs)
 
-        return output if pooled is None else pooled
+            args, kwargs = entered
+            scope: Scope = RUN.scope
+            output: Any = None
+            try:
+                if self._thd_classifies and scope.pack is not None:
+                    output = classify(self, functools.partial(run, self), args, kwargs, scope.pack)
+                else:
+                    output = run(self, *args, **kwargs)
+            finally:
+                pooled = leave(self, output)
+
+            return output if pooled is None else pooled
+
+        return forward
 
     def __setstate__(self: Any, state: Any) -> None:
         """Restore a copy or a pickled model, whose layers may not be those that were looked at."""
@@ -197,7 +202,7 @@ def enter(
     mask_ndim = model.__dict__.get(PLAIN_MASKS)
     shows_all = pack is not None and mask_ndim is not None
     if pack is not None and mask_ndim is not None:
-        kwargs = {**kwargs, "attention_mask": all_slots(pack, mask_ndim)}
+        kwargs = {**kwargs, "attention_mask": pack.all_shown(mask_ndim)}
 
     RUN.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
@@ -273,7 +278,7 @@ def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwar
         return forward(*args, **named)
 
     with packed(batch):
-        return Announcing._thd_run(model, run, **{**batch.hf_kwargs(), **kwargs})
+        return Announcing._thd_forward(run)(model, **{**batch.hf_kwargs(), **kwargs})
 
 
 def _other_attention(model: Any, attention: str | None) -> str:

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from lightning_thd.models.families.releases import is_checked
-from lightning_thd.models.pack import Pack
 
 MODEL_TYPES: Final = frozenset(
     {"cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
@@ -61,10 +57,3 @@ def adapt_layers(model: Any) -> None:
         model.__dict__[PLAIN_MASKS] = 2
     elif model_type in HYBRID_TYPES:
         model.__dict__[PLAIN_MASKS] = 4
-
-
-def all_slots(pack: Pack, ndim: int) -> Tensor:
-    """Return a mask, bool ``[1, T]`` or ``[1, 1, 1, T]``, that shows all slots of a pack."""
-    ones = (1,) * (ndim - 1)
-    shown = torch.ones(*ones, 1, dtype=torch.bool, device=pack.cu_seqlens_q.device)
-    return shown.expand(*ones, pack.slots)
