@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import subprocess
 import sys
 from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
+from typing import Any
 
 from tests.trust.record import record
 
@@ -75,9 +77,26 @@ def audit(program: Path | None) -> str:
     """Scan what CI installs by pip-audit, which has packages of its own and so a place of its own."""
     if program is None:
         return "not scanned: pass --pip-audit, as `make security` does"
-    pinned = ["-r", str(ROOT / "constraints.txt"), "--no-deps", "--disable-pip", "--progress-spinner=off"]
-    done = subprocess.run([str(program), *pinned], capture_output=True, text=True, timeout=300, check=False)
-    return done.stderr.strip().splitlines()[-1][:120]  # "No known vulnerabilities found", say
+    pinned = ["-r", str(ROOT / "constraints.txt"), "--no-deps", "--disable-pip"]
+    command = [str(program), *pinned, "--format=json", "--progress-spinner=off"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        packages = json.loads(done.stdout)["dependencies"]
+    except ValueError:  # it printed an error in place of its report
+        return f"not scanned: {done.stderr.strip().splitlines()[-1][:120]}"
+    return audited(packages)
+
+
+def audited(packages: list[dict[str, Any]]) -> str:
+    """Say what pip-audit reported: a package that it has no data on is not scanned, whatever it prints."""
+    scanned = [package for package in packages if "skip_reason" not in package]
+    if not scanned:
+        return f"not scanned: pip-audit reached no data on any of {len(packages)} packages"
+
+    known = sorted({f"{package['name']} {bug['id']}" for package in scanned for bug in package["vulns"]})
+    skipped = len(packages) - len(scanned)
+    unknown = f", {skipped} unknown to its data" if skipped else ""
+    return f"{', '.join(known) or 'none'} in {len(scanned)} packages{unknown}"
 
 
 def main() -> None:

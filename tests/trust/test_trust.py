@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.trust.combinations import Tally, draw
 from tests.trust.combined_job import run_cases
 from tests.trust.determinism import compare
 from tests.trust.disasters import left_behind
-from tests.trust.security import LOADS, loads
+from tests.trust.record import FILE
+from tests.trust.security import LOADS, audited, loads
 from tests.trust.soak import drift, soak
 
 
@@ -47,6 +49,18 @@ def test_combinations_on_one_process_are_right_or_refused() -> None:
 
 def test_every_place_that_loads_objects_is_reviewed() -> None:
     assert set(loads()) == set(LOADS)
+    section = FILE.read_text().partition("\n## security\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
+    assert listed == set(LOADS), "run make security, which writes TRUST.md"
+
+
+def test_what_no_data_was_found_on_is_not_called_safe() -> None:
+    known = {"name": "a", "version": "1", "vulns": []}
+    bad = {"name": "b", "version": "1", "vulns": [{"id": "CVE-1"}]}
+    unknown = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
+    assert audited([unknown, unknown]) == "not scanned: pip-audit reached no data on any of 2 packages"
+    assert audited([known, bad]) == "b CVE-1 in 2 packages"
+    assert audited([known, unknown]) == "none in 1 packages, 1 unknown to its data"
 
 
 def test_what_a_job_leaves_behind_is_seen(tmp_path: Path) -> None:
