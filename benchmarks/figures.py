@@ -456,8 +456,12 @@ def _ratio(benchmark: str, name: str, precision: str | None = None) -> Callable[
     return lambda: row(benchmark, name, precision).ratio or 0.0
 
 
-def _ours(benchmark: str, name: str) -> Callable[[], float]:
-    return lambda: row(benchmark, name).ours
+def _ours(benchmark: str, name: str, unit: float = 1.0) -> Callable[[], float]:
+    return lambda: row(benchmark, name).ours / unit
+
+
+def _peers(benchmark: str, name: str, unit: float = 1.0) -> Callable[[], float]:
+    return lambda: (row(benchmark, name).peer or 0.0) / unit
 
 
 def _gpu_says(figure: str) -> Callable[[], str]:
@@ -504,7 +508,9 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
     "docs/guides/data.md": {"1,000 times": EXAMPLE},
     "docs/guides/experts.md": {
         "8 of 128": EXAMPLE,
-        **dict.fromkeys(("39 kB", "228 kB", "29 kB"), "counted by python -m benchmarks.expert_bytes"),
+        "39 kB": _ours("expert_bytes", "tokens sent to experts / weights gathered", 1e3),
+        "228 kB": _peers("expert_bytes", "tokens sent to experts / weights gathered", 1e3),
+        "29 kB": _peers("expert_bytes", "tokens sent to experts / whole experts on tensor ranks", 1e3),
         "70 families": ROUGH,
     },
     "docs/guides/fp8.md": {"97 %": "seen once on the H200 of GPU.md"},
@@ -538,10 +544,11 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         "1.06x": _ratio("attention", "16 random documents, forward and backward", "bf16"),
         "3.1x": _ratio("attention", "512 random documents, forward and backward", "bf16"),
         "8 bytes": COMPUTED,
-        **dict.fromkeys(
-            ("10 bytes", "18 bytes", "386 bytes", "120 launches", "400 launches"),
-            "counted by python -m benchmarks.loss_counts",
-        ),
+        "10 bytes": _ours("loss_counts", "traffic of a logit, scalar loss, 32"),
+        "18 bytes": _ours("loss_counts", "traffic of a logit, distillation, kl"),
+        "386 bytes": _peers("loss_counts", "traffic of a logit, distillation, jsd"),
+        "120 launches": _ours("loss_counts", "launches, scalar loss, 32"),
+        "412 launches": _ours("loss_counts", "launches, distillation, jsd"),
     },
     "docs/guides/streams.md": {
         "12 ms": _ours("streams", "plan, 4096 ranks x 16"),
