@@ -214,7 +214,7 @@ def warn_of_scale(batch: NotedBatch, what: str) -> None:
         batch: the batch that the loss was given.
         what: the name of what computed it, such as ``"loss_fn"``.
     """
-    if batch.read & SCALES:
+    if batch.read & SCALES or not batch.read & _INPUTS:  # without inputs, nothing was computed
         return
     warn(
         f"{what} read no scale of the batch, so every microbatch weighs the same, whatever it holds. "
