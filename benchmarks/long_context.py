@@ -4,10 +4,9 @@
 heads, vocabulary 260, bf16) on one sequence of 32,768 tokens. Tensors are fake, on an imagined GPU, so no
 operator computes anything, and the peak is the largest sum of bytes that tensors on the device held at once,
 without the weights. Gradients of weights count. Beside it are the bytes that ``lightning_thd.memory``
-predicts, without the weights too. The counting mode keeps some tensors a moment longer: of real steps with
-2,048 tokens it counted 3 to 8 % more than the allocator's peak. Goal: at most half of what the plain step
-holds. Times are CPU seconds of real steps of a smaller model (2 layers, hidden 256, 4,096 tokens, fp32); the
-ways take turns.
+predicts, without the weights too; they may be a tenth apart. Goal of the options: at most half of what the
+plain step holds. Times are CPU seconds of real steps of a smaller model (2 layers, hidden 256, 4,096 tokens,
+fp32); the ways take turns.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from lightning_thd.models import prepare
 
 TOKENS, TILE = 32_768, 2_048
 GOAL = 1 / 2
+APART = 0.1  # of what is counted, from the prediction
 _GB = 10**9
 # The name of a way -> its options: a tile, activation checkpoints, layer inputs in CPU memory.
 WAYS: dict[str, dict[str, Any]] = {
@@ -120,6 +120,9 @@ def peak_of(tokens: int, **options: Any) -> int:
     from tests.imagined.gpu import imagined_gpu
 
     held = Held()
+    # A build of torch for CPUs has no such kernel for a GPU, and would run it as eight operators.
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "CUDA")
     with imagined_gpu(), mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
         # The batch is real, because collating reads values; operators on it give fake tensors.
         batch = THDBatch.collate([{"input_ids": torch.zeros(tokens, dtype=torch.int64)}]).to("cuda")
@@ -170,9 +173,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'way':<30}{'GB held':>9}{'of plain':>10}{'predicted':>11}")
     for name, peak in peaks.items():
         share = peak / peaks["plain"]
-        print(
-            f"{name:<30}{peak / _GB:>9.2f}{share:>10.2f}{predicted(given.tokens, **WAYS[name]) / _GB:>11.2f}"
-        )
+        prediction = predicted(given.tokens, **WAYS[name])
+        print(f"{name:<30}{peak / _GB:>9.2f}{share:>10.2f}{prediction / _GB:>11.2f}")
+        away = abs(prediction / peak - 1.0)
+        less(f"{name}: memory, prediction from count", away, "apart", APART, precision="bf16")
         if name != "plain":
             what = f"{name}: memory of a step, 8 layers, 1 x {given.tokens:,} tokens, by count"
             less(what, share, "of plain", GOAL if "tiles, " in name else 1.0, precision="bf16")

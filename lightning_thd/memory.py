@@ -4,13 +4,16 @@ Between forward and backward pass a device holds what autograd saved of every la
 these tensors from the sizes in the config, for the layers of transformers with attention "thd" and for the
 losses of this package, and looks at the moments of a step at which memory can be highest. It runs nothing.
 
+A backward pass frees what a layer saved part by part, and needs most at one of three places: in the middle of
+the MLP, in the norm before it, whose gradient is written in fp32 operation by operation, or in attention.
+
 Legend: T slots of a pack on this device, H hidden size, Q = heads x head size, K = key heads x head size,
 I intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -312,8 +315,8 @@ class MemoryModel:
 
     def static_bytes(self, training: Training) -> int:
         """Return the bytes of weights and optimizer states, which stay between steps."""
-        static = _Step(self, training, 1).static()
-        return static.weights + static.optimizer
+        step = _Step(self, training, 1)
+        return step.weights() + step.static().optimizer
 
     def largest_capacity(self, room: int, training: Training, *, multiple: int = 128) -> int:
         """Return the largest capacity whose step fits ``room`` bytes, a multiple of ``multiple``; 0 if none.
@@ -364,14 +367,18 @@ class _Step:
         saved = [self.kept(layer) for layer in self.layers]
         others = sum(saved, Parts()).times(self.in_flight - 1)
         live = sum(saved, base + others)
-        yield "loss, at the end of the forward pass", live + self.final_norm() + self.loss()
+        casts = Parts(weights=self.cast_weights(range(len(self.layers))))
+        yield "loss, at the end of the forward pass", live + casts + self.final_norm() + self.loss()
+
         gradients = self.head_gradient()
+        in_layers = {layer: [*self.backward(layer)] for layer in self.layers}
         for index in reversed(range(len(self.layers))):
             layer = self.layers[index]
-            again = self.recomputed(layer) if self.training.checkpointing else Parts()
-            moment = live + Parts(gradients=gradients) + again + self.backward(layer)
-            yield f"backward pass of layer {index}", moment
             live = live + saved[index].times(-1)
+            there = range(index, index + 1) if self.training.checkpointing else range(index + 1)
+            around = live + Parts(gradients=gradients, weights=self.cast_weights(there))
+            for place, parts in in_layers[layer]:
+                yield f"backward pass of layer {index}, {place}", around + parts
             gradients += self.layer_gradient(layer)
         yield "backward pass of the embedding", live + Parts(gradients=gradients) + self.embedding_gradient()
         yield "update of the weights", self.update()
@@ -402,17 +409,14 @@ class _Step:
     def static(self) -> Parts:
         """Return weights, optimizer states and gradients that are there before a step, and the batch."""
         training, size, model = self.training, self.size, self.model
-        own, adapters = self.own_weights(), sum(map(self.adapters, self.layers))
-        trained = self.trained(own)
-        weights = own * size.weight + adapters * _FP32
+        adapters = sum(map(self.adapters, self.layers))
+        trained = self.trained(self.own_weights())
         gathered = 0
         if training.sharded:
             # FSDP2 gathers a layer while the one before it runs, and keeps what no layer holds.
             largest = max(map(model.layer_weights, self.layers)) // training.tensor
             ends = model.vocabulary * model.hidden * (1 if model.tied else 2) // training.tensor
             gathered = (2 * largest + ends) * size.gathered
-        elif size.copies:  # autocast keeps a bf16 copy of each weight until its forward pass ends
-            gathered = own * size.gathered
         state = (trained * size.weight + adapters * _FP32) * _STATES[training.optimizer]
         gradients = trained * size.weight + adapters * _FP32 if training.accumulates else 0
         table = 2 * model.head_dim * size.stream if model.style.rotary else 0
@@ -420,11 +424,26 @@ class _Step:
         batch = self.slots * (4 * _INDEX + table)
         shards = training.shards
         return Parts(
-            weights=weights // shards + gathered,
+            weights=self.weights() + gathered,
             optimizer=state // shards,
             gradients=gradients // shards,
             buffers=batch,
         )
+
+    def weights(self) -> int:
+        """Return the bytes of this device's weights, adapters included."""
+        adapters = sum(map(self.adapters, self.layers))
+        return (self.own_weights() * self.size.weight + adapters * _FP32) // self.training.shards
+
+    def cast_weights(self, layers: Iterable[int]) -> int:
+        """Return the bytes of the copies in bf16 that autocast made of the weights of some layers.
+
+        It keeps them until its forward pass ends, and the backward pass of a product needs them, too.
+        """
+        if not self.size.copies:
+            return 0
+        weights = sum(self.model.layer_weights(self.layers[index]) for index in layers)
+        return weights // self.training.tensor * self.size.gathered
 
     def layer_gradient(self, layer: _Layer) -> int:
         """Return the bytes of a layer's gradients, which appear in its backward pass."""
@@ -477,16 +496,10 @@ class _Step:
             return self.saved(layer, tiled=self.training.mlp_tile is not None)
         return Parts(inputs=0 if self.training.offload else stream)
 
-    def recomputed(self, layer: _Layer) -> Parts:
-        """Return what a checkpointed layer holds when its backward pass begins."""
-        stream = self.per_slot(self.model.hidden * self.size.stream)
-        # The input came back from CPU memory, and the one of the layer before is on its way.
-        returned = Parts(inputs=2 * stream if self.training.offload else 0)
-        return self.saved(layer, tiled=self.training.mlp_tile is not None) + returned
-
     def saved(self, layer: _Layer, *, tiled: bool) -> Parts:
         """Return what autograd saves in a layer."""
-        return self.saved_attention() + self.saved_mlp(layer, tiled=tiled) + self.saved_norms()
+        norms = self.first_norm() + self.norm_before_mlp() + self.norms_of_outputs()
+        return self.saved_attention() + self.saved_mlp(layer, tiled=tiled) + norms
 
     def norm(self, width: int, *, bytes_in: int) -> tuple[int, int]:
         """Return bytes a slot of the input that a norm saves, and of what else it saves."""
@@ -497,17 +510,30 @@ class _Step:
         # The squares and the product save the input in fp32: the input itself, or a copy.
         return width * _FP32, normalised
 
-    def saved_norms(self) -> Parts:
-        """Return what the norms of a layer save."""
-        style, hidden = self.model.style, self.model.hidden
-        held, extra = self.norm(hidden, bytes_in=self.size.stream)
-        if style.fused_norm or self.size.stream == _FP32:
-            # The saved input is the residual stream; norms behind a block save the block's output.
-            inputs = held if style.parallel else 2 * held
-            norms = (style.norms - 2) * held + style.norms * extra
-        else:
-            inputs, norms = 0, style.norms * (held + extra)
-        return Parts(inputs=self.per_slot(inputs), norms=self.per_slot(norms))
+    def reads_the_stream(self) -> bool:
+        """Return whether a norm saves the residual stream itself, and no copy of it in fp32."""
+        return self.model.style.fused_norm or self.size.stream == _FP32
+
+    def saved_norm(self, *, of_stream: bool) -> Parts:
+        """Return what a norm of the width H saves, of the residual stream or of another tensor."""
+        held, extra = self.norm(self.model.hidden, bytes_in=self.size.stream)
+        if of_stream and self.reads_the_stream():
+            return Parts(inputs=self.per_slot(held), norms=self.per_slot(extra))
+        return Parts(norms=self.per_slot(held + extra))
+
+    def first_norm(self) -> Parts:
+        """Return what the norm before attention saves."""
+        return self.saved_norm(of_stream=True)
+
+    def norm_before_mlp(self) -> Parts:
+        """Return what the norm before the MLP saves."""
+        parts = self.saved_norm(of_stream=True)
+        # A parallel layer has one input, which the norm before attention counts.
+        return replace(parts, inputs=0) if self.model.style.parallel else parts
+
+    def norms_of_outputs(self) -> Parts:
+        """Return what the norms behind attention and MLP save, in families that have them."""
+        return self.saved_norm(of_stream=False).times(self.model.style.norms - 2)
 
     def casts(self, width: int, products: int, *, adapted: bool) -> float:
         """Return the bytes a slot that ``products`` of one input save of this input, ``width`` wide."""
@@ -584,23 +610,140 @@ class _Step:
 
     # -- for a moment
 
-    def backward(self, layer: _Layer) -> Parts:
-        """Return what the backward pass of a layer needs beyond what was saved."""
-        model, size, tensor = self.model, self.size, self.training.tensor
+    def backward(self, layer: _Layer) -> Iterator[tuple[str, Parts]]:
+        """Yield the places of a layer's backward pass at which it can need most, and the bytes at each."""
+        model, size, training = self.model, self.size, self.training
+        saved = self.saved(layer, tiled=training.mlp_tile is not None)
+        around = self.at_hand() + Parts(buffers=self.stream())  # the gradient of the layer's output
+
+        mlp = self.in_mlp(layer)
+        if model.style.norms > 2:  # the norm behind the MLP comes first, with all that was saved
+            mlp = max(mlp, self.in_norm(model.hidden), key=lambda parts: parts.total)
+        done = model.hidden * layer.inner
+        yield "MLP", around + saved + mlp + Parts(gradients=self.gradient_of(layer, done))
+
+        norm = self.norm_before_mlp()
+        _, extra = self.norm(model.hidden, bytes_in=size.stream)
+        saved = saved + self.saved_mlp(layer, tiled=training.mlp_tile is not None).times(-1)
+        if model.style.norms > 2:
+            saved = saved + self.saved_norm(of_stream=False).times(-1)
+        done = self.mlp_weights(layer)
+        in_norm = self.in_norm(model.hidden) + Parts(norms=-self.per_slot(extra))
+        yield "norm before the MLP", around + saved + in_norm + Parts(gradients=self.gradient_of(layer, done))
+
+        saved = saved + norm.times(-1)
+        done += model.hidden * model.queries
+        in_attention = self.in_attention()
+        yield "attention", around + saved + in_attention + Parts(gradients=self.gradient_of(layer, done))
+
+        if model.style.head_norms:
+            done += 2 * model.hidden * model.keys
+            parts = around + self.first_norm() + self.in_head_norms()
+            yield "norm of the queries", parts + Parts(gradients=self.gradient_of(layer, done))
+
+    def stream(self) -> int:
+        """Return the bytes of the residual stream, or of a gradient of it."""
+        return self.per_slot(self.model.hidden * self.size.stream)
+
+    def at_hand(self) -> Parts:
+        """Return the bytes of the input from which a checkpointed layer is computed again."""
+        if not self.training.checkpointing:
+            return Parts()
+        # The first norm counts an input that it saves itself.
+        inputs = 0 if self.reads_the_stream() else self.stream()
+        if self.training.offload:
+            inputs += self.stream()  # the one of the layer before is on its way from CPU memory
+        return Parts(inputs=inputs)
+
+    def gradient_of(self, layer: _Layer, weights: int) -> int:
+        """Return the bytes of the gradients of so many of a layer's weights while its backward pass runs."""
+        training, size = self.training, self.size
+        if training.sharded:  # FSDP2 reduces the gradients of a layer when all of them are there
+            return self.trained(self.model.layer_weights(layer)) // training.tensor * size.gathered
+        return 0 if training.accumulates else self.trained(weights) // training.tensor * size.weight
+
+    def mlp_weights(self, layer: _Layer) -> int:
+        """Return the number of weights of a layer's MLP or experts."""
+        inner = (layer.experts or 1) * layer.inner + layer.shared
+        return (3 if self.model.style.gated else 2) * self.model.hidden * inner
+
+    def in_mlp(self, layer: _Layer) -> Parts:
+        """Return what the backward pass of an MLP needs beyond what was saved, where it needs most."""
         tile = self.training.mlp_tile
-        share = 1.0 if tile is None else min(1.0, tile / self.slots)
-        width = layer.inner if not layer.experts else layer.inner * layer.top_k + layer.shared
-        inner = width * size.product * (2 if model.style.gated else 1) / tensor
-        if tile is not None:
-            inner = inner * share + self.mlp_values(layer)[1] / tensor * share
-        stream = 2 * model.hidden * size.stream
-        # FSDP2 reduces the gradients of a layer when all of them are there.
-        whole = (
-            self.trained(model.layer_weights(layer)) // tensor * size.gathered if self.training.sharded else 0
-        )
+        product = self.size.product
+        inside = self.mlp_gradients(layer) / self.training.tensor
+        cast = 0
+        if self.size.copies:  # autocast casts the gradient of the output for the last product
+            cast = self.model.hidden * product
+        elif (
+            self.adapts_in_fp32()
+        ):  # that of the adapter's output is cast and scaled, and that of the base cast
+            cast = self.model.hidden * (_FP32 + product)
+        if tile is None:
+            return Parts(buffers=self.per_slot(inside + cast))
+
+        # One tile is run again. Behind it are the gradients of the inputs of all tiles, which become one.
+        share = min(1.0, tile / self.slots)
+        inside += self.mlp_values(layer)[1] / self.training.tensor
+        in_a_tile = self.per_slot((inside + cast) * share)
+        return Parts(buffers=self.stream() + max(in_a_tile, self.stream()))
+
+    def adapts_in_fp32(self) -> bool:
+        """Return whether PEFT's adapters, which are in fp32, cast what they read and what they return."""
+        return self.training.lora_rank is not None and self.size.stream != _FP32
+
+    def mlp_gradients(self, layer: _Layer) -> float:
+        """Return the bytes a slot of gradients inside an MLP, where they are most beyond what was saved.
+
+        The last product makes a gradient of the intermediate size. With the gradients of what was multiplied,
+        there are three when the saved product is freed. So a gated MLP needs two more than was saved.
+        """
+        model, product = self.model, self.size.product
+        lean = self.training.lora_rank is not None
+        several = 2 if model.style.gated or model.composed else 1
+        if not layer.experts:
+            inner = several * product
+            if self.adapts_in_fp32() and self.training.lora_targets == "all":
+                # The gradient of the base product, and in fp32 that of the adapter's input.
+                inner = product + _FP32
+                if self.training.device == "cpu":
+                    # More is there when the output of an adapter was added, before the last product has saved
+                    # anything: it, the sum, and a copy in fp32 of the base product, which a GPU needs not.
+                    inner = 2 * _FP32
+            return layer.inner * inner
+
+        # Outputs of experts are multiplied by the router's weights: one gradient comes, two go. The outputs
+        # are freed before the gradients inside.
+        outputs = layer.top_k * model.hidden * product
+        inside = layer.top_k * layer.inner * several * product - (0 if lean else outputs)
+        return max(3 * outputs, inside) + layer.shared * several * product
+
+    def in_norm(self, width: int) -> Parts:
+        """Return what the backward pass of a norm needs beyond its input.
+
+        Written operation by operation in fp32, it holds five tensors: the gradient by the product, that of
+        the mean, and of the square its power, twice that, and the gradient.
+        """
+        if self.model.style.fused_norm:
+            return Parts(buffers=self.per_slot(width * self.size.stream))
+        return Parts(buffers=self.per_slot(5 * width * _FP32))
+
+    def in_attention(self) -> Parts:
+        """Return the gradients of attention's output, queries, keys and values."""
+        model, training = self.model, self.training
+        own = 2 * model.queries + 2 * model.keys
         # Context-parallel ranks send back the gradients of the keys and values of others.
-        others = 2 * model.keys * size.product * (self.training.context - 1) / tensor
-        return Parts(buffers=self.per_slot(inner + stream + others), gradients=whole)
+        others = 2 * model.keys * (training.context - 1)
+        return Parts(buffers=self.per_slot((own + others) * self.size.product / training.tensor))
+
+    def in_head_norms(self) -> Parts:
+        """Return what the norm of the queries needs, when keys and values are done."""
+        model, size, tensor = self.model, self.size, self.training.tensor
+        held, _ = self.norm(model.queries, bytes_in=size.product)
+        inputs = self.casts(model.hidden, 3, adapted=True)
+        # The products of keys and values have left one gradient of their common input.
+        buffers = self.in_norm(model.queries).buffers // tensor + self.per_slot(model.hidden * size.stream)
+        return Parts(attention=self.per_slot(inputs + held / tensor), buffers=buffers)
 
     def loss(self) -> Parts:
         """Return what the fused loss holds: gradients of the head's operands, and its tiles."""
@@ -609,6 +752,8 @@ class _Step:
         budget, fewest = (64 * 2**20, 256) if training.device == "cpu" else (512 * 2**20, 2048)
         rows = min(self.slots, max(fewest, budget // (columns * _FP32) // 64 * 64))
         tiles = rows * columns * _FP32
+        # The tile's hidden states are copied, with zeros in rows without a target: one a sequence at least.
+        tiles += rows * model.hidden * size.product
         if training.device == "cpu":
             # A scratch tile, and one that oneDNN returns; CPUs without bf16 products cast their inputs.
             wide = min(columns, max(2048, 16 * 2**20 // (2 * _FP32) // rows))

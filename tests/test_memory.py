@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.memory import MemoryModel, Training
 from lightning_thd.models import prepare
 from tests.allocations import peak_of
+from tests.imagined.support import needs_imagination
+from tests.scripts import run_python
 
 SIZES = {
     "hidden_size": 64,
@@ -73,6 +77,17 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 UNGATED = {"num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
 UNDROPPED = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+MIXED = replace(FP32, precision="bf16-mixed")
+# MLPs of the usual width, and heads in groups.
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+
+
+def checkpointed(config: str, training: Training, *, tile: int | None = None, **sizes: Any) -> Case:
+    """Return a case of a wide model with activation checkpoints."""
+    training = replace(training, checkpointing=True, mlp_tile=tile)
+    return Case(config=config, sizes={**WIDE, **sizes}, training=training, slots=2048)
+
+
 CASES: dict[str, Case] = {
     "llama": Case(config="LlamaConfig", training=FP32),
     "llama, checkpoints": Case(config="LlamaConfig", training=replace(FP32, checkpointing=True)),
@@ -114,6 +129,19 @@ CASES: dict[str, Case] = {
     "qwen3_moe, checkpoints": Case(
         config="Qwen3MoeConfig", sizes=QWEN_EXPERTS, training=replace(FP32, checkpointing=True)
     ),
+    "wide llama, checkpoints": checkpointed("LlamaConfig", FP32),
+    "wide llama, bf16, checkpoints": checkpointed("LlamaConfig", BF16),
+    "wide llama, bf16, checkpoints and tiles": checkpointed("LlamaConfig", BF16, tile=256),
+    "wide llama, autocast, checkpoints": checkpointed("LlamaConfig", MIXED),
+    "wide llama, autocast, checkpoints and tiles": checkpointed("LlamaConfig", MIXED, tile=256),
+    "wide llama, LoRA in bf16, checkpoints": checkpointed("LlamaConfig", replace(BF16, lora_rank=4)),
+    "wide llama, SGD, checkpoints": checkpointed("LlamaConfig", replace(FP32, optimizer="sgd")),
+    "wide qwen3, bf16, checkpoints and tiles": checkpointed("Qwen3Config", BF16, tile=256),
+    "wide gemma2, bf16, checkpoints": checkpointed("Gemma2Config", BF16),
+    "wide gpt_neox, bf16, checkpoints": checkpointed("GPTNeoXConfig", BF16, **UNGATED),
+    "wide gpt2, bf16, checkpoints": checkpointed("GPT2Config", BF16, **UNGATED, **UNDROPPED, n_inner=1024),
+    "wide mixtral, checkpoints": checkpointed("MixtralConfig", FP32, **EXPERTS),
+    "wide qwen3_moe, checkpoints": checkpointed("Qwen3MoeConfig", FP32, **QWEN_EXPERTS),
 }
 
 
@@ -155,6 +183,11 @@ FIRST = (
     "gemma2",
     "gpt_neox",
     "mixtral",
+    "wide llama, bf16, checkpoints",
+    "wide llama, bf16, checkpoints and tiles",
+    "wide llama, autocast, checkpoints",
+    "wide llama, LoRA in bf16, checkpoints",
+    "wide gemma2, bf16, checkpoints",
 )
 
 
@@ -170,6 +203,17 @@ def test_a_step_holds_what_was_predicted(name: str) -> None:
     before = model.static_bytes(case.training)
     predicted = model.peak(case.slots, case.training) - before
     assert predicted == pytest.approx(measured, rel=0.1), moments
+
+
+@pytest.mark.slow
+@needs_imagination
+def test_a_step_on_an_imagined_gpu_holds_what_was_predicted(tmp_path: Path) -> None:
+    """A row of ``benchmarks.long_context`` has GB held, the share of a plain step, and predicted GB."""
+    said = run_python("-m", "benchmarks.long_context", "--rounds", "0", cwd=tmp_path, timeout_s=600)
+    rows = re.findall(r"^(.+?) +([\d.]+) +[\d.]+ +([\d.]+)$", said, re.MULTILINE)
+    assert len(rows) == 5, said
+    for name, counted, predicted in rows:
+        assert float(predicted) == pytest.approx(float(counted), rel=0.1), name
 
 
 FAMILIES_OF_CASES = sorted({case.config for case in CASES.values()})
@@ -201,8 +245,9 @@ def test_the_parts_of_llama_8b_by_hand() -> None:
     keys = 8 * 128
     saved = 2 * (hidden + 2 * hidden + 2 * keys) + 4 * 32  # input, q, out, k, v; log-sum-exp of 32 heads
     assert parts.attention == 32 * slots * saved
-    # a tile of 2,048 rows of logits, and gradients of the head's weight and input
-    assert parts.loss == 4 * 2048 * vocabulary + 4 * vocabulary * hidden + 2 * slots * hidden
+    # a tile of 2,048 rows of logits and of hidden states, and gradients of the head's weight and input
+    tile = 2048 * (4 * vocabulary + 2 * hidden)
+    assert parts.loss == tile + 4 * vocabulary * hidden + 2 * slots * hidden
 
 
 def test_the_largest_capacity_fits_and_the_next_does_not() -> None:
