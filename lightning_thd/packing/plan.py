@@ -110,9 +110,7 @@ class StepPlan:
     # int64 ``[dp * num_microbatches + 1]``, where each microbatch begins in ``spans``. Entry
     # ``r * num_microbatches + j`` is that of microbatch ``j`` of rank ``r``. A microbatch may be empty.
     offsets: IntArray
-    # float64 ``[dp, num_microbatches]``, the work of each microbatch in the unit of the planner's ``Cost``
-    work: npt.NDArray[np.float64]
-    span_work: npt.NDArray[np.float64]  # float64 ``[S]``, the work of each piece, including its images
+    measure: Callable[[], FloatArray]  # computes ``span_work``, for which training does not ask
     patches: IntArray  # int64 ``[S]``, the image patches of each piece
     real_tokens: int  # tokens of all pieces
     sequences: int  # sequences whose first piece is in the step
@@ -124,14 +122,12 @@ class StepPlan:
         place: tuple[int, int, int],  # epoch, step and data-parallel ranks
         spans: Spans,
         offsets: IntArray,
-        span_work: FloatArray,
+        measure: Callable[[], FloatArray],
         patches: IntArray,
         weigh: Weigh | None,
     ) -> StepPlan:
-        """Build the plan of a step from its pieces and their work."""
+        """Build the plan of a step from its pieces; ``measure`` computes their work, if it is asked for."""
         epoch, step, dp = place
-        # Differences of running sums, because np.add.reduceat gives an empty microbatch its neighbour's work.
-        sums = np.concatenate([[0.0], np.cumsum(span_work)])
         return cls(
             epoch=epoch,
             step=step,
@@ -139,13 +135,24 @@ class StepPlan:
             num_microbatches=(len(offsets) - 1) // dp,
             spans=spans,
             offsets=offsets,
-            work=np.diff(sums[offsets]).reshape(dp, -1),
-            span_work=span_work,
+            measure=measure,
             real_tokens=int(spans.lengths.sum()),
             sequences=int((spans.start == 0).sum()),
             patches=patches,
             weigh=weigh,
         )
+
+    @cached_property
+    def span_work(self) -> FloatArray:
+        """Return the work of each piece, including its images, float64 ``[S]``."""
+        return self.measure()
+
+    @cached_property
+    def work(self) -> FloatArray:
+        """Return the work of each microbatch in the unit of the planner's ``Cost``, float64 ``[dp, M]``."""
+        # Differences of running sums, because np.add.reduceat gives an empty microbatch its neighbour's work.
+        sums = np.concatenate([[0.0], np.cumsum(self.span_work)])
+        return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
     @cached_property
     def weights(self) -> FloatArray | None:

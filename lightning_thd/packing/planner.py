@@ -396,7 +396,8 @@ class PackPlanner(Resumable):
     def _make_plan(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
         media = self.entries.media
         patches = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
-        return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), patches, self.weigh)
+        work = partial(self._work, spans)
+        return StepPlan.of((epoch, k, dp), spans, offsets, work, patches, self.weigh)
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
         if type(dp) is not int or dp != 1:  # 1 is the usual case, and needs no check

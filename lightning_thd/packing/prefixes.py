@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -305,4 +306,4 @@ class PrefixPlanner(PackPlanner):
             stop=self._row_lengths[rows],
             continued=np.zeros(len(rows), np.bool_),
         )
-        return StepPlan.of(place, spans, before[offsets], work, zeros, self.weigh)
+        return StepPlan.of(place, spans, before[offsets], partial(np.asarray, work), zeros, self.weigh)

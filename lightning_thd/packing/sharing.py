@@ -8,7 +8,7 @@ divides. The largest degree may change only with ``Sequences(n)``, if all sequen
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,18 @@ __all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 class SharedStepPlan(StepPlan):
     """One optimizer step in which each microbatch has its own degree.
 
-    The ranks of a group share one pack, and ``spans`` repeats its spans for each rank. ``work`` is the work
-    of one rank, including its exchange of keys.
+    The ranks of a group share one pack, and ``spans`` repeats its spans for each rank.
     """
 
     # int64 ``[dp, num_microbatches]``, the number of ranks that share the microbatch. A group of c ranks
     # begins at a multiple of c.
     degrees: IntArray
+    load: FloatArray  # float64 ``[dp, num_microbatches]``, the work of one rank, exchanges included
+
+    @cached_property
+    def work(self) -> FloatArray:
+        """Return the work of one rank in each microbatch, including its exchange of keys."""
+        return self.load
 
     @cached_property
     def weights(self) -> FloatArray | None:
@@ -103,11 +108,10 @@ class SharedPlanner(PackPlanner):
             num_microbatches=bins.num_microbatches,
             spans=spans.take(bins.order[repeated]),
             offsets=offsets,
-            work=bins.load[group],
-            span_work=whole.span_work[repeated],
+            measure=partial(np.take, whole.span_work, repeated),
             patches=whole.patches[repeated],
         )
-        return SharedStepPlan(**values, degrees=bins.degree[group])
+        return SharedStepPlan(**values, degrees=bins.degree[group], load=bins.load[group])
 
 
 def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:
