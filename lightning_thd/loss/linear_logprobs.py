@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_thd._checks import instance
 from lightning_thd.flops.listen import projecting, reported
-from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad, scoring_head
-from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
+from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad
+from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.tiles.softmax import (
@@ -159,7 +159,7 @@ class _LinearLogprobs(torch.autograd.Function):
         operands = arguments[:3]
         targets, settings, entropy, mean, right = arguments[3:]
 
-        head = scoring_head(operands, targets, settings)
+        head = Head.of(operands, targets, settings)
         exact = None
 
         with without_autocast(head.hidden.device):
@@ -202,7 +202,7 @@ class _LinearLogprobs(torch.autograd.Function):
         refuse_double_grad("fused_linear_logprobs")
         *operands, targets, lse, entropy, exact = ctx.saved_tensors
         group = ctx.settings.tp_group
-        head = scoring_head(tuple(operands), targets, ctx.settings)
+        head = Head.of(tuple(operands), targets, ctx.settings)
         row_gradients = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
 
         with without_autocast(head.hidden.device):

@@ -21,7 +21,7 @@ from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import RUN
 from lightning_thd.flops.listen import LISTENERS, projecting, reported
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
+from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
@@ -211,7 +211,7 @@ def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
 
     chunk = max(1, min(hidden.shape[0], chunk))
 
-    head = scoring_head(saved[:3], targets, settings, chunk)
+    head = Head.of(saved[:3], targets, settings, chunk=chunk)
     with without_autocast(hidden.device):
         result: tuple[Tensor, HeadGradients] = ctx.job(head, targets, weights, ctx.needs_input_grad[:3])
     return result

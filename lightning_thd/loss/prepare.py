@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_thd._checks import shaped, whole_number
 from lightning_thd._static import RUN
 from lightning_thd.batch.upload import version
-from lightning_thd.loss.tiles.budget import tile_shape
-from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
+from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
 
 # Shapes: T slots, R rows (selected slots, of which some may not count), H hidden size, V vocabulary.
@@ -63,19 +62,6 @@ class Prepared:
         if self.kept is not None:  # index_add, because ``kept`` may repeat an index, with zeros in ``values``
             values = values.new_zeros(self.shape.numel(), *rest).index_add(0, self.kept, values)
         return values.view(*self.shape, *rest)
-
-
-def scoring_head(operands: Operands, targets: Tensor, settings: Settings, chunk: int | None = None) -> Head:
-    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides the settings."""
-    hidden = operands[0]
-    tile = tile_shape(
-        hidden.shape[0],
-        settings.columns,
-        device=hidden.device,
-        itemsize=settings.accumulator.itemsize,
-        chunk=chunk or settings.chunk,
-    )
-    return Head(operands, targets, settings, tile)
 
 
 def prepare(args: LossArgs) -> Prepared:

@@ -31,7 +31,7 @@ from lightning_thd.loss import (
 from lightning_thd.loss.linear_logprobs import linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import LossArgs
-from lightning_thd.loss.tiles import budget
+from lightning_thd.loss.tiles import logits
 from lightning_thd.loss.tiles.nll import Penalties
 from tests.loss.oracles import Case, Largest, relative, wide
 from tests.ranks import RankError, run_ranks
@@ -136,9 +136,9 @@ def check_logprobs(case: Case, *, use: tuple[int, ...] = (0, 1, 2), chunk: Any =
 )
 def test_any_shape_and_tile(chunk: Any, widest: int, **settings: Any) -> None:
     """Shapes that no tile divides, and tiles of any number of rows and columns, change nothing."""
-    tile_bytes = 7 * 5 * 16 if widest == 7 else budget.CPU_BYTES
-    columns = mock.patch.object(budget, "_CPU_COLUMNS", widest)
-    with columns, mock.patch.object(budget, "CPU_BYTES", tile_bytes):
+    tile_bytes = 7 * 5 * 16 if widest == 7 else logits._CPU_BYTES
+    columns = mock.patch.object(logits, "_CPU_COLUMNS", widest)
+    with columns, mock.patch.object(logits, "_CPU_BYTES", tile_bytes):
         check_logprobs(Case(**settings, bias=True), chunk=chunk)
 
 
