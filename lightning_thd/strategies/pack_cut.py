@@ -95,7 +95,7 @@ class PackCut:
         """Cut a step with a planned number of ranks for each microbatch; leave evaluation's packs whole."""
         assert self._axes.degree_groups is not None
         if isinstance(moved, SharedStep):
-            return cut_step(moved, self._axes.degree_groups, self._traffic, **self._options)
+            return cut_step(moved, self._axes.degree_groups, traffic=self._traffic, **self._options)
 
         module = self._strategy.lightning_module
         trains = module is None or module.trainer.training

@@ -53,9 +53,15 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(
-    step: SharedStep, groups: Mapping[int, dist.ProcessGroup], traffic: Traffic, **options: Any
+    step: SharedStep,
+    groups: Mapping[int, dist.ProcessGroup],
+    *,
+    traffic: Traffic | None = None,  # counts what layers receive; None counts those of this step
+    **options: Any,
 ) -> THDStep:
     """Cut every microbatch of a step to this rank's part, which with degree 1 is the whole pack."""
+    if traffic is None:
+        traffic = Traffic()
     parts = []
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
         if degree > 1 and degree not in groups:
