@@ -341,20 +341,21 @@ def info_nce(
 
     check_batch(batch)
     note_mean_of_sequences(batch)
-    noted_step = batch.step
-    step, place = (None, 0) if noted_step is None else noted_step
-    microbatches = (batch,) if step is None else step.microbatches
-    encoder = _encoder(model, pooling, len(microbatches), group)
-    if step is None or len(microbatches) == 1:
-        layout = _layout_of([batch], group)
-        table = _gathered([encoder.run(batch)], layout)
-        return _share(table, layout, 0, similarity)
+    step_and_place = batch.step
+    if step_and_place is None or len(step_and_place[0].microbatches) == 1:
+        encoder = _encoder(model, pooling, 1, group)
+        plan = _plan_table([batch], group)
+        table = _gathered([encoder.run(batch)], plan)
+        return _share(table, plan, 0, similarity)
 
+    step, place = step_and_place
+    encoder = _encoder(model, pooling, len(step.microbatches), group)
     passes: _Passes = step.kept.setdefault(_Passes, _Passes())
     key = passes.key_of(encoder, place, (similarity, id(group), torch.is_grad_enabled()))
     if place == 0:
-        moved = [batch, *(other.to(unnoted(batch).input_ids.device) for other in microbatches[1:])]
-        passes.caches[key] = _first_pass(encoder, moved, similarity, group)
+        device = unnoted(batch).input_ids.device
+        others = [microbatch.to(device) for microbatch in step.microbatches[1:]]
+        passes.caches[key] = _first_pass(encoder, [batch, *others], similarity, group)
     elif key not in passes.caches:
         raise _another_call(place)
     return passes.caches[key].value(encoder, batch, place)
@@ -410,6 +411,7 @@ class _Passes:
 
 
 def _another_call(place: int) -> ValueError:
+    """Return the error for a microbatch whose step had no first pass by the same call."""
     return ValueError(
         f"info_nce got microbatch {place} of a step, but not its first one with the same model and options. "
         "Run all microbatches of a step in order, with the same arguments. A function may hold no option "
@@ -429,7 +431,7 @@ def _refuse_tensor_parallel(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
+class _TablePlan:
     """Where the queries and documents of a step are in the gathered table of embeddings."""
 
     places: list[Places]  # queries, documents and pairs of each microbatch of this rank
@@ -450,7 +452,7 @@ class _Layout:
         return pairs
 
 
-def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
+def _plan_table(batches: Sequence[THDBatch], group: Any) -> _TablePlan:
     """Exchange the numbers of queries and documents; all ranks raise if a batch of one is not whole."""
     fault: ValueError | None = None
     places: list[Places] = []
@@ -489,7 +491,7 @@ def _layout_of(batches: Sequence[THDBatch], group: Any) -> _Layout:
         query_rows.append(start + np.arange(num_queries))
         document_rows.append(start + num_queries + np.arange(num_documents))
 
-    return _Layout(
+    return _TablePlan(
         places=places,
         group=group if group is not None or ranks == 1 else dist.group.WORLD,
         slots=slots,
@@ -511,11 +513,11 @@ def _places(batch: THDBatch) -> Places:
     return places_of(batch.roles or ())
 
 
-def _gathered(embeddings: Sequence[Tensor], layout: _Layout) -> Tensor:
+def _gathered(embeddings: Sequence[Tensor], plan: _TablePlan) -> Tensor:
     """Return a table with the embeddings of all microbatches and ranks, differentiable."""
     queries = []
     documents = []
-    for rows, places in zip(embeddings, layout.places, strict=True):
+    for rows, places in zip(embeddings, plan.places, strict=True):
         num_sequences = len(places.queries) + len(places.documents)
         if rows.ndim != 2 or len(rows) != num_sequences or not rows.is_floating_point():
             raise ValueError(
@@ -527,28 +529,28 @@ def _gathered(embeddings: Sequence[Tensor], layout: _Layout) -> Tensor:
         documents.append(rows.index_select(0, uploaded(places.documents, rows.device)))
 
     table = torch.cat([*queries, *documents])
-    if layout.ranks == 1:
+    if plan.ranks == 1:
         return table
-    padded = F.pad(table, (0, 0, 0, layout.slots - len(table)))
-    return all_gather_rows(padded, layout.group)
+    padded = F.pad(table, (0, 0, 0, plan.slots - len(table)))
+    return all_gather_rows(padded, plan.group)
 
 
-def _share(table: Tensor, layout: _Layout, place: int, similarity: Similarity) -> Tensor:
+def _share(table: Tensor, plan: _TablePlan, place: int, similarity: Similarity) -> Tensor:
     """Return a microbatch's share of the loss, whose mean over microbatches and ranks is the step's loss."""
-    pairs = layout.pairs(place)
+    pairs = plan.pairs(place)
     if not len(pairs):
         return table[:0].sum()  # 0, with a gradient, so that this rank takes part in the backward exchange
 
-    queries = table.index_select(0, uploaded(layout.queries, table.device))
-    documents = table.index_select(0, uploaded(layout.documents, table.device))
+    queries = table.index_select(0, uploaded(plan.queries, table.device))
+    documents = table.index_select(0, uploaded(plan.documents, table.device))
     losses = _losses_of_pairs(queries, documents, pairs, similarity)
     # A query's loss is the mean over its positives.
     positives = np.bincount(pairs[:, 0])[pairs[:, 0]]
     total: Tensor = (losses / uploaded(positives, table.device)).sum()
     if torch.is_grad_enabled():
-        total = total * (layout.ranks * len(layout.places) / len(layout.queries))
+        total = total * (plan.ranks * len(plan.places) / len(plan.queries))
     else:
-        total = total / len(layout.places[place].queries)
+        total = total / len(plan.places[place].queries)
     return total
 
 
@@ -593,10 +595,14 @@ def _require_equal(again: Tensor, first: Tensor, place: int) -> None:
     kind = again.dtype
     if has_autocast(again.device):
         kind = torch.get_autocast_dtype(again.device.type)
+
     # Rounding errors add up over layers, and both passes may use other kernels.
     bound = torch.finfo(kind).eps ** 0.5
-    largest = first.abs().amax() if first.numel() else first.new_zeros(())
+    largest = first.new_zeros(())
+    if first.numel():
+        largest = first.abs().amax()
     same = ((again - first).abs() <= bound * largest).all()
+
     if same.device.type != "cpu":  # a read would wait for the device
         torch.ops.aten._assert_async.msg(same, str(_another_call(place)))
     elif not same:
@@ -625,7 +631,7 @@ class _RandomState(NamedTuple):
 
 def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Similarity, group: Any) -> _Cache:
     """Embed all microbatches of a step, and compute the gradients of its loss with respect to embeddings."""
-    layout = _layout_of(batches, group)
+    plan = _plan_table(batches, group)
     states: list[_RandomState] = []
     leaves: list[Tensor] = []
     with torch.no_grad(), trial_runs():  # the second pass is the one that counts
@@ -636,17 +642,17 @@ def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Simi
     values: list[Tensor] = []
     compared = leaves if encoder.key is None else []
     if not torch.is_grad_enabled():
-        table = _gathered(leaves, layout)
-        values = [_share(table, layout, place, similarity) for place in range(len(batches))]
+        table = _gathered(leaves, plan)
+        values = [_share(table, plan, place, similarity) for place in range(len(batches))]
         return _Cache(values=values, gradients=[], states=states, embeddings=compared)
 
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    gathered = _gathered(leaves, layout)
+    gathered = _gathered(leaves, plan)
     table = gathered.detach().requires_grad_()
     gradient = torch.zeros_like(table)
 
     for place in range(len(batches)):  # one by one: only one microbatch's similarities are in memory
-        value = _share(table, layout, place, similarity)
+        value = _share(table, plan, place, similarity)
         gradient += torch.autograd.grad(value, table)[0]
         values.append(value.detach())
 

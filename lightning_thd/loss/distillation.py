@@ -135,12 +135,14 @@ def _divergence_loss(
     if not torch.is_grad_enabled():  # autograd would still ask the forward pass for gradients
         hidden = hidden.detach()
         weight = weight.detach()
-        bias = None if bias is None else bias.detach()
+        if bias is not None:
+            bias = bias.detach()
 
     if settings.compute == torch.float16:  # no loss scale keeps these gradients above 0
         hidden = hidden.float()
         weight = weight.float()
-        bias = None if bias is None else bias.float()
+        if bias is not None:
+            bias = bias.float()
         settings = replace(settings, compute=torch.float32)
 
     def job(head: Head, targets: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
@@ -156,20 +158,22 @@ def _head_teacher(
     student: LossArgs, teacher: LossArgs, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
     """Check a teacher's head, and return a function that makes the ``Teacher`` for a student's ``Head``."""
-    hidden = teacher.hidden
     settings = prepared.settings
-    taught, _ = prepare_weighted(replace(teacher, tp_group=settings.tp_group), token_weights, mean=False)
+    teacher = replace(teacher, tp_group=settings.tp_group)
+    of_teacher, _ = prepare_weighted(teacher, token_weights, mean=False)
 
-    rows = taught.operands[1].shape[0]
-    wanted = prepared.operands[1].shape[0]
-    padded = student.logit_map.valid_vocab_size is not None and settings.tp_group is None
-    misfit = rows < settings.columns if padded else rows != wanted
-    if misfit or hidden.shape[:-1] != student.hidden.shape[:-1]:
+    vocabulary = prepared.operands[1].shape[0]
+    teacher_vocabulary = of_teacher.operands[1].shape[0]
+    if student.logit_map.valid_vocab_size is not None and settings.tp_group is None:
+        columns_fit = teacher_vocabulary >= settings.columns  # what is beyond them is padding
+    else:
+        columns_fit = teacher_vocabulary == vocabulary
+    if not columns_fit or teacher.hidden.shape[:-1] != student.hidden.shape[:-1]:
         raise ValueError(
-            f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows, but hidden is "
-            f"{list(student.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "
-            "Vocabularies that are padded differently need valid_vocab_size."
+            f"teacher_hidden is {list(teacher.hidden.shape)} and teacher_weight has {teacher_vocabulary} "
+            f"rows, but hidden is {list(student.hidden.shape)} and weight has {vocabulary} rows, wanted the "
+            "same tokens and V. Vocabularies that are padded differently need valid_vocab_size."
         )
 
-    matched = replace(taught.settings, columns=settings.columns, start=settings.start)
-    return lambda head: Teacher(Head(taught.operands, taught.targets, matched, head.tile))
+    matched = replace(of_teacher.settings, columns=settings.columns, start=settings.start)
+    return lambda head: Teacher(Head(of_teacher.operands, of_teacher.targets, matched, head.tile))

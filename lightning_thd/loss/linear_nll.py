@@ -104,6 +104,7 @@ def _weighted_nll(
     settings = prepared.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     tiled = settings.tp_group is None and settings.compute != torch.float16 and not settings.of_logits
+
     if wants_gradient and tiled:
         losses = None if see is None else torch.zeros_like(weights)
         job = partial(nll_and_gradients, penalties=penalties, seen=losses)
@@ -134,9 +135,9 @@ def prepare_weighted(
             )
         weightless = per_token.detach().reshape(targets.shape) == 0
         args = replace(args, targets=torch.where(weightless, args.ignore_index, targets))
-    elif not isinstance(token_weights, Tensor | None) and (
-        type(token_weights) is not float or not math.isfinite(token_weights)
-    ):
+    elif type(token_weights) is float and math.isfinite(token_weights):
+        pass  # the usual factor of a batch, for which a plain step calls no check
+    elif not isinstance(token_weights, Tensor | None):
         token_weights = real_number(token_weights, "token_weights")
 
     prepared = prepare(args)
@@ -203,12 +204,11 @@ def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
         fewest = 2048
 
     if settings.chunk == "auto":
-        kept_dtype = settings.compute if settings.native else settings.accumulator
+        stash_dtype = settings.compute if settings.native else settings.accumulator
         columns = max(1, weight.shape[0])  # with padding: ranks of ``tp_group`` must cut the same tiles
-        chunk = max(fewest, budget // (columns * kept_dtype.itemsize) // 64 * 64)  # a multiple of 64 rows
+        chunk = max(fewest, budget // (columns * stash_dtype.itemsize) // 64 * 64)  # a multiple of 64 rows
     else:
         chunk = settings.chunk
-
     chunk = max(1, min(hidden.shape[0], chunk))
 
     head = Head.of(saved[:3], targets, settings, chunk=chunk)

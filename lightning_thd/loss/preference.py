@@ -141,30 +141,42 @@ def dpo_loss(
 def _smoothed(z: Tensor, e: float) -> Tensor:
     """Return ``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``, the loss of a margin with label smoothing."""
     loss = -(1.0 - e) * logsigmoid(z)
-    return loss - e * logsigmoid(-z) if e else loss
+    if e:  # 0 times the infinite loss of an infinite margin would be NaN
+        loss = loss - e * logsigmoid(-z)
+    return loss
 
 
 def _robust(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    """Return the loss that is right on average, although a share ``e`` of the labels is wrong."""
     d = beta * (c - r)
-    right = -(1.0 - e) * logsigmoid(d)
-    return (right + e * logsigmoid(-d) if e else right) / (1.0 - 2.0 * e)
+    loss = -(1.0 - e) * logsigmoid(d)
+    if e:  # as in ``_smoothed``
+        loss = loss + e * logsigmoid(-d)
+    return loss / (1.0 - 2.0 * e)
 
 
 def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    """Return the divergence of the preferred response's distribution from the smoothed labels."""
     d = beta * (c - r)
     limit = torch.finfo(d.dtype).max / 2  # sigmoid is 0 or 1 there; 0 times infinity would be NaN
     d = d.clamp(-limit, limit)
-    likelier = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
-    return likelier + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
+
+    of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
+    of_rejected = (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
+    return of_chosen + of_rejected
 
 
 def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    """Return the blend of a logistic and an exponential loss that DiscoPOP found."""
     d = beta * (c - r)
     blend = (d / _DISCOPOP_TAU).sigmoid()
+    logistic = -logsigmoid(d) * (1.0 - blend)
     # The blend is a term of the exponent: e^-d can overflow, and a blend of 0 times infinity is NaN.
-    return -logsigmoid(d) * (1.0 - blend) + (logsigmoid(d / _DISCOPOP_TAU) - d).exp()
+    exponential = (logsigmoid(d / _DISCOPOP_TAU) - d).exp()
+    return logistic + exponential
 
 
+# The losses of pairs from c, r, beta and label smoothing, named as in ``dpo_loss``.
 _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     **dict.fromkeys(
         ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"), lambda c, r, beta, e: _smoothed(beta * (c - r), e)
@@ -210,10 +222,11 @@ def orpo_loss(
 def _log1mexp(x: Tensor) -> Tensor:
     """Return ``log(1 - e^x)`` for x below 0, exact at both ends (Maechler, 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)  # finite odds and no gradient for a certain response
-    near = x > -math.log(2.0)
-    inner = torch.where(near, x, -1.0)
-    outer = torch.where(near, -1.0, x)
-    return torch.where(near, (-torch.expm1(inner)).log(), torch.log1p(-outer.exp()))
+    near_zero = x > -math.log(2.0)
+    # Each form gets only its own x: where it is not taken, it could still send NaN into the gradient.
+    x_near = torch.where(near_zero, x, -1.0)
+    x_far = torch.where(near_zero, -1.0, x)
+    return torch.where(near_zero, (-torch.expm1(x_near)).log(), torch.log1p(-x_far.exp()))
 
 
 def simpo_loss(
@@ -307,11 +320,14 @@ def reward_pair_loss(
     number or ``[P]``, is that of arXiv:2307.09288, equation 2. ``centre`` is the factor of ``(chosen +
     rejected)^2``, arXiv:2312.09244, equation 2. Equal rewards give ``log 2``.
     """
-    _check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
-    if not isinstance(margin, Tensor):
+    rows = {"chosen": chosen, "rejected": rejected}
+    if isinstance(margin, Tensor):
+        rows["margin"] = margin
+    else:
         real_number(margin, "margin")
-
+    _check_rows(**rows)
     real_number(centre, "centre", least=0.0)
+
     chosen, rejected = _masked(weights, chosen, rejected)
     if isinstance(margin, Tensor):
         (margin,) = _masked(weights, margin)
@@ -323,15 +339,23 @@ def reward_pair_loss(
 
 
 def _check_smoothing(kind: str, value: float) -> None:
+    """Refuse a share of wrong labels that the formula of a kind of loss does not take."""
     real_number(value, "label_smoothing", least=0.0)
-    needed = kind == "exo_pair"
-    if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):
-        wanted = "below 0.5" if kind in _SMOOTH else f"0: only {', '.join(_SMOOTH)} have it"
-        wanted += ", and above 0, 1e-3 for example" if needed else ""
-        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted {wanted}.")
+    has_smoothing = kind in _SMOOTH
+    needs_smoothing = kind == "exo_pair"  # its formula has the logarithm of it
+    if value < 0.5 and (has_smoothing or not value) and (value or not needs_smoothing):
+        return
+
+    wanted = "below 0.5"
+    if not has_smoothing:
+        wanted = f"0: only {', '.join(_SMOOTH)} have it"
+    elif needs_smoothing:
+        wanted += ", and above 0, 1e-3 for example"
+    raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted {wanted}.")
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
+    """Return the mean of losses ``[P]``, weighted if there are weights, or their sum times ``scale``."""
     if weights is not None:
         _check_rows(losses=losses, weights=weights)
         losses = losses * weights.detach()
@@ -339,6 +363,7 @@ def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) 
         return losses.sum() * real_number(scale, "scale")
     if weights is None:
         return losses.sum() / max(1, losses.numel())
+
     total = weights.detach().sum()
     return losses.sum() / torch.where(total == 0, torch.ones_like(total), total)
 

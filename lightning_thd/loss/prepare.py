@@ -86,8 +86,12 @@ def prepare(args: LossArgs) -> Prepared:
     if args.chunk != "auto":
         whole_number(args.chunk, "chunk", least=1, advice='Pass the tokens of a tile, or "auto".')
 
-    ranks = 1 if group is None else dist.get_world_size(group)
-    start = 0 if group is None else dist.get_rank(group) * columns_of_rank
+    ranks = 1
+    start = 0
+    if group is not None:
+        ranks = dist.get_world_size(group)
+        start = dist.get_rank(group) * columns_of_rank
+
     valid_vocab_size = args.logit_map.valid_vocab_size
     vocabulary = columns_of_rank * ranks if valid_vocab_size is None else valid_vocab_size
     if vocabulary > columns_of_rank * ranks:
@@ -181,23 +185,25 @@ def rows_with_target(
 
     total = targets.numel()
     number = counts.sum()
-    kept = int(number) if at_most is None else min(at_most, total)
-    if at_most is not None:
-        message = f"more targets count than the {kept} that loss_tokens allows"
-        torch.ops.aten._assert_async.msg(number <= kept, message)
+    if at_most is None:
+        num_rows = int(number)
+        if num_rows == total:
+            return None, targets, None
+    else:
+        num_rows = min(at_most, total)
+        message = f"more targets count than the {num_rows} that loss_tokens allows"
+        torch.ops.aten._assert_async.msg(number <= num_rows, message)
 
-    if kept > (1.0 - _WORTH_SKIPPING) * total:
-        all_count = at_most is None and kept == total
-        return None, targets, None if all_count else counts
-
+    if num_rows > (1.0 - _WORTH_SKIPPING) * total:
+        return None, targets, counts
     if at_most is None:
         rows = counts.nonzero().squeeze(1)
         return rows, targets[rows], None
 
     # nonzero_static takes the number of results from the host; the rows after ``number`` repeat row 0.
-    rows = counts.nonzero_static(size=kept, fill_value=0).squeeze(1)
-    real = torch.arange(kept, device=targets.device) < number
-    return rows, torch.where(real, targets[rows], ignore_index), real
+    rows = counts.nonzero_static(size=num_rows, fill_value=0).squeeze(1)
+    has_target = torch.arange(num_rows, device=targets.device) < number
+    return rows, torch.where(has_target, targets[rows], ignore_index), has_target
 
 
 def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autocast: bool) -> None:
@@ -244,13 +250,14 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
     if targets.is_meta:
         return
 
-    right = targets == targets.clamp(0, vocabulary - 1)
+    valid = targets == targets.clamp(0, vocabulary - 1)
     if counts is not None:
-        right |= ~counts
+        valid |= ~counts
+
     if targets.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(right.all(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not getattr(RUN, "on", False) and not bool(right.all()):
-        index = int((~right).nonzero()[0])
+        torch.ops.aten._assert_async.msg(valid.all(), f"a target is outside the vocabulary of {vocabulary}")
+    elif not getattr(RUN, "on", False) and not bool(valid.all()):
+        index = int((~valid).nonzero()[0])
         raise ValueError(
             f"targets[{index}] is {int(targets[index])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "
             "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
@@ -337,8 +344,9 @@ def group_of_operands(
         return group
 
     names = weight.device_mesh.mesh_dim_names or ()
-    cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
-    if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
+    cut_axes = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
+    # Ranks of an axis with such a name hold the same tokens; those of FSDP2 do not.
+    if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut_axes[:1]):
         return placed
 
     raise ValueError(

@@ -100,7 +100,9 @@ class PackedRollouts:
         counts = (response & ~first).sum(1)
         shape = (mask.shape[0], mask.shape[1])
         rollouts = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)
-        return rollouts if input_ids.is_cpu else rollouts.to(input_ids.device)
+        if input_ids.is_cpu:
+            return rollouts
+        return rollouts.to(input_ids.device)
 
     def to(self, device: torch.device | str) -> PackedRollouts:
         """Move pack and index plan to a device; a move from the CPU reads nothing back."""

@@ -135,9 +135,9 @@ def _nll(
 
         tl.store(losses + i, 0.0)
     else:
-        there = y + tl.zeros([1], tl.int64)
-        x, _ = _logits(row, bias, there, columns, scale, cap, heat, CAP, BIAS)
-        at_target = tl.sum(x)
+        target_index = y + tl.zeros([1], tl.int64)
+        x, _ = _logits(row, bias, target_index, columns, scale, cap, heat, CAP, BIAS)
+        target_logit = tl.sum(x)
 
         # Sums start as tensors: a Python float that a loop changes does not compile.
         zero = tl.sum(tl.zeros([1], tl.float32))
@@ -148,12 +148,11 @@ def _nll(
         log_mass = tl.log(mass)
         lse = largest + log_mass
         # Subtracting the largest logit and log(sum) one by one is exact if the target is nearly certain.
-        loss = (1.0 - smoothing) * (log_mass - (at_target - largest)) + z_loss * lse * lse
+        loss = (1.0 - smoothing) * (log_mass - (target_logit - largest)) + z_loss * lse * lse
         if TOTAL:
             loss += smoothing * (lse - total / columns)
 
         tl.store(losses + i, w * loss)
-
         direct = w * (1.0 + 2.0 * z_loss * lse)
         target = w * (smoothing - 1.0)
         flat = -w * smoothing / columns
@@ -171,24 +170,24 @@ def _statistics(
     """Merge a tile into the statistics ``[5, rows]``: largest, mass, weighted, target and total."""
     i = tl.program_id(0)
     row = z + i.to(tl.int64) * stride
-    place = stats + i
-    target_index = tl.load(targets + i) - start
-    if (target_index >= 0) & (target_index < columns):
-        there = target_index + tl.zeros([1], tl.int64)
-        x, _ = _logits(row, bias, there, columns, scale, cap, heat, CAP, BIAS)
-        tl.store(place + 3 * rows, tl.sum(x))
+    stat = stats + i  # the first statistic of this row; the next is ``rows`` numbers on
+    column = tl.load(targets + i) - start
+    if (column >= 0) & (column < columns):
+        target_index = column + tl.zeros([1], tl.int64)
+        x, _ = _logits(row, bias, target_index, columns, scale, cap, heat, CAP, BIAS)
+        tl.store(stat + 3 * rows, tl.sum(x))
 
     largest, mass, weighted, total = _sweep(
         row, bias, columns, scale, cap, heat,
-        tl.load(place), tl.load(place + rows), tl.load(place + 2 * rows), tl.load(place + 4 * rows),
+        tl.load(stat), tl.load(stat + rows), tl.load(stat + 2 * rows), tl.load(stat + 4 * rows),
         CAP, BIAS, ENTROPY, TOTAL, BLOCK,
     )  # fmt: skip
-    tl.store(place, largest)
-    tl.store(place + rows, mass)
+    tl.store(stat, largest)
+    tl.store(stat + rows, mass)
     if ENTROPY:
-        tl.store(place + 2 * rows, weighted)
+        tl.store(stat + 2 * rows, weighted)
     if TOTAL:
-        tl.store(place + 4 * rows, total)
+        tl.store(stat + 4 * rows, total)
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
@@ -200,12 +199,12 @@ def _gradient(
     i = tl.program_id(0)
     row = z + i.to(tl.int64) * stride
     out_row = out + i.to(tl.int64) * out_stride
-    place = factors + i
+    factor = factors + i
     target_index = tl.load(targets + i) - start
     _spread(
         row, out_row, bias, columns, target_index,
-        tl.load(place), tl.load(place + rows), tl.load(place + 2 * rows), tl.load(place + 3 * rows),
-        tl.load(place + 4 * rows), scale, cap, heat, CAP, BIAS, SLOPE, BLOCK,
+        tl.load(factor), tl.load(factor + rows), tl.load(factor + 2 * rows), tl.load(factor + 3 * rows),
+        tl.load(factor + 4 * rows), scale, cap, heat, CAP, BIAS, SLOPE, BLOCK,
     )  # fmt: skip
 
 
@@ -225,9 +224,9 @@ def _above_mixture(x, other, log_share, log_rest):
 
     With its share a and the rest b, that is ``-log(a + b e^(other - x))``, in which no large terms cancel.
     """
-    away = log_rest + (other - x)
-    above = tl.maximum(log_share, away)
-    return -(above + tl.log(_exp(_exponent(log_share - above)) + _exp(_exponent(away - above))))
+    log_other = log_rest + (other - x)
+    larger = tl.maximum(log_share, log_other)
+    return -(larger + tl.log(_exp(_exponent(log_share - larger)) + _exp(_exponent(log_other - larger))))
 
 
 @triton.jit
@@ -252,6 +251,7 @@ def _divergence_terms(
     taught = u + i.to(tl.int64) * stride
     loss = tl.sum(tl.zeros([1], tl.float32))
     inner = loss
+
     if tl.load(targets + i) != ignore:
         lse = tl.load(factors + i)
         taught_lse = tl.load(factors + rows + i)
@@ -267,7 +267,9 @@ def _divergence_terms(
             if KIND == 2:
                 above = _above_mixture(t, s, log_teacher, log_student)
                 loss += beta * tl.sum(tl.where(q == 0.0, 0.0, q * above))
+
         loss += inner
+
     tl.store(sums + i, loss)
     tl.store(sums + rows + i, inner)
 
@@ -289,8 +291,8 @@ def _divergence_gradient(
     lse = tl.load(factors + i)
     taught_lse = tl.load(factors + rows + i)
     inner = tl.load(factors + 2 * rows + i)
-
     loss = tl.sum(tl.zeros([1], tl.float32))
+
     blocks = tl.cdiv(columns, BLOCK)
     for done in range(blocks):
         index = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
@@ -307,11 +309,14 @@ def _divergence_gradient(
             else:
                 g = _slopes(s, t, beta, log_student, log_teacher, KIND)
                 d = tl.where(p == 0.0, 0.0, p * (g - inner))
+
             d *= factor
             if CAP:
                 d *= bend
+
         tl.debug_barrier()  # all threads have read this block before one overwrites it
         tl.store(out_row + index, d.to(out.dtype.element_ty), mask=index < _padded(columns))
+
     if KIND == 0:
         tl.store(losses + i, loss)
 
@@ -320,10 +325,12 @@ def shape_of(columns: int, rows_at_once: int = 1) -> tuple[int, int]:
     """Return the columns of a block and the warps of a program that holds this many rows at a time."""
     widest = _WIDEST // rows_at_once
     block = min(widest, max(16, triton.next_power_of_2(columns)))
-    return block, 16 if block == widest else 4
+    warps = 16 if block == widest else 4
+    return block, warps
 
 
 def _options(columns: int, bias: Tensor | None, softcap: float | None) -> dict[str, object]:
+    """Return the arguments of the other kernels that follow from a head and a number of columns."""
     block, warps = shape_of(columns)
     return {"CAP": softcap is not None, "BIAS": bias is not None, "BLOCK": block, "num_warps": warps}
 
@@ -363,6 +370,7 @@ def gradient(
     )  # fmt: skip
 
 
+# Kinds of divergences as the constant ``KIND`` of the kernels.
 KINDS = {"kl": 0, "reverse_kl": 1, "jsd": 2}
 
 
@@ -370,6 +378,7 @@ def _pair_options(
     kind: str, beta: float, columns: int, bias: Tensor | None, softcap: float | None,
     taught_bias: Tensor | None, taught_softcap: float | None,
 ) -> dict[str, object]:  # fmt: skip
+    """Return the arguments of the kernels of pairs that follow from a kind, heads and a number of columns."""
     block, warps = shape_of(columns, rows_at_once=2)
     return {
         "beta": beta, "log_student": math.log1p(-beta), "log_teacher": math.log(beta),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs, by_kernels
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, LogitMap, Needs, by_kernels
 from lightning_thd.loss.tiles.nll import Stash, halves, tiles_of_inputs
 from lightning_thd.loss.tiles.products import exponential, product
 from lightning_thd.loss.tiles.softmax import MAX, SUM, blank_statistics, merge_parts, merge_ranks
@@ -49,8 +49,8 @@ class Divergence:
         if self.kind == "reverse_kl":
             return inner, inner
 
-        teachers = torch.where(q == 0, 0.0, q * (t - self._mixture(s, t))).sum(1)
-        return self.beta * teachers + inner, inner
+        of_teacher = torch.where(q == 0, 0.0, q * (t - self._mixture(s, t))).sum(1)
+        return self.beta * of_teacher + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
         """Return g, ``[c, v]``; the gradient for a row's student logits is ``e^s (g - sum e^s g)``."""
@@ -67,6 +67,7 @@ class Divergence:
         return torch.where(p == 0, 0.0, p * (g - inner[:, None]))
 
     def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
+        """Return the log-probabilities m of the mixture of both models, ``[c, v]``."""
         return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
 
 
@@ -93,7 +94,9 @@ def divergence_and_gradients(
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
     if by_kernels(head) and by_kernels(teacher.head):
         return _divergence_by_kernels(head, teacher.head, targets, weights, divergence, needs=needs)
+
     group = head.settings.tp_group
+    logit_map = head.settings.logit_map
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
@@ -107,7 +110,8 @@ def divergence_and_gradients(
                 part_of_loss, part_of_inner = divergence.terms(stash.logits(columns) - lse, t)
                 losses[rows] += part_of_loss
                 inner += part_of_inner
-            if group is not None:
+
+            if group is not None:  # the other ranks hold the other columns
                 dist.all_reduce(inner, group=group)
 
         sums.open(rows)
@@ -122,7 +126,7 @@ def divergence_and_gradients(
             if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
 
-            logit_map = head.settings.logit_map  # chain rule: dz becomes the raw products' gradient
+            # By the chain rule, dz becomes the gradient of the raw products.
             dz.mul_(logit_map.scale / logit_map.temperature)
             if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
                 dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
@@ -166,22 +170,30 @@ def _divergence_by_kernels(
     head = head.cut(head.tile[0], halves(head))
     teacher = teacher.cut(head.tile[0], [whole])
     sums = GradientSums(head, needs=needs, rows_outside=True)
-    most = min(head.tile[0], head.hidden.shape[0])
-    ours, theirs = (RowBuffer(most, settings.columns, head.hidden.device) for _ in range(2))
-    weight, taught_weight = head.weights(whole), teacher.weights(whole)
-    bias, taught_bias = head.plain_bias(whole), teacher.plain_bias(whole)
+
+    largest_tile = min(head.tile[0], head.hidden.shape[0])
+    student_buffer = RowBuffer(largest_tile, settings.columns, head.hidden.device)
+    teacher_buffer = RowBuffer(largest_tile, settings.columns, head.hidden.device)
+
+    weight = head.weights(whole)
+    bias = head.plain_bias(whole)
+    teacher_weight = teacher.weights(whole)
+    teacher_bias = teacher.plain_bias(whole)
+
     scale, softcap, temperature = settings.logit_map.numbers()
-    taught_scale, taught_softcap, _ = teacher.settings.logit_map.numbers()
+    teacher_scale, teacher_softcap, _ = teacher.settings.logit_map.numbers()
+    maps = (scale, softcap, teacher_scale, teacher_softcap, temperature)
     ignore = -100 if settings.ignore_index is None else settings.ignore_index
-    maps = (scale, softcap, taught_scale, taught_softcap, temperature)
 
     losses = weights.new_zeros(weights.shape)
-    for (rows, hidden), (_, taught) in zip(tiles_of_inputs(head), tiles_of_inputs(teacher), strict=True):
+    tiles = zip(tiles_of_inputs(head), tiles_of_inputs(teacher), strict=True)
+    for (rows, hidden), (_, teacher_hidden) in tiles:
         count = rows.stop - rows.start
-        product(hidden, weight, out=ours.products(count, settings.columns))
-        product(taught, taught_weight, out=theirs.products(count, settings.columns))
-        z, u = ours.memory(count), theirs.memory(count)
-        factors = _normalisers(head, teacher, z, u, bias, taught_bias, like=losses)
+        product(hidden, weight, out=student_buffer.products(count, settings.columns))
+        product(teacher_hidden, teacher_weight, out=teacher_buffer.products(count, settings.columns))
+        z = student_buffer.memory(count)
+        u = teacher_buffer.memory(count)
+        factors = _normalisers(head, teacher, z, u, bias, teacher_bias, like=losses)
 
         if divergence.couples_columns:
             terms = factors.new_empty((2, count))
@@ -192,7 +204,7 @@ def _divergence_by_kernels(
                 factors,
                 targets[rows],
                 bias,
-                taught_bias,
+                teacher_bias,
                 settings.columns,
                 ignore,
                 divergence.kind,
@@ -203,6 +215,7 @@ def _divergence_by_kernels(
             factors[2] = terms[1]
             if settings.tp_group is not None:
                 dist.all_reduce(factors[2], group=settings.tp_group)
+
         divergence_gradient_of_rows(
             z,
             u,
@@ -211,7 +224,7 @@ def _divergence_by_kernels(
             targets[rows],
             weights[rows],
             bias,
-            taught_bias,
+            teacher_bias,
             settings.compute,
             settings.columns,
             ignore,
@@ -220,7 +233,7 @@ def _divergence_by_kernels(
             *maps,
         )
 
-        dx = ours.gradient(count, settings.columns, settings.compute)
+        dx = student_buffer.gradient(count, settings.columns, settings.compute)
         sums.open(rows)
         sums.add_bias(dx, whole)
         sums.add_hidden(dx, weight, rows, whole)
@@ -228,7 +241,8 @@ def _divergence_by_kernels(
             sums.add_weight(dx[:, columns], hidden, rows, columns)
         sums.close(rows)
         del dx
-    del ours, theirs  # free their memory before the weight's gradient is rounded
+
+    del student_buffer, teacher_buffer  # free their memory before the weight's gradient is rounded
     return _summed(head, losses, weights, sums.result())
 
 
@@ -238,46 +252,45 @@ def _normalisers(
     z: Tensor,
     u: Tensor,
     bias: Tensor | None,
-    taught_bias: Tensor | None,
+    teacher_bias: Tensor | None,
     *,
     like: Tensor,
 ) -> Tensor:
     """Return the lse of student and teacher over the whole vocabulary, and zeros, ``[3, c]``."""
     from lightning_thd.loss.kernels.operators import statistics_of_rows
 
-    settings, count = head.settings, z.shape[0]
+    settings = head.settings
+    count = z.shape[0]
     nowhere = torch.full((count,), -1, device=z.device)
-    found = []
-    for logits, its_bias, its_settings in ((z, bias, settings), (u, taught_bias, teacher.settings)):
+
+    def statistics(logits: Tensor, bias: Tensor | None, logit_map: LogitMap) -> Tensor:
         stats = blank_statistics(like, count, torch.float32)
         statistics_of_rows(
-            logits,
-            stats,
-            nowhere,
-            its_bias,
-            settings.columns,
-            0,
-            False,
-            False,
-            *its_settings.logit_map.numbers(),
+            logits, stats, nowhere, bias, settings.columns, 0, False, False, *logit_map.numbers()
         )
-        found.append(stats)
-    ours, theirs = found
+        return stats
+
+    of_student = statistics(z, bias, settings.logit_map)
+    of_teacher = statistics(u, teacher_bias, teacher.settings.logit_map)
     if settings.tp_group is not None:
-        ours, every = merge_ranks(ours, theirs, head.weight.shape[0], settings.tp_group)
-        theirs = merge_parts(every)
-    lse, taught_lse = (stats[MAX] + stats[SUM].log() for stats in (ours, theirs))
-    return torch.stack([lse, taught_lse, torch.zeros_like(lse)])
+        of_student, every = merge_ranks(of_student, of_teacher, head.weight.shape[0], settings.tp_group)
+        of_teacher = merge_parts(every)
+
+    lse = of_student[MAX] + of_student[SUM].log()
+    teacher_lse = of_teacher[MAX] + of_teacher[SUM].log()
+    return torch.stack([lse, teacher_lse, torch.zeros_like(lse)])
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
     """Fill both stashes with logits of some rows; set the teacher's lse, return the student's, ``[c]``."""
     head = stash.head
     nowhere = torch.full((rows.stop - rows.start,), -1, device=head.hidden.device)
-    stats = stash.fill(rows, nowhere, total=False)
-    taught = teacher.stash.fill(rows, nowhere, total=False).to(stats.dtype)
+    of_student = stash.fill(rows, nowhere, total=False)
+    of_teacher = teacher.stash.fill(rows, nowhere, total=False).to(of_student.dtype)
     if head.settings.tp_group is not None:
-        stats, every = merge_ranks(stats, taught, head.weight.shape[0], head.settings.tp_group)
-        taught = merge_parts(every)
-    teacher.lse = taught[MAX] + taught[SUM].log()
-    return stats[MAX] + stats[SUM].log()
+        columns = head.weight.shape[0]
+        of_student, every = merge_ranks(of_student, of_teacher, columns, head.settings.tp_group)
+        of_teacher = merge_parts(every)
+
+    teacher.lse = of_teacher[MAX] + of_teacher[SUM].log()
+    return of_student[MAX] + of_student[SUM].log()

@@ -221,19 +221,26 @@ class GradientSums:
         rows = head.hidden.shape[0]
         device = head.hidden.device
         wide = settings.accumulator
+
         # The first tile overwrites a sum that tiles cover completely; other sums start at zero.
-        blank = torch.empty if settings.columns else torch.zeros
-        hidden_dtype = head.hidden.dtype if rows_outside else wide
-        self.hidden = blank(head.hidden.shape, dtype=hidden_dtype, device=device) if needs[0] else None
-        blank = torch.empty if rows and settings.columns == head.weight.shape[0] else torch.zeros
+        self.hidden: Tensor | None = None
+        if needs[0]:
+            blank = torch.empty if settings.columns else torch.zeros
+            dtype = head.hidden.dtype if rows_outside else wide
+            self.hidden = blank(head.hidden.shape, dtype=dtype, device=device)
+
         self.weight: Tensor | None = None
         self._wide_weight: WideSum | None = None
         if needs[1] and rows_outside and rows and head.weight.dtype != wide:
             self._wide_weight = WideSum(head.weight, columns=settings.columns, width=head.tile[1], wide=wide)
         elif needs[1]:
+            blank = torch.empty if rows and settings.columns == head.weight.shape[0] else torch.zeros
             self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
 
-        self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
+        self.bias: Tensor | None = None
+        if needs[2]:
+            self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device)
+
         self._tile: Tensor | None = None
         # Without rows, or without columns on this rank, no product fills a tile: start it at 0.
         self._blank = torch.empty_like if rows and settings.columns else torch.zeros_like

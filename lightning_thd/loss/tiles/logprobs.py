@@ -57,14 +57,14 @@ def gradients(
     head: Head,
     targets: Tensor,
     lse: Tensor,
-    wanted: RowGradients,
+    factors: RowGradients,
     *,
     needs: Needs,
     exact: Tensor | None = None,
 ) -> HeadGradients:
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     if exact is None and by_kernels(head):
-        return _gradients_by_kernels(head, targets, lse, wanted, needs=needs)
+        return _gradients_by_kernels(head, targets, lse, factors, needs=needs)
 
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first = head.scratch()
@@ -81,7 +81,7 @@ def gradients(
                 z = _mixed_logits(head, rows, columns, w, narrow, first, exact[i])
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.settings.start - columns.start
-            dz = logit_gradient(head.settings.logit_map, z, e, local, lse[rows], wanted.at(rows))
+            dz = logit_gradient(head.settings.logit_map, z, e, local, lse[rows], factors.at(rows))
             sums.add(dz, rows, columns)
 
         sums.close(columns)
@@ -115,7 +115,7 @@ def _fill_by_kernels(stats: Tensor, head: Head, targets: Tensor, *, entropy: boo
 
 
 def _gradients_by_kernels(
-    head: Head, targets: Tensor, lse: Tensor, wanted: RowGradients, *, needs: Needs
+    head: Head, targets: Tensor, lse: Tensor, factors: RowGradients, *, needs: Needs
 ) -> HeadGradients:
     """Compute ``gradients`` with one kernel for each tile, which overwrites the products."""
     from lightning_thd.loss.kernels.operators import RowBuffer, gradient_of_rows
@@ -123,8 +123,9 @@ def _gradients_by_kernels(
     head = _widened_tiles(head)
     compute = head.settings.compute
     zeros = torch.zeros_like(lse)
-    factors = [lse, wanted.direct, wanted.slope, wanted.target, wanted.flat]
-    stacked = torch.stack([zeros if factor is None else factor for factor in factors])
+    slope = zeros if factors.slope is None else factors.slope
+    flat = zeros if factors.flat is None else factors.flat
+    rows_of_factors = torch.stack([lse, factors.direct, slope, factors.target, flat])
     sums = GradientSums(head, needs=needs, rows_outside=False)
     buffer = RowBuffer(*_largest_tile(head), head.hidden.device)
 
@@ -138,13 +139,13 @@ def _gradients_by_kernels(
             product(hidden, weight, out=buffer.products(count, width))
             gradient_of_rows(
                 buffer.memory(count),
-                stacked[:, rows],
+                rows_of_factors[:, rows],
                 targets[rows],
                 head.plain_bias(columns),
                 compute,
                 width,
                 head.settings.start + columns.start,
-                wanted.slope is not None,
+                factors.slope is not None,
                 *head.settings.logit_map.numbers(),
             )
             dx = buffer.gradient(count, width, compute)
@@ -254,9 +255,9 @@ def rounding_shows(of_tiles: Tensor, widths: list[int], *, entropy: bool) -> Ten
 
 def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
     """Compute exact logits ``[c]`` of the targets ``local``; 0 for targets in other ranks' columns."""
-    here = (local >= 0) & (local < head.settings.columns)
+    has_target = (local >= 0) & (local < head.settings.columns)
     x, w = _widened(head, rows, head.weight[local.clamp(0, head.settings.columns - 1)])
-    return torch.where(here, head.settings.logit_map.apply_((x * w).sum(1)), 0.0)
+    return torch.where(has_target, head.settings.logit_map.apply_((x * w).sum(1)), 0.0)
 
 
 def _widened(head: Head, rows: slice | Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,10 +95,10 @@ def nll_and_gradients(
         if seen is not None:
             seen[rows] = row_losses
 
-        wanted = penalties.gradients(weights[rows], lse, head.settings.columns)
+        factors = penalties.gradients(weights[rows], lse, head.settings.columns)
         sums.open(rows)
         for columns in head.column_tiles:
-            sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
+            sums.add(stash.gradient(columns, targets[rows], lse, factors), rows, columns)
 
         sums.close(rows)
 
@@ -195,8 +195,8 @@ class WholeRows:
         head = self.head
         z = head.logits(head.inputs(rows), self.weight, self.columns, self.kept)
         stats = blank_statistics(head.hidden, z.shape[0], z.dtype)
-        here, index = targets_here(targets, z.shape[1])
-        stats[TARGET] = torch.where(here, z.gather(1, index).squeeze(1), 0.0)
+        has_target, index = targets_here(targets, z.shape[1])
+        stats[TARGET] = torch.where(has_target, z.gather(1, index).squeeze(1), 0.0)
         if total:
             stats[TOTAL] = z.sum(1)
 
@@ -205,19 +205,22 @@ class WholeRows:
         stats[SUM] = self.softmax.gather(1, top[:, None]).squeeze(1).reciprocal()
         return stats
 
-    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
+    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, factors: RowGradients) -> Tensor:
         """Return the gradient of a tile's raw products, ``[c, v]``, in the dtype of their inputs."""
         settings = self.head.settings
         p = self.softmax[:, columns]
-        factor = settings.logit_map.scale / settings.logit_map.temperature
-        here, index = targets_here(targets - columns.start, p.shape[1])
-        direct = (wanted.direct * factor)[:, None]
-        extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
-        at_target = p.gather(1, index) * direct + extra
-        if wanted.flat is None:
+        scale = settings.logit_map.scale / settings.logit_map.temperature
+        direct = (factors.direct * scale)[:, None]
+
+        # The target's entry is computed from fp32 before all are rounded.
+        has_target, index = targets_here(targets - columns.start, p.shape[1])
+        onehot = torch.where(has_target, factors.target * scale, 0.0)[:, None]
+        at_target = p.gather(1, index) * direct + onehot
+
+        if factors.flat is None:
             dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=settings.compute))
         else:
-            flat = (wanted.flat * factor)[:, None]
+            flat = (factors.flat * scale)[:, None]
             dx = (p * direct + flat).to(settings.compute)
             at_target = at_target + flat
 
@@ -266,8 +269,8 @@ class Stash:
         wide = self.wide[: z.numel()].view_as(z)
         return self.head.finish(wide.copy_(z), columns)
 
-    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
+    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, factors: RowGradients) -> Tensor:
         """Return the gradient of a tile's raw products, ``[c, v]``; its logits are overwritten."""
         z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
-        return logit_gradient(self.head.settings.logit_map, z, e, targets - columns.start, lse, wanted)
+        return logit_gradient(self.head.settings.logit_map, z, e, targets - columns.start, lse, factors)

@@ -34,8 +34,8 @@ def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
     """Update statistics ``[5, c]`` with logits z ``[c, v]``; e is scratch, and ``entropy`` overwrites z."""
-    here, index = targets_here(targets, z.shape[1])
-    stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
+    has_target, index = targets_here(targets, z.shape[1])
+    stats[TARGET] += torch.where(has_target, z.gather(1, index).squeeze(1), 0.0)
     if total:
         stats[TOTAL] += z.sum(1)
 
@@ -55,8 +55,8 @@ def update_statistics(
 
 def targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return which rows have their target in a tile, ``[c]``, and a valid index for each row, ``[c, 1]``."""
-    here = (targets >= 0) & (targets < columns)
-    return here, targets.clamp(0, columns - 1)[:, None]
+    has_target = (targets >= 0) & (targets < columns)
+    return has_target, targets.clamp(0, columns - 1)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,26 +79,29 @@ class RowGradients:
 
 
 def logit_gradient(
-    logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, wanted: RowGradients
+    logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, factors: RowGradients
 ) -> Tensor:
     """Turn mapped logits ``z`` ``[c, v]`` into the gradient of the raw product, in ``z`` or ``e``."""
-    factor = logit_map.scale / logit_map.temperature
-    direct = (wanted.direct * factor)[:, None]
+    scale = logit_map.scale / logit_map.temperature
+    direct = (factors.direct * scale)[:, None]
     capped = logit_map.softcap is not None
+
+    # ``dz`` begins as log p. A cap still needs z at the end; without one, z is free for the result.
     dz = torch.sub(z, lse[:, None], out=e) if capped else z.sub_(lse[:, None])
-    if wanted.slope is None:
+    if factors.slope is None:
         exponential(dz, out=dz).mul_(direct)
     else:
         p = exponential(dz, out=torch.empty_like(dz) if capped else e)
         dz.clamp_min_(LOWEST)  # p is 0 there
-        dz.mul_((wanted.slope * factor)[:, None]).add_(direct).mul_(p)
+        dz.mul_((factors.slope * scale)[:, None]).add_(direct).mul_(p)
 
-    if wanted.flat is not None:
-        dz.add_((wanted.flat * factor)[:, None])
+    if factors.flat is not None:
+        dz.add_((factors.flat * scale)[:, None])
 
-    here, index = targets_here(targets, dz.shape[1])
-    extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
-    dz.scatter_(1, index, dz.gather(1, index) + extra)
+    has_target, index = targets_here(targets, dz.shape[1])
+    at_target = torch.where(has_target, factors.target * scale, 0.0)[:, None]
+    dz.scatter_(1, index, dz.gather(1, index) + at_target)
+
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
         dz.mul_(z.mul_(logit_map.temperature / logit_map.softcap).square_().neg_().add_(1.0))
     return dz
@@ -111,6 +114,7 @@ def merge_parts(every: Tensor) -> Tensor:
     shift = (every[:, MAX] - base).clamp_min(LOWEST)  # ranks with only padding columns have the maximum -inf
     decay = shift.exp()
     sums = every[:, SUM]
+
     merged = torch.empty_like(every[0])
     merged[MAX] = largest
     merged[SUM] = (sums * decay).sum(0)
@@ -125,11 +129,14 @@ def merge_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Merge all ranks' statistics by one all-gather; ``others`` ``[n, R]`` come back as ``[P, n, R]``."""
     ranks = dist.get_world_size(group)
-    sent = torch.cat([stats, others])
-    sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
-    every = stacked(sent, group).view(ranks, *sent.shape)
-    _check_equal(every[:, 0, -1])
-    return merge_parts(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
+    rows = torch.cat([stats, others])
+    # One more column tells the other ranks how many columns of the vocabulary this rank holds.
+    message = torch.cat([rows, rows.new_full((len(rows), 1), float(columns))], dim=1)
+    messages = stacked(message, group).view(ranks, *message.shape)
+    _check_equal(messages[:, 0, -1])
+
+    every = messages[:, :, :-1]
+    return merge_parts(every[:, : len(stats)]), every[:, len(stats) :]
 
 
 def _check_equal(columns: Tensor) -> None:
