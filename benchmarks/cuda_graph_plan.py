@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from benchmarks.results import keep, less
-from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.buckets import BatchShape
 from lightning_thd.cuda_graph.graph_choice import IntArray, plan_graphs
 
 PUBLISHED = (12, 43, 106, 358)
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quantiles", nargs=4, type=int, metavar=names, default=PUBLISHED)
     p50, p90, p99, largest = parser.parse_args(argv).quantiles
     needs = lengths_from_quantiles({0.5: p50, 0.9: p90, 0.99: p99}, largest)
-    plan = plan_graphs([Layout(8192, n, 8192) for n in needs.tolist()], slots=8192, max_seqlen=8192)
+    plan = plan_graphs([BatchShape(8192, n, 8192) for n in needs.tolist()], slots=8192, max_seqlen=8192)
     print(plan.table())
     if (p50, p90, p99, largest) != PUBLISHED:
         return

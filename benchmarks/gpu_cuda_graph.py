@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_parts import Row, part
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.buckets import BatchShape
 from lightning_thd.cuda_graph.graph_choice import plan_graphs
 from lightning_thd.packing import pack_lengths
 
@@ -70,8 +70,8 @@ def draw(tokens: int, device: str) -> list[THDBatch]:
 
 def graphs_for(model: nn.Module, batches: list[THDBatch], tokens: int) -> GraphedStep:
     """Our step, with the buckets that the plan chooses for these batches."""
-    layouts = [Layout.of_batch(batch) for batch in batches]
-    plan = plan_graphs(layouts, slots=tokens, max_seqlen=tokens)
+    shapes = [BatchShape.of_batch(batch) for batch in batches]
+    plan = plan_graphs(shapes, slots=tokens, max_seqlen=tokens)
     buckets = plan.buckets() or make_buckets((64,), slots=tokens)
     return GraphedStep(causal_lm_loss, model, buckets=buckets, require=True)
 

@@ -28,7 +28,7 @@ from lightning_thd.cuda_graph import (
     make_buckets,
 )
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
-from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.buckets import BatchShape
 from lightning_thd.cuda_graph.compiled import cannot_compile
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, MaxSequences, sequence_counts
 from lightning_thd.cuda_graph.guards import attribute, sharded_by
@@ -116,16 +116,18 @@ class CUDAGraphCallback(L.Callback):
             instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
+
         self.costs = costs
         self.require = require
         self.keep_gradients = keep_gradients
         self.compile_layers = compile_layers
         self.capture_optimizer = capture_optimizer
         self._backend_choice = backend
+
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False  # whether this fit runs without graphs
-        self._seen: list[Layout | None] = []  # without a planner: layouts so far; None if none fits
+        self._seen: list[BatchShape | None] = []  # without a planner: shapes so far; None if none fits
         self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property
@@ -245,7 +247,7 @@ class CUDAGraphCallback(L.Callback):
         else:
             # Batches that fit no graph are noted too, so that all ranks get here after equally many batches.
             eager = not packs or batch.prefixes is not None or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else Layout.of_batch(batch))
+            self._seen.append(None if eager else BatchShape.of_batch(batch))
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)
@@ -294,10 +296,12 @@ def _check_optimizer(trainer: L.Trainer) -> None:
             "CUDAGraphCallback(capture_optimizer=True) needs one process, and the job has "
             f"{trainer.world_size}, which exchange gradients in new memory. Leave capture_optimizer out."
         )
+
     for optimizer in trainer.optimizers:
         reason = cannot_capture_optimizer(optimizer)
         if reason is not None:
             raise MisconfigurationException(f"CUDAGraphCallback: {reason}")
+
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
             raise MisconfigurationException(

@@ -63,13 +63,16 @@ class CudaBackend:
         """Return why nothing can be captured on a device, or None."""
         if not torch.cuda.is_available():
             return "there is no CUDA device"
-        return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
+        if device.type != "cuda":
+            return f"the module is on {device.type}, not on a CUDA device"
+        return None
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
         """Run the function on the side stream; in the ``last`` run, code that waits for the device raises."""
         stream = self._side()
+        reads = refused_reads() if last else contextlib.nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), refused_reads() if last else contextlib.nullcontext():
+        with torch.cuda.stream(stream), reads:
             result = function()
         torch.cuda.current_stream().wait_stream(stream)
         return result
@@ -83,21 +86,21 @@ class CudaBackend:
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
         )
-        raised: Exception | None = None
+        of_function: Exception | None = None
         try:
             # torch.cuda.graph does not restore the stream if the end of a capture raises.
             with torch.cuda.stream(torch.cuda.current_stream()), _no_collection(), context:
                 try:
                     result = function()
                 except Exception as error:
-                    raised = error
+                    of_function = error
                     raise
         except Exception as error:
-            if error is not raised:  # the end of the capture raised it
+            if error is not of_function:  # the end of the capture raised it
                 self._recover(graph)
-            raise (raised or error) from None
+            raise (of_function or error) from None
         finally:
-            del raised  # break the reference cycle of frame and error, which would keep the batch alive
+            del of_function  # break the reference cycle of frame and error, which would keep the batch alive
         return graph, result
 
     def compiled(self, function: Callable[..., R]) -> Callable[..., R]:
@@ -106,16 +109,18 @@ class CudaBackend:
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
         """Return the median seconds of several runs, measured by CUDA events."""
-        times: list[float] = []
+        times_s: list[float] = []
         for _ in range(runs):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             start.record()
             function()
             stop.record()
             torch.cuda.synchronize()
-            times.append(start.elapsed_time(stop) / 1000)
-        return float(statistics.median(times))
+            times_s.append(start.elapsed_time(stop) / 1000)  # elapsed_time is in milliseconds
+
+        return float(statistics.median(times_s))
 
     def release(self) -> None:
         """Drop the memory pool; its memory is freed once no graph holds it."""
@@ -130,12 +135,14 @@ class CudaBackend:
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises."""
-        device, pool = torch.cuda.current_device(), self._pool
+        device = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # torch raises if it has already ended the pool
-            private("torch._C._cuda_endAllocateToPool")(device, pool)
-            private("torch._C._cuda_releasePool")(device, pool)
+            private("torch._C._cuda_endAllocateToPool")(device, self._pool)
+            private("torch._C._cuda_releasePool")(device, self._pool)
         self._pool = None
         self._failed.append(graph)  # keep it alive: the allocator of page-locked memory may query it
+
+        # The generator's state still counts as captured. A clone of it does not.
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
 

@@ -26,7 +26,7 @@ from lightning_thd.seqlens import position_ids_from_cu_seqlens
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
 
 
-class Layout(NamedTuple):
+class BatchShape(NamedTuple):
     """The sizes of a batch that decide its bucket: slots, sequences, and slots of the longest sequence."""
 
     slots: int
@@ -34,8 +34,8 @@ class Layout(NamedTuple):
     max_seqlen: int
 
     @classmethod
-    def of(cls, padded_lengths: Sequence[int]) -> Layout:
-        """Return the layout of padded lengths: ``(3, 2, 0)`` gives 5 slots, 2 sequences and the longest 3."""
+    def of(cls, padded_lengths: Sequence[int]) -> BatchShape:
+        """Return the shape of padded lengths: ``(3, 2, 0)`` gives 5 slots, 2 sequences and the longest 3."""
         num_sequences = len(padded_lengths)
         while num_sequences and padded_lengths[num_sequences - 1] == 0:
             num_sequences -= 1
@@ -43,8 +43,8 @@ class Layout(NamedTuple):
         return cls(sum(padded_lengths), num_sequences, longest)
 
     @classmethod
-    def of_batch(cls, batch: THDBatch) -> Layout:
-        """Return the layout of a batch without its trailing padding, which a bucket's tail replaces."""
+    def of_batch(cls, batch: THDBatch) -> BatchShape:
+        """Return the shape of a batch without its trailing padding, which a bucket's tail replaces."""
         return cls.of(batch.boundaries.filled_lengths)
 
 
@@ -71,14 +71,14 @@ class Bucket:
                 f"sequences={math.ceil(self.slots / self.max_seqlen)} or more."
             )
 
-    def misfit(self, layout: Layout) -> Reason | None:
-        """Return why a batch of this layout does not fit the bucket, or None if it fits."""
-        if layout.slots > self.slots:
+    def misfit(self, shape: BatchShape) -> Reason | None:
+        """Return why a batch of this shape does not fit the bucket, or None if it fits."""
+        if shape.slots > self.slots:
             return "tokens"
-        if layout.max_seqlen > self.max_seqlen:
+        if shape.max_seqlen > self.max_seqlen:
             return "max_seqlen"
-        dummies = math.ceil((self.slots - layout.slots) / self.max_seqlen)
-        if layout.sequences + dummies > self.sequences:
+        dummies = math.ceil((self.slots - shape.slots) / self.max_seqlen)
+        if shape.sequences + dummies > self.sequences:
             return "num_sequences"
         return None
 
@@ -87,11 +87,11 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
     """Return the first bucket that a batch fits, and None; or None, and why the nearest does not fit."""
     if batch.extras:
         return None, "extras"
-    layout = Layout.of_batch(batch)
+    shape = BatchShape.of_batch(batch)
     order: tuple[Reason, ...] = ("tokens", "max_seqlen", "num_sequences")  # a later check is nearer to a fit
     nearest: Reason = "tokens"
     for bucket in buckets:
-        reason = bucket.misfit(layout)
+        reason = bucket.misfit(shape)
         if reason is None:
             return bucket, None
         nearest = max(nearest, reason, key=order.index)
@@ -218,8 +218,11 @@ class StaticInputs:
         scale_dtype: torch.dtype,  # fp64 for fp64 models, else fp32
         longest: int,  # sequence of the batch at capture; a table of positions may hold no more
     ) -> None:
-        self.bucket, self.axes, self._longest = bucket, axes, longest
-        self._device, slots = device, bucket.slots
+        self.bucket = bucket
+        self.axes = axes
+        self._longest = longest
+        self._device = device
+        slots = bucket.slots
         self._slots = torch.arange(slots, device=device)
 
         # Rows of a multiple of 16 bytes, because compiled kernels copy tensors that begin elsewhere.
@@ -228,16 +231,15 @@ class StaticInputs:
         self._offsets = offsets[:, :count]
         self._entries = torch.arange(count, device=device)
 
-        number = 2 + (axes or 1)
-        rows = torch.zeros(number, _up_to(slots, 2), dtype=torch.int64, device=device)
-        self._rows = rows[:, :slots]  # ids, targets and positions
-        self._blank = torch.zeros(number, 1, dtype=torch.int64, device=device)
+        num_rows = 2 + (axes or 1)  # ids, targets and positions
+        rows = torch.zeros(num_rows, _up_to(slots, 2), dtype=torch.int64, device=device)
+        self._rows = rows[:, :slots]
+        self._blank = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
         self._blank[1] = IGNORE_INDEX
         self._rows.copy_(self._blank.expand_as(self._rows))
 
-        self._numbers = torch.zeros(
-            Header.SIZE + offsets.numel() + number * _up_to(slots, 4), dtype=torch.int32, device=device
-        )
+        num_numbers = Header.SIZE + offsets.numel() + num_rows * _up_to(slots, 4)
+        self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         self.batch = StaticBatch.build(
             input_ids=self._rows[0],
             _targets=self._rows[1],
@@ -251,12 +253,12 @@ class StaticInputs:
             loss_scale=torch.ones((), dtype=scale_dtype, device=device),
         )
 
-    def dummy(self, layout: Layout | None = None) -> THDBatch:
-        """Return a batch of token 0 in a layout, by default the bucket's, with targets but at the ends."""
-        if layout is None:
-            layout = Layout(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
-        num_sequences = max(1, min(layout.sequences, layout.slots))
-        length, rest = divmod(layout.slots, num_sequences)
+    def dummy(self, shape: BatchShape | None = None) -> THDBatch:
+        """Return a batch of token 0 in a shape, by default the bucket's, with targets but at the ends."""
+        if shape is None:
+            shape = BatchShape(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
+        num_sequences = max(1, min(shape.sequences, shape.slots))
+        length, rest = divmod(shape.slots, num_sequences)
         lengths = [length + 1] * rest + [length] * (num_sequences - rest)
         batch = THDBatch.collate([{"input_ids": np.zeros(length, np.int64)} for length in lengths])
 
@@ -275,8 +277,10 @@ class StaticInputs:
 
     def _lay_out(self, batch: THDBatch) -> None:
         """Fill the row of numbers from a batch of separate tensors, by a copy of each."""
-        layout = Layout.of_batch(batch)
-        used, count, slots = layout.slots, layout.sequences, self.bucket.slots
+        shape = BatchShape.of_batch(batch)
+        used = shape.slots
+        count = shape.sequences
+        slots = self.bucket.slots
         filled = Filled(used, count, batch.loss_scale)
 
         row = self._offsets.stride(0)
@@ -297,7 +301,8 @@ class StaticInputs:
 
     def unpack(self) -> None:
         """Compute the batch's tensors from the row of numbers; dummy sequences fill the tail."""
-        numbers, scale = self._numbers, cast("Tensor", self.batch.loss_scale)
+        numbers = self._numbers
+        scale = cast("Tensor", self.batch.loss_scale)
         scale.copy_(numbers[Header.SCALE : Header.SCALE + 2].view(torch.float64)[0])
         self._unpack_offsets(numbers[Header.SLOTS], numbers[Header.SEQUENCES])
         self._unpack_rows(numbers[Header.SLOTS])
@@ -310,23 +315,24 @@ class StaticInputs:
         starts = self._numbers[Header.OFFSETS : Header.OFFSETS + 2, None]
         of_batch = self._numbers[starts + torch.minimum(self._entries, count)]
 
-        tail, spare = self.bucket.slots - used, self.bucket.sequences - count
-        length = (tail + spare - 1) // spare.clamp_min(1)
+        tail = self.bucket.slots - used
+        num_dummies = self.bucket.sequences - count
+        length = (tail + num_dummies - 1) // num_dummies.clamp_min(1)
         of_dummies = torch.minimum((self._entries - count).clamp_min(0) * length, tail)
         self._offsets.copy_(of_batch + of_dummies)
 
     def _unpack_rows(self, used: Tensor) -> None:
         """Write ids, targets and positions of the batch, and blank ones with positions of dummies behind."""
-        inside = self._slots < used
+        is_of_batch = self._slots < used
         starts = self._numbers[Header.ROWS : Header.ROWS + len(self._rows), None]
-        of_batch = self._numbers[(starts + torch.where(inside, self._slots, 0)).clamp_min(0)]
-        self._rows.copy_(torch.where(inside, of_batch, self._blank))
+        of_batch = self._numbers[(starts + torch.where(is_of_batch, self._slots, 0)).clamp_min(0)]
+        self._rows.copy_(torch.where(is_of_batch, of_batch, self._blank))
 
         counted = position_ids_from_cu_seqlens(self._offsets[0], self.bucket.slots)
-        are_sent = starts[2:] >= 0
+        were_sent = starts[2:] >= 0  # positions that only count are not sent
+        of_sequences = torch.where(were_sent, self._rows[2:], counted)
         of_dummies = counted % self._longest  # a table of positions may end there
-        of_sequences = torch.where(are_sent, self._rows[2:], counted)
-        self._rows[2:].copy_(torch.where(inside, of_sequences, of_dummies))
+        self._rows[2:].copy_(torch.where(is_of_batch, of_sequences, of_dummies))
 
     def matches(self, batch: THDBatch) -> bool:
         """Return whether a batch has as many position axes as the captured step."""

@@ -203,7 +203,8 @@ class _HandOver(torch.autograd.Function):
         ctx.pair.turn.give_back(ctx.token)
         _replay_backward(ctx, grads)
 
-        sums, parts = [], []
+        sums = []
+        parts = []
         for leaf, gradient in zip(ctx.leaves, ctx.pair.gradients, strict=True):
             if gradient is None:
                 continue
@@ -322,24 +323,26 @@ class GradientBuffers:
 
     def own(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all gradients, at least one, have addresses that stay."""
-        found = {id(gradient) for gradient in gradients if gradient is not None}
-        return bool(found) and found <= self._written.keys() | {id(x) for x in self._sums if x is not None}
+        ids = {id(gradient) for gradient in gradients if gradient is not None}
+        stay = self._written.keys() | {id(x) for x in self._sums if x is not None}
+        return bool(ids) and ids <= stay
 
     def move_sums(self, leaves: Sequence[Tensor]) -> None:
         """Move gradients of earlier microbatches out of the memory that the next replay overwrites."""
         gradients = [*map(_GRADIENT, leaves)]
-        held = [i for i, gradient in enumerate(gradients) if id(gradient) in self._written]
-        if not held:
+        to_move = [i for i, gradient in enumerate(gradients) if id(gradient) in self._written]
+        if not to_move:
             return
 
         sums: list[Tensor] = []
-        for i in held:
+        for i in to_move:
             total = self._sums[i]
             if total is None:
-                total = self._sums[i] = torch.empty_like(gradients[i])
+                total = torch.empty_like(gradients[i])
+                self._sums[i] = total
             sums.append(total)
-        private("torch._foreach_copy_")(sums, [gradients[i] for i in held])
-        for i, total in zip(held, sums, strict=True):
+        private("torch._foreach_copy_")(sums, [gradients[i] for i in to_move])
+        for i, total in zip(to_move, sums, strict=True):
             leaves[i].grad = total
 
     def start_of(self, outputs: Sequence[Any]) -> Tensor:
@@ -439,7 +442,7 @@ class Example(NamedTuple):
         return self.batch.input_ids.device
 
 
-class Shared:
+class GraphMemory:
     """State that graphs of one memory pool share: the lock on the pool, and the gradient buffers."""
 
     def __init__(self) -> None:
@@ -453,7 +456,8 @@ class Shared:
 
     def drop_buffers(self) -> None:
         """Forget the gradients of graphs that are dropped, so that new graphs write others."""
-        self._parameters, self._buffers = [], GradientBuffers(0)
+        self._parameters = []
+        self._buffers = GradientBuffers(0)
 
     def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
         """Return gradient buffers for these parameters; make new ones if the parameters have changed."""
@@ -503,7 +507,7 @@ class CapturedStep:
         return output
 
 
-def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
+def capture_step(subject: Subject, bucket: Bucket, example: Example, memory: GraphMemory) -> CapturedStep:
     """Warm up and capture a step; the module's buffers, random states and the logs do not change."""
     module = subject.module
     refuse_sums_over_slots(module)
@@ -554,9 +558,9 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         refuse_fp8(module)
         inputs = make_inputs()
         with guarded(module) as logged, without_saved_states(), watched(module) as uses:
-            buffers = shared.buffers_of(parameters)
+            buffers = memory.buffers_of(parameters)
             others = [*module.buffers()]
-            pair = GraphPair(subject.backend, run_recorded, stand_ins.leaves, shared.turn, buffers, others)
+            pair = GraphPair(subject.backend, run_recorded, stand_ins.leaves, memory.turn, buffers, others)
     check_numbers([*example.logged, *runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     return CapturedStep(inputs, parameters, pair, logged, uses, module)
 

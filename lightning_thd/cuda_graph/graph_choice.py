@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.cuda_graph.buckets import Bucket, Layout, make_buckets
+from lightning_thd.cuda_graph.buckets import BatchShape, Bucket, make_buckets
 from lightning_thd.packing import PackPlanner
 from lightning_thd.packing.entries import summarize
 from lightning_thd.packing.prefixes import PrefixPlanner
@@ -40,7 +40,8 @@ class GraphCosts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+            name = field.name
+            value = getattr(self, field.name)
             if not math.isfinite(value) or value < 0 or (value == 0 and name == "eager"):
                 raise ValueError(f"GraphCosts({name}={value}): wanted a finite time >= 0 (eager: > 0).")
 
@@ -109,22 +110,22 @@ def plan_for(
     slots = planner.slots.usable
     longest = min(summarize(planner.entries.lengths).longest, slots)
     max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
-    layouts = sample_layouts(planner, dp=dp)
-    return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
+    shapes = sample_shapes(planner, dp=dp)
+    return plan_graphs(shapes, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
 
 
 def plan_observed(
-    seen: Sequence[Layout | None], *, costs: GraphCosts | None = None, given: Sequence[int] = ()
+    seen: Sequence[BatchShape | None], *, costs: GraphCosts | None = None, given: Sequence[int] = ()
 ) -> GraphPlan:
     """Plan the graphs for batches like the observed ones; None stands for a batch that runs eagerly."""
-    graphable = [layout for layout in seen if layout is not None] or [Layout(1, 1, 1)]
-    slots = _rounded_up(max(layout.slots for layout in graphable))
-    longest = min(slots, _rounded_up(max(layout.max_seqlen for layout in graphable)))
+    graphable = [shape for shape in seen if shape is not None] or [BatchShape(1, 1, 1)]
+    slots = _rounded_up(max(shape.slots for shape in graphable))
+    longest = min(slots, _rounded_up(max(shape.max_seqlen for shape in graphable)))
 
     # More slots than any bucket has: such a batch counts as one that runs eagerly.
-    too_large = Layout(slots + 1, 1, 1)
-    layouts = [too_large if layout is None else layout for layout in seen]
-    return plan_graphs(layouts, slots=slots, max_seqlen=longest, costs=costs, given=given)
+    too_large = BatchShape(slots + 1, 1, 1)
+    shapes = [too_large if shape is None else shape for shape in seen]
+    return plan_graphs(shapes, slots=slots, max_seqlen=longest, costs=costs, given=given)
 
 
 def _rounded_up(slots: int) -> int:
@@ -132,21 +133,21 @@ def _rounded_up(slots: int) -> int:
 
 
 def plan_graphs(
-    layouts: Sequence[Layout],
+    shapes: Sequence[BatchShape],
     *,
     slots: int,
     max_seqlen: int,
     costs: GraphCosts | None = None,
     given: Sequence[int] = (),
 ) -> GraphPlan:
-    """Choose up to three buckets with the least expected cost for sampled layouts; or take the ``given``."""
-    needs = needed_sequences(layouts, slots, max_seqlen)
+    """Choose up to three buckets with the least expected cost for sampled shapes; or take the ``given``."""
+    needs = needed_sequences(shapes, slots, max_seqlen)
     if not len(needs):
         none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
         return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
 
     costs = costs or GraphCosts()
-    fit = len(needs) / len(layouts)
+    fit = len(needs) / len(shapes)
     choices = [
         _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs, fit)
         for k in range(1, _MOST_BUCKETS + 1)
@@ -166,32 +167,33 @@ def plan_graphs(
     )
 
 
-def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
+def needed_sequences(shapes: Sequence[BatchShape], slots: int, max_seqlen: int) -> IntArray:
     """Return the sequences that each batch with few enough slots needs, dummies included, int64 ``[N]``."""
     needs = []
-    for layout in layouts:
-        if layout.slots <= slots:
+    for shape in shapes:
+        if shape.slots <= slots:
             # Dummies of at most max_seqlen slots fill the bucket, whose slots are all part of a sequence.
-            dummies = math.ceil((slots - layout.slots) / max_seqlen)
-            needs.append(layout.sequences + dummies)
+            dummies = math.ceil((slots - shape.slots) / max_seqlen)
+            needs.append(shape.sequences + dummies)
     return np.array(needs, dtype=np.int64)
 
 
-def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
-    """Return up to 512 microbatch layouts, from random steps of epoch 0; every rank gets the same ones."""
+def sample_shapes(planner: PackPlanner, *, dp: int = 1) -> list[BatchShape]:
+    """Return up to 512 microbatch shapes, from random steps of epoch 0; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
-    too_large = Layout(planner.slots.usable + 1, 1, 1)  # for batches with shared prefixes, which run eagerly
-    layouts: list[Layout] = []
+    # For batches with shared prefixes, which run eagerly.
+    too_large = BatchShape(planner.slots.usable + 1, 1, 1)
+    shapes: list[BatchShape] = []
     for step in steps.tolist():
         for microbatches in planner.step(0, step, dp).spans_by_rank():
             for spans in microbatches:
                 if isinstance(planner, PrefixPlanner) and planner.shares(spans.index):
-                    layouts.append(too_large)
+                    shapes.append(too_large)
                 else:
-                    layouts.append(Layout.of(planner.slots.padded(spans.lengths).tolist()))
-                if len(layouts) == _SAMPLE:
-                    return layouts
-    return layouts
+                    shapes.append(BatchShape.of(planner.slots.padded(spans.lengths).tolist()))
+                if len(shapes) == _SAMPLE:
+                    return shapes
+    return shapes
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:

@@ -24,11 +24,11 @@ from lightning_thd._trees import tree_paths
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.noted import UnreadBoundariesError
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
-from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
+from lightning_thd.cuda_graph.buckets import BatchShape, Bucket, choose
 from lightning_thd.cuda_graph.capture import (
     CapturedStep,
     Example,
-    Shared,
+    GraphMemory,
     StepFunction,
     Subject,
     capture_step,
@@ -141,7 +141,7 @@ class GraphedStep:
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self.group: Any = None  # the ranks that capture together; None is the world
-        self._shared = Shared()
+        self._memory = GraphMemory()
         self._graphs: dict[Bucket, CapturedStep] = {}
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
         self._fingerprint: Fingerprint | None = None
@@ -160,7 +160,7 @@ class GraphedStep:
         self._graphs = {}
         self._modes = None
         self._fingerprint = None
-        self._shared.drop_buffers()
+        self._memory.drop_buffers()
         self._subject.backend.release()
 
     @property
@@ -170,7 +170,7 @@ class GraphedStep:
 
     def writes(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether gradients are tensors of the graphs, and a graph may use the shared memory now."""
-        return not self._shared.turn.pending and self._shared.own(gradients)
+        return not self._memory.turn.pending and self._memory.own(gradients)
 
     def _run(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, without DDP's forward around it."""
@@ -209,7 +209,7 @@ class GraphedStep:
 
         example = Example(batch, rest)
         if self._modes != _modes(example):
-            if self._shared.turn.pending:
+            if self._memory.turn.pending:
                 return "pending_backward"
             if self._modes is not None:
                 self._forget("torch's autocast, dtype or precision changed")
@@ -232,7 +232,7 @@ class GraphedStep:
         step = self._graphs[bucket]
         if not step.inputs.matches(batch):
             return "extras"
-        if self._shared.turn.pending:
+        if self._memory.turn.pending:
             return "pending_backward"
         return step
 
@@ -300,11 +300,11 @@ class GraphedStep:
                 if self.compile_layers:
                     compiling.enter_context(compiled_layers(subject.module, subject.backend))
                 for bucket in reversed(self.buckets):  # the largest first: smaller ones reuse its memory
-                    self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
+                    self._graphs[bucket] = capture_step(subject, bucket, example, self._memory)
 
             for step in self._graphs.values():
-                for layout in layouts_to_prove(step.inputs.bucket):
-                    prove(subject, step, example, layout)
+                for shape in shapes_to_prove(step.inputs.bucket):
+                    prove(subject, step, example, shape)
         except UnreadBoundariesError:  # the eager step is wrong too
             give_back()
             raise
@@ -379,7 +379,7 @@ def _unsupported(batch: Any) -> str | None:
 
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
-    batch = step.inputs.dummy(_layout_like(example.batch, step.inputs.bucket))
+    batch = step.inputs.dummy(_shape_like(example.batch, step.inputs.bucket))
 
     def run_eager() -> None:
         differentiate(differentiable(subject(batch, *example.rest)), step.leaves)
@@ -395,15 +395,15 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
     return None if replay_s is None else (eager_s, replay_s)
 
 
-def _layout_like(batch: THDBatch, bucket: Bucket) -> Layout:
-    """Return a layout with a batch's slots and sequences, or one that fills the bucket if that is smaller."""
+def _shape_like(batch: THDBatch, bucket: Bucket) -> BatchShape:
+    """Return a shape with a batch's slots and sequences, or one that fills the bucket if that is smaller."""
     slots = batch.input_ids.numel()  # with trailing padding, because FP8 needs it
-    sizes = Layout.of_batch(batch)
+    sizes = BatchShape.of_batch(batch)
     even_length = math.ceil(slots / max(1, sizes.sequences))  # sequences that hold the padding, too
-    layout = Layout(slots, sizes.sequences, max(sizes.max_seqlen, even_length))
-    if bucket.misfit(layout) is not None:
-        return Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
-    return layout
+    shape = BatchShape(slots, sizes.sequences, max(sizes.max_seqlen, even_length))
+    if bucket.misfit(shape) is not None:
+        return BatchShape(bucket.slots, bucket.sequences, bucket.max_seqlen)
+    return shape
 
 
 def _modes(example: Example) -> tuple[Any, ...]:
@@ -431,9 +431,9 @@ _FP8 = 0.1
 _RANDOM = 0.7  # for a step that draws random numbers
 
 
-def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout) -> None:
-    """Raise if a captured step differs from the eager one, on a batch of a layout, by more than rounding."""
-    batch = step.inputs.dummy(layout)
+def prove(subject: Subject, step: CapturedStep, example: Example, shape: BatchShape) -> None:
+    """Raise if a captured step differs from the eager one, on a batch of a shape, by more than rounding."""
+    batch = step.inputs.dummy(shape)
     batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # unlike the zeros of the bucket's tail
     use = RandomUse()
     with restored(subject.module), guarded(subject.module) as eager_logs, uncompiled(subject.module), use:
@@ -463,8 +463,8 @@ def prove(subject: Subject, step: CapturedStep, example: Example, layout: Layout
                 )
 
 
-def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
-    """Yield a layout that leaves tokens to a bucket's dummy sequences, and one that leaves them empty."""
+def shapes_to_prove(bucket: Bucket) -> Iterator[BatchShape]:
+    """Yield a shape that leaves tokens to a bucket's dummy sequences, and one that leaves them empty."""
     short = min(bucket.max_seqlen // 2, bucket.slots // 4)
     unit = math.gcd(bucket.slots, 128)  # lengths are multiples of it, which some kernels need
     if unit > short:
@@ -472,14 +472,14 @@ def layouts_to_prove(bucket: Bucket) -> Iterator[Layout]:
     short = short // unit * unit
     long = bucket.max_seqlen // unit * unit
     for count, length in ((2, short), (1, short), (2, long), (1, long)):
-        layout = Layout(count * length, count, length)
-        if length and layout.slots < bucket.slots and bucket.misfit(layout) is None:
-            yield layout
+        shape = BatchShape(count * length, count, length)
+        if length and shape.slots < bucket.slots and bucket.misfit(shape) is None:
+            yield shape
             break
 
     fewest = math.ceil(bucket.slots / bucket.max_seqlen)
     if fewest < bucket.sequences:
-        yield Layout(bucket.slots, fewest, bucket.max_seqlen)
+        yield BatchShape(bucket.slots, fewest, bucket.max_seqlen)
 
 
 def _refuse_difference(from_graph: Any, from_eager: Any, what: str, bound: float) -> None:

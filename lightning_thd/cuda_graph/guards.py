@@ -24,18 +24,31 @@ from lightning_thd.models.families.ropes import keep_frequencies
 
 # Attributes of the Trainer that change during training. All others (devices, precision) may be read.
 _CHANGING = frozenset(
-    (
-        *("global_step", "current_epoch", "fit_loop", "strategy", "optimizers", "lr_scheduler_configs"),
-        *("callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch", "should_stop"),
-        *("datamodule", "train_dataloader"),
-    )
+    {
+        "callback_metrics",
+        "current_epoch",
+        "datamodule",
+        "fit_loop",
+        "global_step",
+        "is_last_batch",
+        "logged_metrics",
+        "lr_scheduler_configs",
+        "optimizers",
+        "progress_bar_metrics",
+        "should_stop",
+        "strategy",
+        "train_dataloader",
+    }
 )
+# Python's operators, without their underscores, by which a step could use a number.
 _UNARY = ("bool", "int", "float", "index", "str", "repr", "hash", "neg", "abs")
-_COMPARED = ("format", "eq", "ne", "lt", "le", "gt", "ge")
+_COMPARISONS = ("format", "eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_REFLECTED = tuple(f"r{name}" for name in _ARITHMETIC)
 
 
 def _report_use(report: Report, name: str) -> None:
+    """Report the use of a value that changes from batch to batch."""
     message = (
         f"the step uses {name}, which changes from batch to batch; a captured step would keep the "
         "value of its capture. Move it to a hook, or keep it in a tensor that a hook updates in place."
@@ -52,18 +65,21 @@ class HostValue:
         self._report = report
 
 
-def _used(operator: str) -> Callable[..., Any]:
+def _refused(operator: str) -> Callable[..., Any]:
+    """Return a method that refuses an operator, and then computes it, because lint_capture goes on."""
+
     def use(self: HostValue, *args: Any) -> Any:
         _report_use(self._report, self._name)
-        found = getattr(self._value, operator)(*args)
-        # For lint_capture, which goes on, any tensor will do as the result of an operator on a tensor.
-        return args[0] if found is NotImplemented and isinstance(args[0], Tensor) else found
+        result = getattr(self._value, operator)(*args)
+        if result is NotImplemented and isinstance(args[0], Tensor):
+            return args[0]  # any tensor will do as the result of an operator on a tensor
+        return result
 
     return use
 
 
-for _name in (*_UNARY, *_COMPARED, *_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC)):
-    setattr(HostValue, f"__{_name}__", _used(f"__{_name}__"))
+for _name in (*_UNARY, *_COMPARISONS, *_ARITHMETIC, *_REFLECTED):
+    setattr(HostValue, f"__{_name}__", _refused(f"__{_name}__"))
 
 
 class _TrainerGuard:
@@ -127,13 +143,15 @@ def guarded(module: nn.Module, report: Report = refuse) -> Iterator[list[LoggedV
 @contextlib.contextmanager
 def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterator[None]:
     """Set an attribute of a module inside this context."""
-    before = {name: module.__dict__[name]} if name in module.__dict__ else {}
+    had_attribute = name in module.__dict__
+    previous = module.__dict__.get(name)
     module.__dict__[name] = value
     try:
         yield
     finally:
         module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+        if had_attribute:
+            module.__dict__[name] = previous
 
 
 def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
@@ -154,28 +172,50 @@ _CONTAINERS = (list, dict, set, tuple)
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "FullyShardedDataParallelPlus", "DeepSpeedEngine")
 
 
-def host_state(module: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
+class Attribute(NamedTuple):
+    """What is compared of an attribute of a module, before and after a step."""
+
+    value: Any  # must be the same object; None if it may be replaced by an equal one
+    state: Any  # must be equal: a plain value, the size of a container, or the version of a tensor
+
+
+_MISSING = Attribute(ABSENT, None)
+# The attributes of a module and its children, by the child's index in ``modules()`` and their name.
+HostState = dict[tuple[int, str], Attribute]
+
+
+def host_state(module: nn.Module) -> HostState:
     """Collect all plain attributes, container sizes and buffers, and every attribute of ``module`` itself."""
-    found: dict[tuple[int, str], tuple[Any, Any]] = {}
+    attributes: HostState = {}
     for i, child in enumerate(module.modules()):
         for name, value in (*vars(child).items(), *child._buffers.items()):
-            own = i == 0 and name not in USUAL and name[:4] != "_thd"  # the user's hooks may read it
+            is_users = i == 0 and _may_be_users(name)  # the user's hooks may read it
             if isinstance(value, PLAIN):
-                found[i, name] = None, value
+                attributes[i, name] = Attribute(None, value)
             elif isinstance(value, _CONTAINERS) and name != "_buffers":
-                found[i, name] = value if own else None, len(value)
-            elif own or name in child._buffers:
-                found[i, name] = value, version(value) if isinstance(value, Tensor) else None
-    return found
+                attributes[i, name] = Attribute(value if is_users else None, len(value))
+            elif is_users or name in child._buffers:
+                state = version(value) if isinstance(value, Tensor) else None
+                attributes[i, name] = Attribute(value, state)
+
+    return attributes
 
 
-def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[Any, Any]]) -> None:
+def _may_be_users(name: str) -> bool:
+    """Return whether an attribute is neither torch's nor Lightning's nor ours."""
+    return name not in USUAL and not name.startswith("_thd")
+
+
+def refuse_host_changes(module: nn.Module, before: HostState) -> None:
     """Raise if a step changes Python state, because a replay would not change it again."""
     after = host_state(module)
     for key in (*before, *after):
-        (old, state), (new, now) = before.get(key, (ABSENT, None)), after.get(key, (ABSENT, None))
-        if old is new and (state is now or state == now):  # NaN does not equal itself
+        old = before.get(key, _MISSING)
+        new = after.get(key, _MISSING)
+        same_state = old.state is new.state or old.state == new.state  # NaN does not equal itself
+        if old.value is new.value and same_state:
             continue
+
         index, name = key
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
@@ -185,25 +225,47 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[A
         )
 
 
+class _Saved(NamedTuple):
+    """An attribute of an object, its value, and a copy of what the value held."""
+
+    space: dict[str, Any]  # the attributes of the object
+    name: str
+    value: Any
+    contents: Any
+
+    @classmethod
+    def of(cls, space: dict[str, Any], name: str) -> _Saved:
+        value = space[name]
+        contents = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        return cls(space, name, value, contents)
+
+    def restore(self) -> None:
+        value = self.value
+        self.space[self.name] = value
+        if isinstance(value, Tensor):
+            if not _is_expanded(value):  # no step can write to an expanded tensor
+                value.copy_(self.contents)
+        elif isinstance(value, list):
+            value[:] = self.contents
+        elif isinstance(value, dict | set):
+            value.clear()
+            value.update(self.contents)
+
+
 def remembered(spaces: Iterable[dict[str, Any]]) -> Callable[[], None]:
     """Return a function that restores the values that these attributes have now, and their contents."""
-    kept: list[tuple[dict[str, Any], str, Any, Any]] = [
-        (space, name, value, value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
+    kinds = (*PLAIN, *_CONTAINERS, Tensor)
+    saved = [
+        _Saved.of(space, name)
         for space in spaces
         for name, value in space.items()
-        if isinstance(value, (*PLAIN, *_CONTAINERS, Tensor)) and name not in USUAL and name[:4] != "_thd"
+        if isinstance(value, kinds) and _may_be_users(name)
     ]
 
     @torch.no_grad()
     def give_back() -> None:
-        for space, name, value, contents in kept:
-            space[name] = value
-            if isinstance(value, Tensor):
-                if not _is_expanded(value):  # no step can write to an expanded tensor
-                    value.copy_(contents)
-            elif isinstance(value, list | dict | set):
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(contents)
+        for attribute in saved:
+            attribute.restore()
 
     return give_back
 
@@ -239,24 +301,34 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
 
 def refuse_fp8(module: nn.Module) -> None:
     """Refuse Transformer Engine's FP8, unless its recipe is known to have no history of scales."""
+    marks = [vars(child).get("_thd_fp8") for child in module.modules()]
+    recipes = [recipe for recipe in marks if recipe is not None]
+    has_history = any(recipe.has_history for recipe in recipes)
+    if recipes and not has_history:
+        return  # scales are computed from the current values, inside the graph
+
     layers = [
         child
         for child in module.modules()
         if "TransformerEngineBaseModule" in [cls.__name__ for cls in type(child).__mro__]
     ]
-    engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
-    states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
-    enabled = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
-    recipes = [recipe for child in module.modules() if (recipe := child.__dict__.get("_thd_fp8")) is not None]
-    history = any(recipe.has_history for recipe in recipes)
-    if recipes and not history:
-        return  # scales are computed from the current values, inside the graph
-    if history or enabled or any(getattr(layer, "fp8", False) for layer in layers):
+    runs_fp8 = bool(layers) and _engine_runs_fp8()
+    if has_history or runs_fp8 or any(getattr(layer, "fp8", False) for layer in layers):
         raise CaptureError(
             f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
             "the module, which warm-up on dummy tokens would change and a replay would not write. Train "
             "in bf16 to have graphs, or with FP8Precision('current'), whose scales have no history."
         )
+
+
+def _engine_runs_fp8() -> bool:
+    """Return whether Transformer Engine is loaded and an autocast of its FP8 is under way."""
+    for name in ("quantization", "fp8"):  # the module of the state, in new releases and in old ones
+        engine = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        state: Any = getattr(engine, "FP8GlobalStateManager", None)
+        if state is not None and state.is_fp8_enabled():
+            return True
+    return False
 
 
 def sharded_by(module: nn.Module) -> str | None:
@@ -304,6 +376,7 @@ class RandomUse:
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator that can drop values is called with a probability of 0."""
     if func is torch.ops.aten.native_dropout.default:
         return not (args[1] and args[2])
     arguments = private_of(func, "torch.ops.operator._schema").arguments
@@ -317,7 +390,9 @@ def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
     # It does both on the host, which a graph cannot hold. Only steps that draw random numbers need it.
     checkpoint: Any = torch.utils.checkpoint
     namespace: Any = torch
-    get, set_, devices = torch.get_rng_state, torch.set_rng_state, checkpoint.get_device_states
+    original_get = torch.get_rng_state
+    original_set = torch.set_rng_state
+    original_of_devices = checkpoint.get_device_states
     empty = torch.empty(0, dtype=torch.uint8)
 
     def get_rng_state() -> Tensor:
@@ -331,5 +406,6 @@ def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        namespace.get_rng_state, namespace.set_rng_state = get, set_
-        checkpoint.get_device_states = devices
+        namespace.get_rng_state = original_get
+        namespace.set_rng_state = original_set
+        checkpoint.get_device_states = original_of_devices

@@ -88,24 +88,20 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
             "lint_capture got a shard of a pack, whose attention needs the other ranks; wanted the whole "
             "THDBatch. Pass the batch before it is cut into shards."
         )
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
 
     def report(message: str, where: str | None) -> None:
-        found.setdefault(where or message, Finding(where=where, message=message))
+        findings.setdefault(where or message, Finding(where=where, message=message))
 
     run = _default_step(module) if step is None else step
     with static_shapes():
-        _record(_copy(module), batch.to("cpu"), run, report)
-        with _errors_to(report), without_saved_states(), _autocast_knows_meta():
-            keep_frequencies(moved := _copy(module))  # this compares values, which "meta" does not have
-            meta = moved.to("meta"), batch.to("meta")
-            _forward_backward(*meta, run, report)  # builds tables and fills caches
-            with refused_reads():
-                _forward_backward(*meta, run, report)
-    return LintReport(tuple(found.values()))
+        _run_on_cpu(_copy(module), batch.to("cpu"), run, report)
+        _run_on_meta(_copy(module), batch, run, report)
+    return LintReport(tuple(findings.values()))
 
 
-def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
+def _run_on_cpu(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
+    """Record a step on the CPU, which shows what a replay would not repeat."""
     module.to("cpu")
     use = RandomUse()
     with _errors_to(report), restored(module), without_saved_states(use):
@@ -115,11 +111,24 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Repor
         with use:
             record(lambda: _forward_backward(module, batch, run, report), report)
         refuse_host_changes(module, before)
+
     with _errors_to(report):
         use.refuse()
 
 
+def _run_on_meta(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
+    """Run a step without values, which shows where it reads one."""
+    with _errors_to(report), without_saved_states(), _autocast_knows_meta():
+        keep_frequencies(module)  # this compares values, which "meta" does not have
+        module = module.to("meta")
+        batch = batch.to("meta")
+        _forward_backward(module, batch, run, report)  # builds tables and fills caches
+        with refused_reads():
+            _forward_backward(module, batch, run, report)
+
+
 def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction, report: Report) -> None:
+    """Run a step and its backward pass, without leaving gradients in the parameters."""
     leaves = [p for p in module.parameters() if p.requires_grad]
     with guarded(module, report):
         output = run(module, StaticBatch.watching(batch, report))
@@ -128,6 +137,7 @@ def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction, rep
 
 @contextmanager
 def _errors_to(report: Report) -> Iterator[None]:
+    """Report an error that ends this context, and go on behind it."""
     try:
         yield
     except Exception as error:
@@ -140,31 +150,36 @@ def _default_step(module: nn.Module) -> StepFunction:
         return causal_lm_loss
 
     def training_step(module: Any, batch: StaticBatch) -> Any:
-        takes = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning
-        rest = [HostValue("argument 2 of training_step (batch_idx)", batch._report)] if takes else []
-        return module.training_step(batch, *rest)
+        # As Lightning decides whether to pass it.
+        if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+            batch_idx = HostValue("argument 2 of training_step (batch_idx)", batch._report)
+            return module.training_step(batch, batch_idx)
+        return module.training_step(batch)
 
     return training_step
 
 
 def _copy(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module, which shares its Trainer."""
     trainer = trainer_of(module) if isinstance(module, L.LightningModule) else None
     return copy.deepcopy(module, {id(trainer): trainer})
 
 
 @contextmanager
 def _autocast_knows_meta() -> Iterator[None]:
+    """Let torch's autocast treat the meta device, which it refuses, as the CPU."""
     available: Any = torch.amp.autocast_mode
-    patched = [(torch, name) for name in _AUTOCAST] + [(available, "is_autocast_available")]
-    before = [getattr(owner, name) for owner, name in patched]
-    for (owner, name), function in zip(patched, before, strict=True):
+    places = [(torch, name) for name in _AUTOCAST] + [(available, "is_autocast_available")]
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), function in zip(places, originals, strict=True):
         setattr(owner, name, _with_meta(function))
     try:
         yield
     finally:
-        for (owner, name), function in zip(patched, before, strict=True):
+        for (owner, name), function in zip(places, originals, strict=True):
             setattr(owner, name, function)
 
 
 def _with_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gets "cpu" where it is called with "meta"."""
     return lambda *args, **kwargs: function(*("cpu" if x == "meta" else x for x in args), **kwargs)

@@ -38,6 +38,7 @@ def cannot_capture_optimizer(optimizer: Optimizer) -> str | None:
             f"capture_optimizer=True takes optimizers of torch.optim, and {kind} is another, whose step may "
             "do work on the host that a replay would leave out. Leave capture_optimizer out."
         )
+
     for group in optimizer.param_groups:
         if not (group.get("capturable") or group.get("fused")):
             return (
@@ -45,10 +46,11 @@ def cannot_capture_optimizer(optimizer: Optimizer) -> str | None:
                 f"has a group with fused={group.get('fused')} and capturable={group.get('capturable')}. Pass "
                 "torch.optim.AdamW(..., fused=True), or capturable=True; or leave capture_optimizer out."
             )
-    replaced = vars(optimizer).get("step")
-    if replaced is not None and not _is_of_a_schedule(replaced, optimizer):
+
+    replacement = vars(optimizer).get("step")
+    if replacement is not None and not _is_of_a_schedule(replacement, optimizer):
         return (
-            f"capture_optimizer=True: {kind}.step was replaced by {replaced!r}, which a replay would not "
+            f"capture_optimizer=True: {kind}.step was replaced by {replacement!r}, which a replay would not "
             "call. Leave capture_optimizer out, or the replacement."
         )
     return None
@@ -62,11 +64,12 @@ def _is_of_a_schedule(step: Any, optimizer: Optimizer) -> bool:
     """
     if getattr(step, "__wrapped__", None) is not type(optimizer).step:  # it runs another function
         return False
+
     other = torch.optim.SGD([torch.zeros(())], lr=1.0)
-    before = types.MethodType(step, other)
-    other.step = before  # type: ignore[method-assign]
+    step_of_other = types.MethodType(step, other)
+    other.step = step_of_other  # type: ignore[method-assign]
     torch.optim.lr_scheduler.LambdaLR(other, lambda _: 1.0)
-    return other.step is before
+    return other.step is step_of_other
 
 
 class _Update:
@@ -75,16 +78,18 @@ class _Update:
     def __init__(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
         self.gradients = gradients
         self.parameters = _parameters(optimizer)
-        self._addresses = [*map(_address, self.parameters)]
-        self._state = optimizer.state
-        self._states = [*map(optimizer.state.get, self.parameters)]
-        places = [(state, name) for state in self._states if state for name in state]
-        self._owners = [state for state, _ in places]
-        self._names = [name for _, name in places]
-        self._values = [state[name] for state, name in places]
-        self._settings = _settings(optimizer)
         self.rates = [_rate_like(group) for group in optimizer.param_groups]
         self.graph: Any = None
+        self._addresses = [*map(_address, self.parameters)]
+        self._settings = _settings(optimizer)
+
+        # Every value of every parameter's state, as three lists that ``holds`` compares without a loop.
+        self._state = optimizer.state
+        self._states = [*map(optimizer.state.get, self.parameters)]
+        entries = [(state, name) for state in self._states if state for name in state]
+        self._owners = [state for state, _ in entries]
+        self._names = [name for _, name in entries]
+        self._values = [state[name] for state, name in entries]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the update writes, and the gradients, which it may write."""
@@ -123,6 +128,7 @@ def _settings(optimizer: Optimizer) -> list[list[tuple[str, Any]]]:
 
 
 def _rate_like(group: dict[str, Any]) -> Tensor:
+    """Return a tensor for the learning rate of a group, on the device of its parameters."""
     device = group["params"][0].device if group["params"] else None
     return torch.zeros((), dtype=torch.float32, device=device)
 
@@ -141,11 +147,14 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
     """
 
     def __init__(self, optimizer: Optimizer, step: GraphedStep) -> None:
-        if (reason := cannot_capture_optimizer(optimizer)) is not None:
+        reason = cannot_capture_optimizer(optimizer)
+        if reason is not None:
             raise ValueError(reason)
-        self._optimizer, self._step = optimizer, step
+
+        self._optimizer = optimizer
+        self._step = step
         self._updates: list[_Update] = []
-        self._known: set[int] = set()  # ids of the parameters that an eager step has updated
+        self._have_states: set[int] = set()  # ids of the parameters that an eager step has updated
         self._captures = 0  # captures of updates
         self._rounds = 0  # captures of the step, after which gradients have other addresses
         self._off = False
@@ -154,22 +163,22 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
 
     def __enter__(self) -> GraphedOptimizer:
         optimizer = self._optimizer
-        before = vars(optimizer).get("step")  # a schedule's, which notes calls
-        own = optimizer.step
+        eager_step = optimizer.step
+        of_schedule = vars(optimizer).get("step")  # a schedule's, which notes calls; or None
         with_hooks = Optimizer.profile_hook_step(self._update)
 
-        @functools.wraps(own)
+        @functools.wraps(eager_step)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if not self._off and self._known:
+            if not self._off and self._have_states:
                 return with_hooks(*args, **kwargs)
-            loss = own(*args[1:], **kwargs)
+            loss = eager_step(*args[1:], **kwargs)
             self._note_eager_step()
             return loss
 
         def restore() -> None:
             del optimizer.step
-            if before is not None:
-                optimizer.step = before  # type: ignore[method-assign]
+            if of_schedule is not None:
+                optimizer.step = of_schedule  # type: ignore[method-assign]
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         self._restore.callback(restore)
@@ -181,7 +190,8 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
 
     def _note_eager_step(self) -> None:
         """Note the parameters that an eager step updated, which therefore have their states."""
-        self._known.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        updated = [p for p in _parameters(self._optimizer) if p.grad is not None]
+        self._have_states.update(map(id, updated))
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, then replay the update, or run it eagerly."""
@@ -190,16 +200,16 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
             with torch.enable_grad():
                 loss = closure()
 
-        found = self._find(optimizer)
+        update = self._find(optimizer)
         stats = self._step.stats
-        if isinstance(found, str):
-            stats.optimizer_fallbacks[found] += 1
+        if isinstance(update, str):
+            stats.optimizer_fallbacks[update] += 1
             self._bare(optimizer)
             self._note_eager_step()
         else:
             stats.optimizer_replays += 1
-            found.fill_rates(optimizer)
-            found.graph.replay()
+            update.fill_rates(optimizer)
+            update.graph.replay()
         return loss
 
     def _find(self, optimizer: Optimizer) -> _Update | str:
@@ -214,20 +224,24 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
         gradients = [*map(_GRADIENT, parameters)]
         if not self._step.writes(gradients):
             return "gradients"
+
         for update in self._updates:
             if len(parameters) == len(update.parameters) and all(map(is_, gradients, update.gradients)):
                 if all(map(is_, parameters, update.parameters)) and update.holds(optimizer):
                     return update
-                self._updates.remove(update)
+                self._updates.remove(update)  # the optimizer changed since, so that its graph is no use
                 break
         return self._capture(optimizer, gradients)
 
     def _capture(self, optimizer: Optimizer, gradients: list[Tensor | None]) -> _Update | str:
+        """Capture the update of these gradients, or return why there is none."""
         if self._off:
             return "capture_error"
+
         pairs = zip(_parameters(optimizer), gradients, strict=True)
-        if any(id(p) not in self._known for p, gradient in pairs if gradient is not None):
+        if any(id(p) not in self._have_states for p, gradient in pairs if gradient is not None):
             return "new_state"  # an eager step makes it
+
         if self._captures >= _MOST_CAPTURES or len(self._updates) >= _MOST_GRAPHS:
             self._give_up(
                 CaptureError(
@@ -241,18 +255,21 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
         update = _Update(optimizer, gradients)
         update.fill_rates(optimizer)
         backend: Backend = self._step.backend
-        # A backend that records on the CPU runs what it captures, which must change nothing.
-        runs = getattr(backend, "runs_captures", False)
+        written: list[Tensor] = []
+        if getattr(backend, "runs_captures", False):  # it records on the CPU, by running what it captures
+            written = update.tensors()
         try:
-            with _for_capture(optimizer, update.rates), _unchanged(update.tensors() if runs else []):
+            with _for_capture(optimizer, update.rates), _unchanged(written):
                 update.graph, _ = backend.capture(lambda: self._bare(optimizer))
         except Exception as error:  # ``_give_up`` warns of it, or raises it with ``require``
             self._give_up(as_capture_error(error))
             return "capture_error"
+
         self._updates.append(update)
         return update
 
     def _give_up(self, error: CaptureError) -> None:
+        """Run all later updates eagerly, and warn of the reason, or raise it."""
         self._off = True
         self._updates.clear()
         if self._step.require:
@@ -264,7 +281,7 @@ class GraphedOptimizer(contextlib.AbstractContextManager["GraphedOptimizer"]):
 def _for_capture(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
     """Let groups read their learning rates from tensors, and pass torch's check for captures."""
     # A fused update is the same with and without ``capturable``: its step count is on the device anyway.
-    before = [(group["lr"], group.get("capturable")) for group in optimizer.param_groups]
+    settings = [(group["lr"], group.get("capturable")) for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
         if "capturable" in group:
@@ -272,7 +289,7 @@ def _for_capture(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None
     try:
         yield
     finally:
-        for group, (lr, capturable) in zip(optimizer.param_groups, before, strict=True):
+        for group, (lr, capturable) in zip(optimizer.param_groups, settings, strict=True):
             group["lr"] = lr
             if "capturable" in group:
                 group["capturable"] = capturable

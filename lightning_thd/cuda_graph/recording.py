@@ -38,15 +38,17 @@ class _Call:
     results: tuple[Tensor | None, ...]  # None for results that need no copy
 
     def run(self) -> None:
+        """Call the operator again, and copy its results into those of the first call."""
         results = tree_leaves(self.function(*self.args, **self.kwargs))
         _wait_for_replayed(self.function, results)
-        for kept, new in zip(self.results, results, strict=True):
-            if kept is not None:
-                for target, source in zip(plain_tensors(kept), plain_tensors(new), strict=True):
+        for first, new in zip(self.results, results, strict=True):
+            if first is not None:
+                for target, source in zip(plain_tensors(first), plain_tensors(new), strict=True):
                     target.copy_(source)
 
 
 def _wait_for_replayed(function: Any, results: list[Any]) -> None:
+    """Wait for the results of a replayed operator, if it is a collective."""
     if function.namespace.endswith("c10d_functional"):
         for x in results:
             if isinstance(x, Tensor):
@@ -68,6 +70,7 @@ def _wait_for_recorded(result: Any) -> Any:
             # A handle of Python's own class is freed while torch still waits for it, and never ends.
             finished: Any = private("torch._C._distributed_c10d._create_work_from_future")(future)
             leaves[i] = finished.boxed()
+
     return tree_unflatten(leaves, spec)
 
 
@@ -87,7 +90,8 @@ class Recording:
 def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
     """Run a function and record its operators; ``report`` gets every problem and its line."""
     tape = Recording()
-    watch = _Watch.running = _Watch(tape, report)
+    watch = _Watch(tape, report)
+    _Watch.running = watch
     try:
         with _uncompiled_frames(), watch:
             return tape, function()
@@ -97,8 +101,9 @@ def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
 
 def _uncompiled_frames() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch compiles nothing: it would compile what runs inside an operator."""
-    started = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if started else contextlib.nullcontext()
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Watch:
@@ -151,10 +156,12 @@ def _compiler() -> Any:
 
 
 def _watched_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Return a compiled graph that runs under the modes of a recording, if one is under way."""
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 
     def run(*args: Any) -> Any:
-        if (watch := _Watch.running) is None:
+        watch = _Watch.running
+        if watch is None:
             return graph(*args)
         with watch.turned(on=True):
             return graph(*args)
@@ -188,7 +195,8 @@ class RecordingBackend:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
-            if (watch := _Watch.running) is None:
+            watch = _Watch.running
+            if watch is None:
                 return compiled(*args, **kwargs)
             # The modes would keep the compiler from its work. They are on again inside of the graphs.
             with watch.turned(on=False), torch.compiler.set_stance("default"):
@@ -205,37 +213,50 @@ class RecordingBackend:
 
 
 class _Functions(TorchFunctionMode):
+    """Reports calls of torch in Python that cannot be captured."""
+
     def __init__(self, operators: _Operators, report: Report) -> None:
         super().__init__()
-        self._operators, self._report = operators, report
+        self._operators = operators
+        self._report = report
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inside = self._operators.running  # skip Python calls inside a kernel
-        if not inside and (problem := function_problem(func, args, kwargs)) is not None:
-            self._report(problem, calling_line())
+        if not self._operators.running:  # calls inside a kernel are the operator's business
+            problem = function_problem(func, args, kwargs)
+            if problem is not None:
+                self._report(problem, calling_line())
         return func(*args, **kwargs)
 
 
 class _Operators:
+    """Records operators, and reports those that cannot be captured."""
+
     def __init__(self, tape: Recording, report: Report) -> None:
-        self._tape, self._report = tape, report
+        self._tape = tape
+        self._report = report
         self.running = 0  # the number of running operators
         self.mode = watch_operators(self._call)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if (problem := operator_problem(func, args, kwargs)) is not None:
+        problem = operator_problem(func, args, kwargs)
+        if problem is not None:
             self._report(problem, calling_line())
+
         self.running += 1
         try:
             result = func(*args, **kwargs)
         finally:
             self.running -= 1
-        if (call := _call(func, args, kwargs, result)) is not None:
+
+        call = _call(func, args, kwargs, result)
+        if call is not None:
             self._tape.calls.append(call)
-        return _wait_for_recorded(result) if func.namespace == "c10d" else result
+        if func.namespace == "c10d":
+            return _wait_for_recorded(result)
+        return result
 
 
 def refused_reads() -> contextlib.AbstractContextManager[Any]:
@@ -248,7 +269,9 @@ def refused_reads() -> contextlib.AbstractContextManager[Any]:
 
 
 def _refuse_read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if (problem := operator_problem(func, args, kwargs)) is not None:
+    """Call an operator, or raise if it cannot be captured."""
+    problem = operator_problem(func, args, kwargs)
+    if problem is not None:
         raise CaptureError(problem, calling_line())
     return func(*args, **kwargs)
 
@@ -257,11 +280,14 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     """Return the record of an operator, or None if replays need not run it: for views and empty tensors."""
     if _schema_of(func).name in _UNFILLED:
         return None
-    given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
-    results = tuple(
-        x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None
-        for x in tree_leaves(result)
-    )
+
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    storages = {storage for x in inputs for storage in _storages(x)}
+
+    def is_new(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.numel() > 0 and not storages & _storages(x)
+
+    results = tuple(x if is_new(x) else None for x in tree_leaves(result))
     # Collectives write into their arguments, although their schemas do not declare it.
     writes = _schema_of(func).is_mutable or func.namespace == "c10d"
     if not writes and all(x is None for x in results):
@@ -275,6 +301,7 @@ def _schema_of(func: Any) -> Any:
 
 
 def _storages(tensor: Tensor) -> set[int]:
+    """Return the addresses of the memory that holds a tensor's values; none for a tensor without memory."""
     return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
@@ -324,23 +351,34 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return f"torch.{func.__name__}(...) {_CONSTANT}"
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return f"indexing with a list {_CONSTANT}" if any(isinstance(x, list) for x in indices) else None
-    return _FUNCTIONS.get(func) if func.__hash__ else None  # an unhashable callable is not in the table
+        if any(isinstance(x, list) for x in indices):
+            return f"indexing with a list {_CONSTANT}"
+        return None
+
+    if not func.__hash__:  # an unhashable callable is not in the table
+        return None
+    return _FUNCTIONS.get(func)
 
 
 def operator_problem(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return why a dispatched operator cannot be captured, or None."""
-    if (found := _OPERATORS.get(func)) is not None:
-        return found
+    if func in _OPERATORS:
+        return _OPERATORS[func]
+
     if func is aten.repeat_interleave.Tensor:
-        known = kwargs.get("output_size", args[1] if len(args) > 1 else None) is not None
-        return None if known else f"repeat_interleave without output_size {_SHAPE}. Pass output_size="
+        output_size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        if output_size is None:
+            return f"repeat_interleave without output_size {_SHAPE}. Pass output_size="
+        return None
+
     if func in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _BOOLEAN if _has_mask(args[1]) else None
+
     if func in (aten.index_put.default, aten.index_put_.default):
         # Writing one value under one mask is a masked_fill on every device, which can be captured.
-        single = args[2].numel() == 1 and len(args[1]) == 1
-        return _BOOLEAN if _has_mask(args[1]) and not single else None
+        is_fill = args[2].numel() == 1 and len(args[1]) == 1
+        return _BOOLEAN if _has_mask(args[1]) and not is_fill else None
+
     if func is aten._to_copy.default:
         target = kwargs.get("device")
         source = args[0].device.type
@@ -350,4 +388,5 @@ def operator_problem(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _has_mask(indices: Any) -> bool:
+    """Return whether one of an operator's indices is a boolean mask."""
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

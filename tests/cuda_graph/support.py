@@ -1,4 +1,4 @@
-"""Modules that can be captured, batches of random layout, and what they are compared by."""
+"""Modules that can be captured, batches of random shape, and what they are compared by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.batch.collate import cumulative
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import Layout, choose
+from lightning_thd.cuda_graph.buckets import BatchShape, choose
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.seqlens import pad_cu_seqlens, position_ids_from_cu_seqlens
 from tests.tiny import VOCAB, tiny_llama
@@ -36,7 +36,7 @@ def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST,
 
 def slow_offsets(batch: THDBatch, bucket: Bucket) -> tuple[Tensor, Tensor]:
     """Return a batch's offsets in a bucket by pad_cu_seqlens, and those without padding inside sequences."""
-    num_sequences = Layout.of_batch(batch).sequences
+    num_sequences = BatchShape.of_batch(batch).sequences
     offsets = cumulative(list(batch.padded_lengths[:num_sequences]))
     padded = pad_cu_seqlens(offsets, bucket.sequences, bucket.slots, max_seqlen=bucket.max_seqlen)
     dummy_lengths = padded.diff().tolist()[num_sequences:]
@@ -46,7 +46,7 @@ def slow_offsets(batch: THDBatch, bucket: Bucket) -> tuple[Tensor, Tensor]:
 def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
     device = batch.input_ids.device
-    used = Layout.of_batch(batch).slots
+    used = BatchShape.of_batch(batch).slots
     tail = bucket.slots - used
     padded, real = slow_offsets(batch, bucket)
     positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)

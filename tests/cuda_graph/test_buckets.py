@@ -18,7 +18,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphCosts, make_buckets
 from lightning_thd.cli import main
 from lightning_thd.cuda_graph import graph_choice
-from lightning_thd.cuda_graph.buckets import Layout, StaticInputs, choose
+from lightning_thd.cuda_graph.buckets import BatchShape, StaticInputs, choose
 from lightning_thd.packing import PackPlanner, Packs, Sequences
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.seqlens import check_cu_seqlens
@@ -119,7 +119,7 @@ def test_offsets_are_those_of_pad_cu_seqlens(lengths: list[int], sequences: int,
 def test_several_axes_of_positions_are_filled() -> None:
     bucket = Bucket(slots=16, sequences=6, max_seqlen=8)
     inputs = static(bucket, axes=3)
-    assert inputs.dummy(Layout(16, 2, 8)).position_ids.tolist() == [[0, 1, 2, 3] * 4] * 3
+    assert inputs.dummy(BatchShape(16, 2, 8)).position_ids.tolist() == [[0, 1, 2, 3] * 4] * 3
     for lengths in ([3, 4], [8, 1, 1]):
         batch = collate(lengths)
         batch = batch.replace(position_ids=batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]]))
@@ -137,7 +137,7 @@ def test_the_cheapest_bucket_is_chosen_and_the_nearest_reason_given() -> None:
     assert choose(buckets, collate([2] * 9))[1] == "num_sequences"
     assert choose(buckets, collate([17]))[1] == "max_seqlen"
     assert choose(buckets, collate([16, 16, 1]))[1] == "tokens"
-    assert Layout.of_batch(collate([3, 3, 5], share_prefixes=True)) == Layout(5, 1, 5)
+    assert BatchShape.of_batch(collate([3, 3, 5], share_prefixes=True)) == BatchShape(5, 1, 5)
     assert choose(buckets, collate([3]).replace(extras={"pixel_values": torch.ones(1)}))[1] == "extras"
 
 
@@ -188,9 +188,9 @@ def test_the_choice_is_the_best(needs: list[int], count: int, graph: float, per_
 
 
 def test_needs_count_dummies_and_batches_that_fit_no_bucket_count_as_eager() -> None:
-    layouts = [Layout(90, 5, 30), Layout(100, 5, 30), Layout(10, 1, 10), Layout(101, 1, 30)]
-    assert graph_choice.needed_sequences(layouts, 100, 30).tolist() == [6, 5, 4]
-    (*_, found) = graph_choice.plan_graphs(layouts, slots=100, max_seqlen=30, given=[8]).choices
+    shapes = [BatchShape(90, 5, 30), BatchShape(100, 5, 30), BatchShape(10, 1, 10), BatchShape(101, 1, 30)]
+    assert graph_choice.needed_sequences(shapes, 100, 30).tolist() == [6, 5, 4]
+    (*_, found) = graph_choice.plan_graphs(shapes, slots=100, max_seqlen=30, given=[8]).choices
     assert found.coverage == 0.75
     assert found.speedup == pytest.approx(1 / (0.75 * GraphCosts().replay(8) + 0.25))
 
@@ -213,9 +213,9 @@ def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None
 def test_layouts_are_those_the_planner_will_make(batch: Packs | Sequences) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 900)
     planner = PackPlanner(lengths, 256, global_batch=batch)
-    found = graph_choice.sample_layouts(planner, dp=2)
+    found = graph_choice.sample_shapes(planner, dp=2)
     all_of_them = {
-        Layout.of(spans.lengths.tolist())
+        BatchShape.of(spans.lengths.tolist())
         for k in range(len(planner))
         for rank in planner.step(0, k, 2).spans_by_rank()
         for spans in rank
