@@ -226,6 +226,7 @@ class _Probe:
         }
         self.worst: dict[str, int] = {}  # the sequence at which each number was measured
         self.skipped: list[str] = []
+
         self._measure()
 
     def keep(self, name: str, error: float, index: int) -> None:

@@ -173,6 +173,7 @@ def lowered_limits(model: nn.Module) -> Generator[None]:
         for name in NOTES
         if name in module.__dict__
     ]
+
     try:
         for holder, name, _ in large:
             _set(holder, name, _LOW)

@@ -124,6 +124,7 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
         for tensor in (*tensors, *optional.values()):
             # As bytes, because numpy has no bfloat16.
             everything.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
     scales = [each.loss_scale for each in microbatches]
     everything.update(repr(scales).encode())
     # All ranks have one loss scale in a step; without steps, as in evaluation, each batch has its own.

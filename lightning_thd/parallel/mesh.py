@@ -151,7 +151,8 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     data_context = flatten(axes[DATA, CONTEXT], "data_context_parallel")
     peers = flatten(axes[names_of_peers], "peers")
     stage = flatten(axes[DATA, CONTEXT, TENSOR], "stage")
-    shards, tensor = data_context, axes[TENSOR]
+    shards = data_context
+    tensor = axes[TENSOR]
     if replicas > 1:
         shards, tensor = _replicated(sizes, device_type, replicas)
     experts = expert_shards = None

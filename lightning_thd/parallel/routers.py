@@ -172,14 +172,17 @@ def _scores_in(kind: type[nn.Module], config: Any) -> Scores | None:
                 outputs = router(tokens[None], *[bias] * more)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
         return None  # it is built or called in another way
+
     logits, *others = outputs if isinstance(outputs, tuple) else (outputs,)
     chosen = [x for x in others if isinstance(x, Tensor) and x.dtype == torch.int64]
     weights = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()]
     if len(chosen) != 1 or len(weights) != 1 or logits.shape[:-1].numel() != len(tokens):
         return None
+
     logits = logits.reshape(len(tokens), -1).float()
     if chosen[0].shape != weights[0].shape or chosen[0].ndim != 2 or chosen[0].shape[1] < 2:
         return None
+
     formulas: dict[Scores, Tensor] = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}
     return next((name for name, scores in formulas.items() if _weighs(scores, chosen[0], weights[0])), None)
 

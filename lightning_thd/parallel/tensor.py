@@ -70,6 +70,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
     """Return name, module and style of every module with weights that a plan names."""
     patterns = {_pattern(name): (name, style) for name, style in plan.items()}
     matched = []
+
     for name, module in model.named_modules():
         for pattern, (entry, style) in patterns.items():
             if not pattern.match(name):
@@ -79,9 +80,11 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                     f"The tensor-parallel plan asks for {style!r} of {entry!r}; supported are "
                     f"{', '.join(_STYLES)}. Pass tensor_parallel_plan={{...}}."
                 )
+
             # Placeholders for embeddings and heads of other pipeline stages have nothing to cut.
             if not isinstance(module, nn.ModuleList) and has_parameters(module):
                 matched.append((name, module, style))
+
     return matched
 
 
@@ -404,11 +407,13 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
             f"{name} ({type(module).__name__}) does not keep its experts as parameters [num_experts, ...], "
             "so tensor parallelism cannot cut it. Take it out of the plan."
         )
+
     if len(inspect.signature(type(module).forward).parameters) < 4:  # self, hidden, index, weights
         raise ValueError(
             f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so ranks "
             "cannot hold different experts. Take it out of the tensor-parallel plan."
         )
+
     advice = "Lower tensor_parallel_size, or take the experts out of the plan."
     _require_divided(f"{name} has {count} experts", count, ranks, advice)
 

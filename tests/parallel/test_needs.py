@@ -112,8 +112,8 @@ def test_an_exchange_brings_each_row_to_its_place(pack: tuple[list[int], int, st
             received.append(shards[source][other.send_rows[cuts[rank] : cuts[rank + 1]]])
             assert len(received[-1]) == plan.receive_counts[source]
         rows = np.concatenate([shards[rank], *received])
-        came = plan.where >= 0
-        assert (rows[plan.where[came]] == np.flatnonzero(came)).all()
+        has_row = plan.row_of_slot >= 0
+        assert (rows[plan.row_of_slot[has_row]] == np.flatnonzero(has_row)).all()
         assert came.sum() == len(rows)
         assert plan.group_rows == sum(sum(other.receive_counts) for other in plans)
 

@@ -27,15 +27,16 @@ _TINY_HALF = 2.0**-11  # its square, 2**-22, is one of float16's smallest positi
 
 def adapt_layers(model: nn.Module) -> None:
     """Adapt the word embeddings of Gemma 3n."""
-    mixing = [module for module in model.modules() if type(module).__name__.endswith("AltUp")]
-    if not mixing:
+    altups = [module for module in model.modules() if type(module).__name__.endswith("AltUp")]
+    if not altups:
         return
+
     embeddings = [module for module in model.modules() if kind_of(module, LAYERS)]
-    for module in embeddings:
-        adapt(module, NonzeroEmbedding)
     if not embeddings:
         difference = f"comes without {', '.join(sorted(LAYERS))}"
-        raise ValueError(unknown_layer(mixing[0], "belongs to Gemma 3n, whose padding is zero", difference))
+        raise ValueError(unknown_layer(altups[0], "belongs to Gemma 3n, whose padding is zero", difference))
+    for module in embeddings:
+        adapt(module, NonzeroEmbedding)
 
 
 class NonzeroEmbedding(Adapter):
@@ -45,7 +46,8 @@ class NonzeroEmbedding(Adapter):
         output: Tensor = forward(self, *args, **kwargs)
         if self.padding_idx is None or model_pack() is None:
             return output
+
         input_ids = args[0] if args else kwargs["input_ids"]
+        is_padding = (input_ids == self.padding_idx)[..., None]
         tiny = _TINY_HALF if output.dtype == torch.float16 else _TINY
-        padding = (input_ids == self.padding_idx)[..., None]
-        return torch.where(padding & (output == 0), tiny, output)
+        return torch.where(is_padding & (output == 0), tiny, output)

@@ -22,9 +22,10 @@ from lightning_thd.batch.upload import uploaded
 # But sequences of up to 32 slots share one group, because another call costs more than their padding.
 _SHARE = 2 / 3
 _SMALL = 32
-IntArray = npt.NDArray[np.int64]
 # Most places of a group of fixed size, per slot of the pack. With more, a step without graphs is faster.
 _STATIC_WASTE = 32
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,18 +50,22 @@ def padded_rows(
     """Yield, for each group, the indices of sequences ``[N]`` and their slots ``[N, L]``; T marks padding."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
-    order = np.argsort(-sizes, kind="stable")
-    order = order[sizes[order] > 0]
+    num_slots = starts[-1]
+    by_length = np.argsort(-sizes, kind="stable")
+    by_length = by_length[sizes[by_length] > 0]
 
-    while len(order):
-        longest = int(sizes[order[0]])
-        smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
-        count = int(np.count_nonzero(sizes[order] >= smallest))  # ``order`` is by decreasing length
-        members = order[:count]
-        order = order[count:]
+    while len(by_length):
+        longest = int(sizes[by_length[0]])
+        smallest = 1
+        if longest > _SMALL:
+            smallest = int(np.ceil(longest * _SHARE))
+        count = int(np.count_nonzero(sizes[by_length] >= smallest))
+        members = by_length[:count]
+        by_length = by_length[count:]
+
         offsets = np.arange(longest)
-        inside = offsets < sizes[members, None]
-        yield members, np.where(inside, starts[members, None] + offsets, starts[-1])
+        is_token = offsets < sizes[members, None]
+        yield members, np.where(is_token, starts[members, None] + offsets, num_slots)
 
 
 def places_in(grids: Iterable[IntArray], slots: int) -> IntArray:
@@ -85,9 +90,10 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     lengths = torch.diff(cu_seqlens)
     offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
     sources = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, slots)
-    members = torch.repeat_interleave(lengths, output_size=slots)
-    places = torch.arange(slots, device=cu_seqlens.device) - starts.index_select(0, members)
-    return Groups(sources=(sources,), back=members * max_seqlen + places)
+
+    sequence = torch.repeat_interleave(lengths, output_size=slots)  # the sequence of each slot
+    positions = torch.arange(slots, device=cu_seqlens.device) - starts.index_select(0, sequence)
+    return Groups(sources=(sources,), back=sequence * max_seqlen + positions)
 
 
 def run_grouped(
@@ -111,13 +117,14 @@ def run_grouped(
         grouped = {name: regroup(value) for name, value in kwargs.items()}
         outputs.append(function(*map(regroup, args), **grouped))
 
-    if isinstance(outputs[0], tuple):
-        parts = list(zip(*outputs, strict=True))
-        tokens = len(parts) if several else 1
-        joined = [_join(part, groups.back) for part in parts[:tokens]]
-        return *joined, *(None for _ in parts[tokens:])
+    if not isinstance(outputs[0], tuple):
+        return _join(outputs, groups.back)
 
-    return _join(outputs, groups.back)
+    entries = list(zip(*outputs, strict=True))  # each holds one output of every group
+    of_tokens_until = len(entries) if several else 1
+    joined = [_join(entry, groups.back) for entry in entries[:of_tokens_until]]
+    states = [None] * (len(entries) - of_tokens_until)
+    return *joined, *states
 
 
 def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any], Any]:
@@ -133,10 +140,12 @@ def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any
 
 
 def _rows_of(source: Tensor, value: Tensor) -> Tensor:
+    """Return the values ``[1, T, ...]`` of a pack as padded rows ``[N, L, ...]``, with zeros for padding."""
     rows = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
     return rows.index_select(0, source.flatten()).view(*source.shape, *value.shape[2:])
 
 
 def _join(outputs: Sequence[Tensor], back: Tensor) -> Tensor:
+    """Return outputs ``[N, L, ...]`` of all groups in the order of the pack, ``[1, T, ...]``."""
     rows = torch.cat([output.flatten(0, 1) for output in outputs])
     return rows.index_select(0, back)[None]

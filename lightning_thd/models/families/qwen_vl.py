@@ -95,13 +95,15 @@ def _run_tower(
 ) -> Any:
     if grid_thw is None:
         raise ValueError(f"{type(self).__name__} got pixels but no grid: add image_grid_thw.")
+
     if self.config._attn_implementation == "thd":  # without max_seqlen, each layer would read the device
-        areas = [(height, width) for _, height, width in grid_thw.tolist()]
-        kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
+        frames = [(height, width) for _, height, width in grid_thw.tolist()]  # in patches
+        kwargs.setdefault("max_seqlen", max(height * width for height, width in frames))
         if self._thd_windows:
+            # As transformers cuts windows: whole squares of the patches that are merged into one token.
             merge = self.spatial_merge_size
             edge = self.window_size // self.patch_size // merge * merge
-            longest = max(min(edge, height) * min(edge, width) for height, width in areas)
-            kwargs.setdefault("max_window_seqlen", longest)
+            largest = max(min(edge, height) * min(edge, width) for height, width in frames)
+            kwargs.setdefault("max_window_seqlen", largest)
 
     return forward(self, hidden_states, grid_thw, **kwargs)

@@ -39,23 +39,25 @@ def cut_at_branches(query_lengths: tuple[int, ...], branches: tuple[int, ...]) -
     Leaves of 5 and 2 slots, of which the second goes on from slot 2, give the first slots ``[0, 3, 5]`` and
     the parents ``[-1, 0, 0]``.
     """
-    lengths = np.asarray(query_lengths, dtype=np.int64)
-    from_slots = np.asarray(branches, dtype=np.int64)[lengths > 0]
-    lengths = lengths[lengths > 0]
-    slots = int(lengths.sum())
-    begins = np.cumsum(lengths) - lengths
+    leaf_lengths = np.asarray(query_lengths, dtype=np.int64)
+    branch_slots = np.asarray(branches, dtype=np.int64)[leaf_lengths > 0]
+    leaf_lengths = leaf_lengths[leaf_lengths > 0]
+    leaf_starts = np.cumsum(leaf_lengths) - leaf_lengths
 
-    first = np.union1d(begins, from_slots[from_slots >= 0] + 1)
+    # A stretch begins where a leaf begins, and behind each branch point.
+    first = np.union1d(leaf_starts, branch_slots[branch_slots >= 0] + 1)
+    lengths = np.diff(np.append(first, leaf_lengths.sum()))
+
     parents = np.arange(-1, len(first) - 1)  # inside a leaf, each goes on from the one before it
-    ends = np.searchsorted(first, from_slots, side="right") - 1  # the stretches that end at branch points
-    parents[np.searchsorted(first, begins)] = ends  # -1 for slot -1, which is before all
+    at_branches = np.searchsorted(first, branch_slots, side="right") - 1  # -1 for slot -1, before all others
+    parents[np.searchsorted(first, leaf_starts)] = at_branches
 
     levels = np.zeros(len(first), dtype=np.int64)
-
     for stretch, parent in enumerate(parents.tolist()):  # a parent comes before its children
         if parent >= 0:
             levels[stretch] = levels[parent] + 1
-    return Stretches(first, np.diff(np.append(first, slots)), parents, levels)
+
+    return Stretches(first, lengths, parents, levels)
 
 
 class _Run(NamedTuple):
@@ -67,6 +69,8 @@ class _Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
+    """How a pack's stretches run, and how their outputs become the pack's."""
+
     runs: list[_Run]  # in the order of levels
     back: Tensor  # ``[T]``, the place of each slot among the outputs laid end to end
 
@@ -85,56 +89,77 @@ class Branches:
         plan = self._boundaries.once(_plan)
         padded = with_blank(inputs)
         outputs: list[Tensor] = []
-        states: list[Tensor] = []  # those of the branch points so far
+        branch_states: list[Tensor] = []  # those of the branch points so far
 
         for run in plan.runs:
             entering = None
             if run.entering is not None:
-                entering = torch.cat(states).index_select(0, run.entering)
-            state = run_rows(recurrence, padded, run.rows, entering, outputs)
+                entering = torch.cat(branch_states).index_select(0, run.entering)
+            final = run_rows(recurrence, padded, run.rows, entering, outputs)
             if run.kept is not None:
-                states.append(state.index_select(0, run.kept))
+                branch_states.append(final.index_select(0, run.kept))
 
         return torch.cat(outputs).index_select(0, plan.back)
 
     def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
         """Return all slots, and the ``left`` slots before each leaf on its path."""
-        by_reach = self._boundaries.once(_no_reaches)
-        if left not in by_reach:
-            by_reach[left] = _reach(self._boundaries, left)
-        return rows, by_reach[left]
+        reaches = self._boundaries.once(_no_reaches)
+        if left not in reaches:
+            reaches[left] = _reach(self._boundaries, left)
+        return rows, reaches[left]
+
+
+class _HostRun(NamedTuple):
+    """A ``_Run`` as arrays in the memory of the CPU."""
+
+    stretches: Ints  # ``[R]``
+    slots: Ints  # ``[R, L]``
+    entering: Ints | None
+    kept: Ints | None
+
+    def arrays(self) -> list[Ints]:
+        """Return the arrays that there are, in the order of the fields."""
+        return [array for array in self if array is not None]
 
 
 def _plan(boundaries: Boundaries) -> _Plan:
+    """Plan the runs of a pack's stretches, with one upload."""
+    runs = _runs_on_host(boundaries)
+    back = places_in([run.slots for run in runs], boundaries.slots)
+    arrays = [array for run in runs for array in run.arrays()]
+    *uploads, back_on_device = uploaded([*arrays, back], boundaries.offsets.device)
+
+    tensors = iter(uploads)
+    runs_on_device: list[_Run] = []
+    for run in runs:
+        rows = Rows(next(tensors), next(tensors))
+        entering = None if run.entering is None else next(tensors)
+        kept = None if run.kept is None else next(tensors)
+        runs_on_device.append(_Run(rows, entering, kept))
+
+    return _Plan(runs_on_device, back_on_device)
+
+
+def _runs_on_host(boundaries: Boundaries) -> list[_HostRun]:
+    """Group the stretches of each level by length, and number the states that are kept for later levels."""
     prefixes = boundaries.prefixes
-    device = boundaries.offsets.device
     stretches = cut_at_branches(prefixes.query_lengths, prefixes.branches)
-    places = np.full(len(stretches.first), -1)  # each kept state has one, in the order of levels
-    is_branch = np.isin(np.arange(len(places)), stretches.parents)
+    is_branch = np.isin(np.arange(len(stretches.first)), stretches.parents)
+    state_of = np.full(len(stretches.first), -1)  # the number of each stretch's final state, if it is kept
 
-    runs: list[Any] = []
-
+    runs: list[_HostRun] = []
     for level in range(int(stretches.levels.max()) + 1):
         of_level = np.flatnonzero(stretches.levels == level)
         kind = np.stack([stretches.first[of_level], stretches.lengths[of_level]])
         for members, slots in rows_of_kind(kind, boundaries.slots):
-            own = of_level[members]
-            kept = np.flatnonzero(is_branch[own])
-            places[own[kept]] = places.max() + 1 + np.arange(len(kept))
-            entering = places[stretches.parents[own]] if level else None
-            runs.append(((own, slots), entering, kept if len(kept) else None))
+            in_run = of_level[members]
+            kept = np.flatnonzero(is_branch[in_run])
+            state_of[in_run[kept]] = state_of.max() + 1 + np.arange(len(kept))
 
-    back = places_in([slots for (_, slots), *_ in runs], boundaries.slots)
-    arrays = [part for (own, slots), *others in runs for part in (own, slots, *others) if part is not None]
-    *tensors, on_device = uploaded([*arrays, back], device)
-    remaining = iter(tensors)
-    on_runs = []
+            entering = state_of[stretches.parents[in_run]] if level else None
+            runs.append(_HostRun(in_run, slots, entering, kept if len(kept) else None))
 
-    for (_, _), entering, kept in runs:
-        rows = Rows(next(remaining), next(remaining))
-        enters = None if entering is None else next(remaining)
-        on_runs.append(_Run(rows, enters, None if kept is None else next(remaining)))
-    return _Plan(on_runs, on_device)
+    return runs
 
 
 def _no_reaches(_: Boundaries) -> dict[int, Reach]:
@@ -152,9 +177,9 @@ def _reach(boundaries: Boundaries, left: int) -> Reach:
     read = ranges(key_ends - lengths, key_ends)  # places among the keys of all leaves
     grids = [grid for _, grid in padded_rows(lengths)]
     ends = np.cumsum(lengths)
-    own = places_in(grids, int(lengths.sum()))[ranges(ends - queries, ends)]
-    *sources, places, here = uploaded([*grids, read, own], boundaries.offsets.device)
-    return Reach(prefixes.keys.index_select(0, places), tuple(sources), here)
+    of_queries = places_in(grids, int(lengths.sum()))[ranges(ends - queries, ends)]
+    *sources, read_keys, back = uploaded([*grids, read, of_queries], boundaries.offsets.device)
+    return Reach(prefixes.keys.index_select(0, read_keys), tuple(sources), back)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -180,14 +205,14 @@ def run_on_paths(
     with scoped(on_paths):
         gathered = of_tokens(lambda x: x.index_select(1, prefixes.keys), boundaries.slots)
         out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-        own = boundaries.once(_own_keys)
-        return of_tokens(lambda x: x.index_select(1, own), keys)(out)
+        of_leaves = boundaries.once(_keys_of_leaves)
+        return of_tokens(lambda x: x.index_select(1, of_leaves), keys)(out)
 
 
-def _own_keys(boundaries: Boundaries) -> Tensor:
+def _keys_of_leaves(boundaries: Boundaries) -> Tensor:
     """Return int64 ``[T]``, the place of every slot among the keys of its own leaf."""
     prefixes = boundaries.prefixes
-    ends = np.cumsum(np.asarray(prefixes.key_lengths, dtype=np.int64))
-    own = ranges(ends - np.asarray(prefixes.query_lengths, dtype=np.int64), ends)
-    places: list[Tensor] = uploaded([own], boundaries.offsets.device)
-    return places[0]
+    key_ends = np.cumsum(np.asarray(prefixes.key_lengths, dtype=np.int64))
+    queries = np.asarray(prefixes.query_lengths, dtype=np.int64)
+    places: Tensor = uploaded(ranges(key_ends - queries, key_ends), boundaries.offsets.device)
+    return places

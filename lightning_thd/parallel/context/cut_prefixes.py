@@ -48,17 +48,18 @@ def cut_leaves(query_lengths: tuple[int, ...], *, cp: int, rank: int, layout: La
     leaf 1, rank 1 holds slots 1 to 5 of leaf 1.
     """
     lengths = np.asarray(query_lengths, dtype=np.int64)
-    ends = np.cumsum(lengths)
-    stretches = partition.pieces_of_rank([int(ends[-1])], cp=cp, rank=rank, layout=layout)
-    parts = []
+    leaf_ends = np.cumsum(lengths)
+    leaf_starts = leaf_ends - lengths
+    stretches = partition.pieces_of_rank([int(leaf_ends[-1])], cp=cp, rank=rank, layout=layout)
+    fragments = []
 
     for start, stop in zip(stretches.start.tolist(), stretches.stop.tolist(), strict=True):
-        first = np.clip(start - (ends - lengths), 0, lengths)
-        last = np.clip(stop - (ends - lengths), 0, lengths)
-        held = np.flatnonzero(last > first)
-        parts.append((held, first[held], last[held]))
+        first = np.clip(start - leaf_starts, 0, lengths)
+        last = np.clip(stop - leaf_starts, 0, lengths)
+        leaves = np.flatnonzero(last > first)  # those that reach into the stretch
+        fragments.append((leaves, first[leaves], last[leaves]))
 
-    return Fragments(*map(np.concatenate, zip(*parts, strict=True)))
+    return Fragments(*map(np.concatenate, zip(*fragments, strict=True)))
 
 
 class SharedLayout(ShardLayout):
@@ -76,11 +77,10 @@ class SharedLayout(ShardLayout):
         device: torch.device,
         traffic: Traffic,
     ) -> None:
-        wanted = "Use 'auto' or 'all_gather', or share_prefixes=False."
         if communication not in ("auto", "all_gather"):
             raise ValueError(
                 f"context_parallel_communication={communication!r} with sequences that share prefixes, "
-                f"whose keys every rank gathers. {wanted}"
+                "whose keys every rank gathers. Use 'auto' or 'all_gather', or share_prefixes=False."
             )
 
         if layout == "striped":
@@ -112,26 +112,35 @@ class SharedLayout(ShardLayout):
         return self.once(("call", left), lambda: self._call(left))
 
     def _call(self, left: int) -> KernelCall:
+        """Compute the kernel call of layers that see ``left`` earlier tokens, or all if that is negative."""
         prefixes = self.whole.prefixes
-        (leaf, start, stop) = self.fragments
+        leaf, start, stop = self.fragments
         queries = np.asarray(prefixes.query_lengths, dtype=np.int64)[leaf]
         keys = np.asarray(prefixes.key_lengths, dtype=np.int64)
-        held = keys[leaf] - queries  # slots of the path before the leaf
-        first_key = np.zeros_like(held) if left < 0 else np.maximum(held + start - left, 0)
-        path = (np.cumsum(keys) - keys)[leaf]  # where each leaf's path begins among all keys
-        q_lengths = stop - start
-        kv_lengths = held + stop - first_key
 
-        places = ranges(path + first_key, path + held + stop)
-        where = partition.restore_indices(self.padded_lengths, **self.cut)
-        on_host = places, where, offsets_of(q_lengths), offsets_of(kv_lengths)
-        at, rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
+        # A fragment sees a part of its leaf's path: up to its own end, from the first key of its window.
+        before_leaf = keys[leaf] - queries
+        first_key = np.zeros_like(before_leaf)
+        if left >= 0:
+            first_key = np.maximum(before_leaf + start - left, 0)
+        end_key = before_leaf + stop
+        q_lengths = stop - start
+        kv_lengths = end_key - first_key
+
+        # The keys of all paths lie end to end; each has the slot that holds it, and slots are gathered rows.
+        path_start = (np.cumsum(keys) - keys)[leaf]
+        places = ranges(path_start + first_key, path_start + end_key)
+        row_of_slot = partition.restore_indices(self.padded_lengths, **self.cut)
+        on_host = places, row_of_slot, offsets_of(q_lengths), offsets_of(kv_lengths)
+        key_places, key_rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
+        key_slots = prefixes.keys.index_select(0, key_places)
+
         return KernelCall(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             max_seqlen_q=int(q_lengths.max()),
             max_seqlen_kv=int(kv_lengths.max()),
-            keys=rows.index_select(0, prefixes.keys.index_select(0, at)),
+            keys=key_rows.index_select(0, key_slots),
             q_lengths=tuple(q_lengths.tolist()),
             kv_lengths=tuple(kv_lengths.tolist()),
         )
@@ -141,7 +150,7 @@ class ShardPrefixes(Prefixes):
     """The mapping from sequences to the slots of one rank.
 
     ``slots`` and ``targets`` are the rank's predictions; ``token_rows`` is R for the tokens that other ranks
-    predict. ``token_slots`` is 0 for the tokens of other ranks; ``here`` tells which tokens are on this one.
+    predict. ``token_slots`` is 0 for the tokens of other ranks; ``here`` says which tokens are on this one.
     All else is the whole pack's.
     """
 
@@ -153,29 +162,32 @@ class ShardPrefixes(Prefixes):
 def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
     """Return the predictions whose slots a rank holds, and the places of tokens in its shard."""
     whole = layout.whole.prefixes
-    places = np.full(layout.slots, -1)  # each slot of the pack has one in this shard, or -1
-    own = partition.rank_indices(layout.padded_lengths, rank=layout.rank, **layout.cut)
-    places[own] = np.arange(len(own))
-    of_rows = places[whole.prediction_slots]
-    held = np.flatnonzero(of_rows >= 0)
-    numbers = np.full(len(of_rows) + 1, max(1, len(held)))  # the number of each row on this rank
-    numbers[held] = np.arange(len(held))
+    in_shard = partition.rank_indices(layout.padded_lengths, rank=layout.rank, **layout.cut)
+    place_of_slot = np.full(layout.slots, -1)  # in this shard; -1 for slots of other ranks
+    place_of_slot[in_shard] = np.arange(len(in_shard))
 
-    rows, slots, numbers, places = layout.put((held, of_rows[held], numbers, places))
+    # The predictions of this rank, and the number of each among them; the others get the number after all.
+    place_of_row = place_of_slot[whole.prediction_slots]
+    kept_rows = np.flatnonzero(place_of_row >= 0)
+    number_of_row = np.full(len(place_of_row) + 1, max(1, len(kept_rows)))
+    number_of_row[kept_rows] = np.arange(len(kept_rows))
+
+    on_host = kept_rows, place_of_row[kept_rows], number_of_row, place_of_slot
+    rows, slots, numbers, places = layout.put(on_host)
     targets = whole.targets.index_select(0, rows)
-    if not len(held):  # one row, whose target is ignored
+    if not len(kept_rows):  # one row, whose target is ignored
         slots = whole.slots.new_zeros(1)
         targets = whole.targets.new_full((1,), IGNORE_INDEX)
 
-    of_tokens = places.index_select(0, whole.token_slots)
-    state = {name: getattr(whole, name) for name in Prefixes.__slots__}
-    changed = {
-        "token_slots": of_tokens.clamp(min=0),
+    place_of_token = places.index_select(0, whole.token_slots)
+    fields = {name: getattr(whole, name) for name in Prefixes.__slots__}
+    fields |= {
+        "token_slots": place_of_token.clamp(min=0),
         "token_rows": numbers.index_select(0, whole.token_rows),
         "slots": slots,
         "targets": targets,
     }
-    return ShardPrefixes(**{**state, **changed, "here": of_tokens >= 0})
+    return ShardPrefixes(**fields, here=place_of_token >= 0)
 
 
 class SharedShardBoundaries(ShardBoundaries):

@@ -45,6 +45,7 @@ class ShardLayout:
         choice(communication, "communication", *get_args(Communication))
         whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
         whole_number(rank, "rank", most=cp - 1, advice=f"Ranks of cp={cp} count from 0.")
+
         self.padded_lengths = tuple(int(length) for length in padded_lengths)
         self.cp = cp
         self.rank = rank
@@ -55,6 +56,7 @@ class ShardLayout:
         self.traffic = Traffic() if traffic is None else traffic
         self.longest = max(self.padded_lengths, default=1)  # shard_batch() leaves the end's padding out
         self.sequences: int | None = None  # their number without the pad, if the caller knows it
+
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
         slots_of_rank = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
@@ -62,6 +64,7 @@ class ShardLayout:
         self.own: Tensor  # int64 ``[N]``, the slots of the pack that this rank holds
         self.cu_seqlens: Tensor  # int32 ``[S + 1]``, the offsets of the sequences in the shard
         self.own, self.cu_seqlens = self.put((slots_of_rank, offsets_of(self.held)))
+
         self.used = False  # whether a layer has asked for this layout
         self.cache: dict[Any, Any] = {}
 
@@ -116,16 +119,16 @@ class ShardLayout:
         """Return this rank's kernel call on gathered keys, computed once per batch and kind of layer."""
 
         def make() -> KernelCall:
-            where = partition.restore_indices(self.padded_lengths, **self.cut)
-            return self.make_call(where, causal=causal, left=left)
+            row_of_slot = partition.restore_indices(self.padded_lengths, **self.cut)
+            return self.make_call(row_of_slot, causal=causal, left=left)
 
         return self.once(("call", causal, left), make)
 
-    def make_call(self, where: partition.Ints, *, causal: bool, left: int) -> KernelCall:
-        """Build the kernel call; ``where`` has the row of every slot of the pack among the exchanged keys."""
+    def make_call(self, row_of_slot: partition.Ints, *, causal: bool, left: int) -> KernelCall:
+        """Build the kernel call; ``row_of_slot`` is each slot's row among the exchanged keys."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
         rows, cu_seqlens_q, cu_seqlens_kv = self.put(
-            (where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths))
+            (row_of_slot[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths))
         )
         return KernelCall(
             cu_seqlens_q=cu_seqlens_q,

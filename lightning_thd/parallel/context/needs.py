@@ -97,7 +97,9 @@ class Exchange(NamedTuple):
     send_counts: list[int]  # rows for every rank, 0 for itself
     receive_counts: list[int]  # rows from every rank, 0 from itself
     group_rows: int  # rows that all ranks receive in total; 0 if no rank needs a key of another
-    where: Ints  # ``[T]``, each slot's row in this shard followed by the received rows; -1 if in neither
+    row_of_slot: (
+        Ints  # ``[T]``, each slot's row in this shard followed by the received rows; -1 if in neither
+    )
 
 
 def plan_exchange(
@@ -110,13 +112,13 @@ def plan_exchange(
     sent = [needed_rows(padded_lengths, rank=other, source=rank, **options) for other in others]
     slots_of = [partition.rank_indices(padded_lengths, cp=cp, rank=r, layout=layout) for r in range(cp)]
 
-    where = np.full(sum(map(len, slots_of)), -1, dtype=np.int64)
-    where[slots_of[rank]] = np.arange(len(slots_of[rank]))
+    row_of_slot = np.full(sum(map(len, slots_of)), -1, dtype=np.int64)
+    row_of_slot[slots_of[rank]] = np.arange(len(slots_of[rank]))
     next_row = len(slots_of[rank])
 
     for other in others:
         rows = needed_rows(padded_lengths, rank=rank, source=other, **options)
-        where[slots_of[other][rows]] = np.arange(next_row, next_row + len(rows))
+        row_of_slot[slots_of[other][rows]] = np.arange(next_row, next_row + len(rows))
         next_row += len(rows)
 
     return Exchange(
@@ -124,7 +126,7 @@ def plan_exchange(
         send_counts=counts[:, rank].tolist(),
         receive_counts=counts[rank].tolist(),
         group_rows=int(counts.sum()),
-        where=where,
+        row_of_slot=row_of_slot,
     )
 
 
@@ -273,8 +275,8 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> KernelCall:
     """Return the kernel call on this rank's keys, followed by the keys that ``exchanged`` brings."""
 
     def make() -> KernelCall:
-        where = exchanged(layout, causal=causal, left=left).where
-        return layout.make_call(where, causal=causal, left=left)
+        row_of_slot = exchanged(layout, causal=causal, left=left).row_of_slot
+        return layout.make_call(row_of_slot, causal=causal, left=left)
 
     return layout.once(("needed call", causal, left), make)
 
@@ -286,16 +288,18 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
         calls = []
         slots = layout.local_slots
         options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
-        where = None if gathered else exchanged(layout, causal=causal, left=left).where
+        row_of_slot: Ints | None = None
+        if not gathered:
+            row_of_slot = exchanged(layout, causal=causal, left=left).row_of_slot
 
         for source in range(layout.cp):
             block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
             if block is None:
                 continue
-            if where is None:
+            if row_of_slot is None:
                 rows: Ints = np.arange(source * slots, (source + 1) * slots)
             else:
-                rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
+                rows = row_of_slot[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
             calls.append(_block_call(block, rows))
 
         uploaded_calls: list[BlockCall] = layout.put(calls)
@@ -320,22 +324,22 @@ def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> R
     source = (layout.rank - distance) % layout.cp
     options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
     block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
-    where: Ints = np.arange(layout.local_slots)
+    row_of_key: Ints = np.arange(layout.local_slots)
     sent = np.empty(0, np.int64)
     received = np.empty(0, np.int64)
     if distance:
         sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **options)
         received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **options)
-        where[received] = np.arange(len(received))
+        row_of_key[received] = np.arange(len(received))
 
-    call = None if block is None else _block_call(block, where)
+    call = None if block is None else _block_call(block, row_of_key)
     return RingStep(to, source, sent, len(received), call)
 
 
-def _block_call(block: Block, where: Ints) -> BlockCall:
-    """Return a block's call as host arrays, which are uploaded together; ``where`` is each key's row."""
+def _block_call(block: Block, row_of_key: Ints) -> BlockCall:
+    """Return a block's call as host arrays, which are uploaded together."""
     q_rows: Any = block.q_rows
-    keys: Any = where[block.kv_rows]
+    keys: Any = row_of_key[block.kv_rows]
     cu_seqlens_q: Any = offsets_of(block.q_lengths)
     cu_seqlens_kv: Any = offsets_of(block.kv_lengths)
     return BlockCall(

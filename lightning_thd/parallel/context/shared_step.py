@@ -122,6 +122,7 @@ def check_shared_agreement(
         "Ranks were given different plans of a step, which hangs or changes the loss. Plan from the same "
         "lengths and seed on every rank, as THDDataModule does.",
     )
+
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
         if degree > 1:
             require_same(

@@ -152,7 +152,8 @@ class Channel:
         if wraps and self.wraps is not None:
             down, up = self.wraps
         else:
-            down, up = self.down, self.up
+            down = self.down
+            up = self.up
         return down if direction == "down" else up
 
     def _end(self, direction: Direction) -> int:
@@ -232,7 +233,8 @@ def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimize
     """Refuse optimizers that treat the two copies of a tied weight differently; all stages call this."""
     treatments: list[Any] = [None] * channel.ranks
     dist.all_gather_object(treatments, _treatment(weight, optimizers), group=channel.down)
-    first, last = treatments[0], treatments[-1]
+    first = treatments[0]
+    last = treatments[-1]
     if first != last:
         raise ValueError(
             "The weight that embedding and head share is treated as (optimizer, group, options, trained) "

@@ -39,7 +39,8 @@ class Seam:
         gradient. So training_step may return anything there.
         """
         self._made = loss if has_head else None
-        values, self._values = self._values, []
+        values = self._values
+        self._values = []
         joined: Tensor = _Join.apply(self, loss.detach(), *values)  # type: ignore[no-untyped-call]
         return joined
 

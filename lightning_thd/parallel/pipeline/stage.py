@@ -338,9 +338,11 @@ class NoEmbedding(nn.Module):
     def forward(self, ids: Tensor | torch.Size, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN ``[..., T, H]`` in the dtype of hidden states, for ids or for their shape."""
         if isinstance(ids, Tensor):
-            shape, device = ids.shape, ids.device
+            shape = ids.shape
+            device = ids.device
         else:
-            shape, device = ids, self.weight.device
+            shape = ids
+            device = self.weight.device
         dtype = self._stage.channel.dtype(device)
         return torch.full((*shape, self.embedding_dim), torch.nan, dtype=dtype, device=device)
 
