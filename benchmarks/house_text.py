@@ -38,7 +38,7 @@ READERS = {
 NOT_DECIDING = {"_user_code.py", "data/read/text.py"}
 # A subclass of one of these is a variant; so is a step beside a batch.
 FACES = {"Boundaries", "Prefixes", "Resumable", "StepPlan", "THDBatch", "THDStep"}
-VARIANT_OF_A_BATCH = {"THDStep", "Shared"}
+VARIANT_OF_A_BATCH = {"THDStep", "SharedLengths"}
 CHANGING = {
     "add",
     "append",

@@ -236,6 +236,7 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
             if abs(most) > INT32_MAX:
                 raise ValueError(f"cu_seqlens holds {most}, past int32. Make smaller packs.")
         cu_seqlens = values.to(torch.int32)
+
     assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(
@@ -243,6 +244,7 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
         )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0.")
+
     host = host_values(cu_seqlens)
     if host is not None:
         _check_offsets(host, total)
@@ -290,6 +292,7 @@ def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> No
             "of a sequence and one more at each later slot. Pass the positions of the whole pack, before it "
             "is cut into context-parallel shards and without M-RoPE axes."
         )
+
     sequences = int(starts.sum())
     if sequences > num_sequences:
         raise ValueError(

@@ -23,7 +23,7 @@ from lightning_thd._find import recipe_of
 from lightning_thd._pages import see
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.module_flops import ModuleFlops
-from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
+from lightning_thd.callbacks.seen import Dense, Rows, Seen, SharedLengths, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints
 from lightning_thd.flops.pairs import AttentionPattern, flops_of_calls
@@ -145,9 +145,12 @@ class Meter:
         hardware: Hardware | None = None,
         model: FlopsModel | None = None,
     ) -> None:
-        self.name, self.work, self.clock = name, work, clock
+        self.name = name
+        self.work = work
+        self.clock = clock
         self.hardware = hardware or Hardware()
         self.model = model
+
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
         self.capacity = 0  # slots of a full pack; 0 if unknown: fill then divides by the batch's slots
@@ -155,6 +158,7 @@ class Meter:
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.pattern: AttentionPattern | None = None  # our attention in a model without a known config
+
         self.steps: list[list[Seen]] = [[]]  # the microbatches of each step; the last step is running
         self._calls: list[list[AttentionCall]] = [[]]  # those that ``pattern`` leaves out, step by step
         self._products: list[tuple[int, int] | None] = [None]  # those of each step, if they were counted
@@ -165,6 +169,7 @@ class Meter:
         self._left_out_seconds = 0.0  # their time in this interval
         self._seconds = 0.0  # seconds counted before the clock was last started
         self._whole_seconds = 0.0  # the part of the counted seconds that belongs to ended steps
+
         self._since: float | None = None
         self._interval: Interval | None = None
         self._rated = False  # whether an interval had rates
@@ -217,8 +222,9 @@ class Meter:
             return 0
         resolved = resolve(step)
         counts = count_table(resolved, self.model).sum(axis=0).tolist()
-        own = self._extra(resolved, [_Step(len(step), self._calls[-2], self._products[-2])])
-        return int(count(self.model, from_ints(counts, self.model), work=self.work).model + round(own.sum()))
+        by_config = count(self.model, from_ints(counts, self.model), work=self.work).model
+        outside = self._extra(resolved, [_Step(len(step), self._calls[-2], self._products[-2])])
+        return int(by_config + round(outside.sum()))
 
     def leave_out(self) -> None:
         """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
@@ -395,8 +401,8 @@ class Meter:
 
     def _ended(self) -> list[_Step]:
         """Return what the steps of this interval ran, except a running step without microbatches."""
-        each = zip(self.steps, self._calls, self._products, strict=True)
-        return [_Step(len(step), calls, products) for step, calls, products in each if step]
+        by_step = zip(self.steps, self._calls, self._products, strict=True)
+        return [_Step(len(step), calls, products) for step, calls, products in by_step if step]
 
     def _extra(self, resolved: list[_Resolved], steps: list[_Step]) -> FloatArray:
         """Return each step's FLOPs that ``model`` does not count: (linear, attention), ``[steps, 2]``."""
@@ -535,7 +541,7 @@ def _window_columns(seen: list[_Resolved], windows: tuple[Window, ...]) -> IntAr
         )
 
     pairs = _pairs_of([lengths or () for _, lengths in seen], windows)
-    if any(isinstance(lengths, Shared) for _, lengths in seen):
+    if any(isinstance(lengths, SharedLengths) for _, lengths in seen):
         # The pairs inside a prefix that an earlier sequence holds are computed there.
         pairs -= _pairs_of([getattr(lengths, "held", ()) for _, lengths in seen], windows)
     return pairs

@@ -116,6 +116,7 @@ class THDThroughputMonitor(Callback):
         flags(progress_bar=progress_bar, all_keys=all_keys)
         if clock is not None and not callable(clock):
             raise TypeError(f"clock is {described(clock)}; wanted a function that returns seconds.")
+
         self.peak = peak
         self.flops_model = checked_flops(flops_model)
         self.causal: Causal = causal
@@ -125,6 +126,7 @@ class THDThroughputMonitor(Callback):
         self.warmup_steps = warmup_steps
         self.progress_bar = progress_bar
         self.all_keys = all_keys
+
         self.latest: dict[str, float] = {}
         self._clock = clock or time.perf_counter
         self._meters: dict[str, Meter] = {}

@@ -57,6 +57,7 @@ class OwnModel:
         self._shards = 1  # ranks that share the slots of a pack in the counted steps
         self._agree: bool | None = False  # whether steps of different lengths agreed; None if they cannot
         self.products: tuple[int, int] | None = None
+
         configs = (getattr(child, "config", None) for child in module.modules())
         self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
         self._shares = set[float]()  # decoder slots per encoder slot, each ratio seen
@@ -205,6 +206,7 @@ def _places(batch: Any) -> Iterable[int]:
         for microbatch in several:
             yield from _places(microbatch)
         return
+
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
@@ -212,6 +214,7 @@ def _places(batch: Any) -> Iterable[int]:
             if not isinstance(member, Tensor):
                 yield from _places(member)
         return
+
     boundaries = getattr(unnoted(batch), "boundaries", None)
     if isinstance(boundaries, Boundaries):
         for offsets in boundaries.tensors().values():

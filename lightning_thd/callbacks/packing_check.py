@@ -74,8 +74,9 @@ def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
         return pl_module.get_submodule(name)
     for _, model in models_in(pl_module):
         if hasattr(model, "get_input_embeddings"):
-            found: nn.Module = model
-            return found
+            language_model: nn.Module = model
+            return language_model
+
     raise MisconfigurationException(
         f"PackingCheck found no transformers model in {type(pl_module).__name__}. Name the attribute that "
         "holds your model, PackingCheck(model='net', vocab_size=...). Its forward must take a THDBatch and "

@@ -50,13 +50,13 @@ class Dense(tuple[int, ...]):
     __slots__ = ()
 
 
-class Shared(tuple[int, ...]):
+class SharedLengths(tuple[int, ...]):
     """The lengths of sequences that share prefixes, in the order of their slots."""
 
     held: tuple[int, ...]  # for each sequence, how many of its first tokens an earlier one stores
 
     @classmethod
-    def of(cls, batch: Any) -> Shared:
+    def of(cls, batch: Any) -> SharedLengths:
         """Return the lengths of a batch's sequences; those without slots of their own come last."""
         prefixes = batch.prefixes
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
@@ -68,9 +68,9 @@ class Shared(tuple[int, ...]):
         without_slots = [(length, held) for length, held in pairs if held == length]
 
         ordered = [*with_slots, *without_slots]
-        shared = cls(length for length, _ in ordered)
-        shared.held = tuple(held for _, held in ordered)
-        return shared
+        lengths = cls(length for length, _ in ordered)
+        lengths.held = tuple(held for _, held in ordered)
+        return lengths
 
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
@@ -92,7 +92,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     stats = getattr(batch, "stats", None)
     if isinstance(stats, SeqStats):
         if getattr(batch, "prefixes", None) is not None:
-            return [(stats, Shared.of(batch))]
+            return [(stats, SharedLengths.of(batch))]
         return [(stats, getattr(batch, "lengths", None))]
 
     # Padded rows by key or attribute.
@@ -330,16 +330,19 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else kept_slots(mask)
+
     continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
     edge = torch.zeros_like(real[:, :1])
     starts = real & ~torch.cat((edge, continues), 1)
     ends = real & ~torch.cat((continues, edge), 1)
     first = torch.where(starts, index, 0).cummax(1).values
     lengths = torch.where(ends, index - first + 1, 0)
+
     if mask is None and length > 1:
         longer = (lengths > 1).long()
         inside = (longer.cummax(1).values > 0) & (longer.flip(1).cummax(1).values.flip(1) > 0)
         lengths = torch.where((lengths == 1) & ~inside, 0, lengths)
+
     counts = _histogram(lengths, length)
     if mask is None and rows > 1:
         counts[0] = torch.where(starts.sum() > rows, 0, -1)

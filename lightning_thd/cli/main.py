@@ -148,16 +148,16 @@ def _name_nearest(parsers: list[Any]) -> None:
     error = parsers[-1].error
 
     def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
-        known = [name for parser in parsers for name in _OPTION.findall(parser.format_help())]
-        given = [
+        listed = [name for parser in parsers for name in _OPTION.findall(parser.format_help())]
+        on_command_line = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
-        given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # YAML
+        in_yaml = [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]
         # Options with a second dot belong to a class, and no parser lists them.
-        given = [text for text in given if text.count(".") == 1]
-        unknown = [text for text in given if not any(option.startswith(text) for option in known)]
+        options = [option for option in (*on_command_line, *in_yaml) if option.count(".") == 1]
+        unknown = [option for option in options if not any(name.startswith(option) for name in listed)]
         if unknown:
-            message = f"there is no option {unknown[0]}{nearest(unknown[0], known)}"
+            message = f"there is no option {unknown[0]}{nearest(unknown[0], listed)}"
         if os.environ.get(_DEBUG) == "true":
             return error(message, *args, **kwargs)
         _fail(sys.argv[1], message)  # jsonargparse's error prints all options before the message.

@@ -207,6 +207,7 @@ def open_set(
     opened = opener.open(source)
     one_each = opener.packed != "off"
     key = None if opened.key is None else {**opened.key, "one_each": one_each}
+
     index = build_index(
         opened.dataset,
         empty=empty,
@@ -220,6 +221,7 @@ def open_set(
         extras_cost=extras_cost,
         places=opened.places,
     )
+
     return DataSet(
         name=name,
         dataset=opened.dataset,

@@ -462,6 +462,7 @@ class Progress:
             progress.current.reset()
             progress.is_last_batch = False
             return
+
         shift = start - progress.current.processed
         if shift:
             progress.is_last_batch = False  # an interrupted step is run again

@@ -83,6 +83,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if _TWIN in name or _is_idle(name, owners):
             continue
+
         path, _, leaf = name.rpartition(".")
         layer, inside = _locate(_plain_name(name), decoder)
         adapter = next((part for part in "AB" if f"lora_{part}" in inside), "")
@@ -96,6 +97,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
             follows=not layer and any(key.startswith("layers.") for key in groups),
         )
         groups[layer].append(weight)
+
     return dict(groups)
 
 
@@ -370,9 +372,11 @@ def _keywords(function: Any) -> dict[str, Any]:
         # An enum of torch's CheckpointWrapper, by its public member's name.
         reentrant = getattr(getattr(function, "checkpoint_impl", None), "name", "") == "REENTRANT"
         return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
+
     for _ in range(4):  # wrappers may wrap wrappers; four levels are enough
         if isinstance(function, partial):
             return dict(function.keywords)
+
         inner = getattr(function, "__wrapped__", None)
         if inner is None and isinstance(function, FunctionType):
             # The function that it closes over; a partial holds the keywords, so it goes first.
@@ -403,7 +407,8 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
     adapter_is_last = any(weight.stage == 3 for weight in adapters)
     terms = []
     for term in layer.terms:
-        input_grad, weight_grad = term.input_grad, term.weight_grad
+        input_grad = term.input_grad
+        weight_grad = term.weight_grad
         if term.kind == "router":
             if not (upstream or first < 2):
                 input_grad = 0

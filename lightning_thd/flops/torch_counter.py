@@ -334,7 +334,8 @@ def _key(x: Any) -> Any:
 def _cost(name: str, func: Any, args: Any, kwargs: Any) -> _Cost:
     """Return the FLOPs of a product, forward and for the gradients of the tensors that need one."""
     if name in _GROUPED or name in _SCALED:
-        a, b = args[0], args[1]
+        a = args[0]
+        b = args[1]
         batch = a.shape[0] if name in _GROUPED and a.dim() == 3 and b.dim() == 3 else 1
         forward = 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
         return forward, forward * (a.requires_grad + b.requires_grad)

@@ -90,7 +90,7 @@ def prepare_accelerate(
         raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     _refuse_fast_scheduler(accelerator, scheduler)
 
-    shared = share_packs(
+    reader = share_packs(
         model,
         data_rank(accelerator),
         accelerator.device,
@@ -101,7 +101,7 @@ def prepare_accelerate(
     loader = as_loader(
         data,
         model,
-        shared,
+        reader,
         accumulate=accelerator.gradient_accumulation_steps,
         device=accelerator.device,
         name="gradient_accumulation_steps",
@@ -132,7 +132,7 @@ def prepare_accelerate(
         log=lambda metrics, step: accelerator.log(metrics, step=step),
         device=accelerator.device,
         devices=accelerator.num_processes,
-        shared=shared,
+        reader=reader,
         precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
     )
     loop = PackedLoop(

@@ -87,7 +87,7 @@ def prepare_fabric(
 
     needs_boundaries = asks_boundaries(data, needs_boundaries)
     prepare_if_asked(model)
-    shared = share_packs(
+    reader = share_packs(
         model,
         data_rank(fabric),
         fabric.device,
@@ -95,7 +95,7 @@ def prepare_fabric(
         context_parallel_layout,
         context_parallel_communication,
     )
-    loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)
+    loader = as_loader(data, model, reader, accumulate=accumulate, device=fabric.device)
     model, optimizer = _set_up(fabric, model, optimizer)
 
     engine = Engine(
@@ -104,7 +104,7 @@ def prepare_fabric(
         log=lambda metrics, step: fabric.log_dict(metrics, step),
         device=fabric.device,
         devices=fabric.world_size,
-        shared=shared,
+        reader=reader,
         precision=str(fabric.strategy.precision.precision),
     )
     return PackedLoop(

@@ -128,7 +128,9 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             with self.accelerator.autocast():
                 loss, tokens = mean_loss(loss_fn, self.model, packs, **options)
 
-        predictions, labels, ids = None, None, None
+        predictions = None
+        labels = None
+        ids = None
         if not prediction_loss_only:
             predictions, labels, ids = rows.gather()
         metrics: dict[str, Any] = {}

@@ -155,8 +155,10 @@ def refuse_engines(trainer: Any) -> None:
             "and their cu_seqlens in pieces. Start one process for each GPU with torchrun "
             f"--nproc-per-node={devices}, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
         )
+
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {REFUSED['deepspeed'][1]}.")
+
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
         raise ValueError(
@@ -213,6 +215,7 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
             continue
+
         if owner.__module__.startswith("trl."):
             remedy = (
                 "Its batches are pairs or groups of sequences: write the loop with prepare_thd and a loss of "
@@ -222,6 +225,7 @@ def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
             continue
         else:
             remedy = UNUSED.get(name, "Define it in a subclass of packed_trainer(...) instead") + "."
+
         raise ValueError(
             f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own. "
             f"packed_trainer replaces it or calls it with packs, so results would differ. {remedy}"

@@ -237,9 +237,9 @@ def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run_pack(model: Any, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Run a call's rows as one pack; return values of tokens as rows ``[B, N - 1]``, classes ``[B, ...]``."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    refused = [name for name in given if name not in _OF_ROWS | _PASSED_ON]
-    if given.get("use_cache"):
+    inputs = {name: value for name, value in arguments.items() if value is not None}
+    refused = [name for name in inputs if name not in _OF_ROWS | _PASSED_ON]
+    if inputs.get("use_cache"):
         refused = refused or ["use_cache=True"]
     if refused:
         raise ValueError(
@@ -247,15 +247,15 @@ def _run_pack(model: Any, forward: Callable[..., Any], arguments: dict[str, Any]
             "only rows of text. Use TRL's trainer as it is."
         )
 
-    rows = given["input_ids"]
-    mask = given["attention_mask"] if "attention_mask" in given else torch.ones_like(rows)
-    passed_on = {name: given[name] for name in _PASSED_ON if name in given}
-    batch = _packed(model, rows, mask, given.get("labels"), passed_on)
+    rows = inputs["input_ids"]
+    mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(rows)
+    passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
+    batch = _packed(model, rows, mask, inputs.get("labels"), passed_on)
     throughput = getattr(model, "_thd_throughput", None)
     if throughput is not None:
         throughput.count(model, batch)
 
-    if not given.get("fused_lm_head"):
+    if not inputs.get("fused_lm_head"):
         return run_as_pack(model, forward, batch, **passed_on)
     return _run_log_probs(model, forward, batch, mask, passed_on)
 
@@ -338,8 +338,10 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
             f"{type(model).__name__} was called on padded rows, but not for log-probabilities, with "
             "gradients and gradient checkpointing. Call it under torch.no_grad()."
         )
+
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
+
     for config in chosen:
         choose_attention(config, name)
     try:

@@ -338,7 +338,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         """
         model = self._ready.model
         if model is None or self._flops.pattern is not None:
-            counted, self._counted_flops = self._counted_flops, 0
+            counted = self._counted_flops
+            self._counted_flops = 0
             return counted
         packs: Any = microbatches(inputs["batch"])
         counts = count_table(packs, model).sum(axis=0).tolist()
@@ -451,12 +452,14 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             split=self._data_kwargs.get("oversize") == "split",
             streamed=self.train_dataset is not None and is_streamed(self.train_dataset),
         )
+
         prepare_if_asked(self.model)
         if _leaves_images_to_its_collator(self):
             raise ValueError(
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule"
                 ", as examples/vision_language.py does."
             )
+
         global_batch = self._data_kwargs.get("global_batch")
         if isinstance(global_batch, Sequences):
             self._check_sequences(global_batch)

@@ -58,7 +58,7 @@ _OPTION = "needs_boundaries=False in prepare_fabric or prepare_thd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
+class PackReader:
     """Says which packs a rank reads, and which shard of each pack it runs."""
 
     rank: int  # the rank's place among those that read different packs; ranks that share packs have one place
@@ -90,7 +90,7 @@ def share_packs(
     size: int,
     layout: Layout,
     communication: Communication,
-) -> Shared:
+) -> PackReader:
     """Group neighbouring ranks to share packs by context parallelism; a collective if ``size`` is above 1."""
     rank, ranks, group = data
     advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
@@ -102,7 +102,8 @@ def share_packs(
             f"multiple of {size} ranks, or lower it."
         )
     if size == 1:
-        return Shared(rank=rank, ranks=ranks, data_group=group)
+        return PackReader(rank=rank, ranks=ranks, data_group=group)
+
     if ranks != dist.get_world_size():
         raise ValueError(
             f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
@@ -113,10 +114,11 @@ def share_packs(
             f"context_parallel_size={size} with a model in FP8, whose packs are aligned for one rank. Use "
             "Lightning with FP8Precision, or context_parallel_size=1."
         )
+
     refuse_other_attention(model, size)
     refuse_second_context_parallelism(model, size)
     meshes = make_meshes(AxisSizes(data=ranks // size, context=size), device.type)
-    return Shared(
+    return PackReader(
         rank=rank // size,
         ranks=ranks // size,
         data_group=meshes.group(DATA),
@@ -136,7 +138,7 @@ class Engine:
     log: Callable[[dict[str, float], int], None]  # takes metrics and the number of steps
     device: torch.device
     devices: int  # devices of the whole job
-    shared: Shared
+    reader: PackReader
     precision: str  # Lightning's name of the precision, such as "bf16-mixed"
 
 
@@ -183,8 +185,8 @@ class PackedLoop:
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0  # seconds of captures so far
 
-        shared = engine.shared
-        group = None if shared.data_group is ALONE else shared.data_group
+        reader = engine.reader
+        group = None if reader.data_group is ALONE else reader.data_group
         self._loss_fn = in_low_precision(loss_fn, model, group=group)
         # In the first packs, this also checks what ``loss_fn`` asks of a batch.
         self._train_loss: LossFn = FirstStep(
@@ -196,9 +198,9 @@ class PackedLoop:
         )
 
         hardware = Hardware.of(
-            model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
+            model, engine.device, peak, engine.precision, group=reader.data_group, devices=engine.devices
         )
-        self._flops = ModuleFlops(model, checked_flops(flops_model), sharded=shared.size > 1)
+        self._flops = ModuleFlops(model, checked_flops(flops_model), sharded=reader.size > 1)
         self._meter = Meter("train", "training", clock, hardware)
         self._meter.use(self._flops)
         self._meter.experts = expert_load(model, ALONE if engine.devices == 1 else None)
@@ -219,9 +221,11 @@ class PackedLoop:
             self._meter.use(self._flops)
             self._meter.reduce(whole=True)
             self._flops.follow()
+
         self._meter.resume()
         step = step.to(self._engine.device)
         self._flops.begin("train", step)
+
         try:
             loss = sum_over_packs(
                 step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
@@ -229,6 +233,7 @@ class PackedLoop:
         except BaseException:
             self._flops.stop()  # else torch's counter would see what the process runs next
             raise
+
         self._meter.add(step, self._flops.calls())
         self.loader.report_run()
         self._end_step()
@@ -246,7 +251,7 @@ class PackedLoop:
         batches: Any = data
         if isinstance(data, THDDataModule):
             accumulate = data._attached.accumulate  # the data module may be that of training
-            attach(data, self.model, self._engine.shared, accumulate=accumulate, device=self._engine.device)
+            attach(data, self.model, self._engine.reader, accumulate=accumulate, device=self._engine.device)
             data.setup("validate")
             batches = data.val_dataloader()
             if isinstance(batches, list):
@@ -254,8 +259,8 @@ class PackedLoop:
                     "evaluate() runs one set, but val= names several. Pass them one by one, with name=."
                 )
 
-        shared = self._engine.shared
-        options: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
+        reader = self._engine.reader
+        options: Any = {"device": self._engine.device, "group": reader.data_group, "cut": reader.cut}
         if self._needs_boundaries:
             options["judge"] = functools.partial(refuse_unread, what=_LOSS_FN, option=_OPTION)
         was_running = self._meter.pause()
@@ -288,7 +293,7 @@ class PackedLoop:
             ValueError: under context parallelism, for counts below 1, for layers that cannot be compiled, or
                 if required graphs are impossible.
         """
-        size = self._engine.shared.size
+        size = self._engine.reader.size
         if size > 1:
             raise ValueError(
                 f"capture() with context_parallel_size={size}: ranks that share packs exchange keys whose "
@@ -306,7 +311,7 @@ class PackedLoop:
 
         reason = backend.unavailable(self._engine.device) or _why_no_graphs(bare, planner)
         if reason is None:
-            ranks = self._engine.shared.ranks
+            ranks = self._engine.reader.ranks
             plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=counts)
             rank_zero_info(plan.table())
             reason = plan.problem()
@@ -349,7 +354,7 @@ class PackedLoop:
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         """Run a microbatch forward and backward; return its part of the step's loss."""
-        batch = self._engine.shared.cut(batch)
+        batch = self._engine.reader.cut(batch)
         loss = self._train_loss(self.model, batch) if self._graphed is None else self._graphed(batch)
         refuse_unused_layout(batch)
         loss = loss / microbatches
@@ -394,14 +399,14 @@ def _why_no_graphs(module: nn.Module, planner: object) -> str | None:
 
 
 def attach(
-    data: THDDataModule, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
+    data: THDDataModule, model: nn.Module, reader: PackReader, *, accumulate: int, device: torch.device
 ) -> None:
-    """Attach a data module with this rank's place in ``shared``, the model and the alignment of packs."""
+    """Attach a data module with this rank's place among those that read, the model, and packs' alignment."""
     data.attach(
-        rank=shared.rank,
-        ranks=shared.ranks,
+        rank=reader.rank,
+        ranks=reader.ranks,
         model=model,
-        alignment=shared.alignment,
+        alignment=reader.alignment,
         accumulate=accumulate,
         device=device,
     )
@@ -410,7 +415,7 @@ def attach(
 def as_loader(
     data: object,
     model: nn.Module,
-    shared: Shared,
+    reader: PackReader,
     *,
     accumulate: int,
     device: torch.device,
@@ -421,19 +426,21 @@ def as_loader(
     ``name`` is what the host calls ``accumulate``, for messages.
     """
     if isinstance(data, THDDataModule):
-        check_step(data.global_batch, ranks=shared.ranks, accumulate=accumulate, name=name)
-        attach(data, model, shared, accumulate=accumulate, device=device)
+        check_step(data.global_batch, ranks=reader.ranks, accumulate=accumulate, name=name)
+        attach(data, model, reader, accumulate=accumulate, device=device)
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()
+
     if not isinstance(data, THDLoader):
         raise ValueError(
             f"The data have the type {type(data).__name__}; wanted a THDDataModule, or the loader that "
             "its train_steps() returns. Write THDDataModule(dataset, capacity=...) instead."
         )
-    if shared.size > 1:
+
+    if reader.size > 1:
         raise ValueError(
-            f"context_parallel_size={shared.size}, but the given {type(data).__name__} was planned without "
+            f"context_parallel_size={reader.size}, but the given {type(data).__name__} was planned without "
             "context parallelism. Pass the THDDataModule itself."
         )
     return data

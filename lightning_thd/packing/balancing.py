@@ -131,7 +131,8 @@ def balanced_bins(
 
 def _choose_bins(step: Problem, num_microbatches: int | None, given: Packing | None) -> tuple[IntArray, int]:
     """Return the bin of each sequence and the number of bins, from the cheapest plan that is even enough."""
-    slots, dp = step.slots, step.dp
+    slots = step.slots
+    dp = step.dp
     # First the plan that costs least to make: sequences by work, in as few bins as their sum allows.
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
     spread = step.spread(count)
@@ -208,6 +209,7 @@ class Problem:
         room = (self.slots.usable, self.slots.patches)
         best: IntArray | None = None
         least = np.inf
+
         for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
             if best is not None and not below.any():  # the same levels again
                 break
@@ -218,6 +220,7 @@ class Problem:
                 least = waits
             if least <= self.least * _EVEN_ENOUGH:
                 return _Spread(best, even=True)
+
         return _Spread(best, even=False)
 
     def best(self, count: int, packs: Packing, spread: _Spread | None = None) -> IntArray | None:
@@ -399,6 +402,7 @@ def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
     exchanges = _Exchanges(step, owner, num_microbatches)
     open_microsteps = np.ones(num_microbatches, bool)  # those for which an exchange may still help
     changed = False  # whether any exchange was made since all microsteps were open
+
     for _ in range(_EXCHANGES):
         excess = np.where(open_microsteps, exchanges.heaviest - exchanges.mean, -1.0)
         microstep = int(excess.argmax())
@@ -408,10 +412,12 @@ def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
         open_microsteps[microstep] = False
         if open_microsteps.any():
             continue
+
         if not changed:
             break
         open_microsteps[:] = True  # try all again, because later exchanges may have made room
         changed = False
+
     owner[:] = exchanges.place[: len(owner)]
 
 
@@ -429,10 +435,12 @@ class _Exchanges:
         self.heaviest = self.by_microstep.max(1)  # float64 ``[M]``
         self.mean = self.by_microstep.mean(1)  # float64 ``[M]``
         self.bounds = step.bounds
+
         # For each bound, int64 ``[B]``: what each bin holds.
         self.held = [
             np.bincount(owner, weights=sizes, minlength=bins).astype(np.int64) for sizes, _ in self.bounds
         ]
+
         # A bin gives one of its sequences in exchange, or nothing. So these arrays, ``[S + B]``, end with an
         # entry of no work and no size for each bin.
         self.place = np.append(owner, np.arange(bins))

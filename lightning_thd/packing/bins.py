@@ -20,7 +20,8 @@ from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# (first, packs, each, held): `packs` packs, from index `first` on, hold `held` sequences and get `each` more.
+# (first, packs, per_pack, num_inside): `packs` packs, from index `first` on, hold `num_inside` sequences each
+# and get `per_pack` more.
 _Placement = tuple[int, int, int, int]
 
 _RADIX_KEYS = 1 << 16  # numpy sorts keys of 16 bits by a linear radix sort
@@ -229,35 +230,35 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
     # Packs with equal contents form one entry: neighbours from index ``first`` on. Entries that can hold the
     # current size are ready, the one with the least room last. The others wait for a smaller size in a heap,
     # whose first entry has the most room: it becomes ready first.
-    ready: list[tuple[int, int, int, int]] = []  # (room, held, first, packs)
-    waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first, packs)
+    ready: list[tuple[int, int, int, int]] = []  # (room, num_inside, first, packs)
+    waiting: list[tuple[int, int, int, int]] = []  # (-room, -num_inside, first, packs)
     num_packs = 0
     smallest = sizes[-1]
     for size, count in zip(sizes, counts, strict=True):
         while waiting and -waiting[0][0] >= size:
-            room, held, first, packs = heapq.heappop(waiting)
-            ready.append((-room, -held, first, packs))
+            room, num_inside, first, packs = heapq.heappop(waiting)
+            ready.append((-room, -num_inside, first, packs))
 
         while count:
             if ready:
-                room, held, first, packs = ready.pop()
-                each = min(room // size, limit - held)
+                room, num_inside, first, packs = ready.pop()
+                per_pack = min(room // size, limit - num_inside)
             else:  # open as many packs as the remaining sequences of this size need
                 room = capacity
-                held = 0
+                num_inside = 0
                 first = num_packs
-                each = min(room // size, limit)
-                packs = -(-count // each)
+                per_pack = min(room // size, limit)
+                packs = -(-count // per_pack)
                 num_packs += packs
 
             # Packs that take as many sequences of this size as they can hold.
-            filled = min(packs, count // each)
+            filled = min(packs, count // per_pack)
             if filled:
-                placements.append((first, filled, each, held))
-                count -= filled * each
-                left = room - each * size
-                if left >= smallest and held + each < limit:
-                    heapq.heappush(waiting, (-left, -held - each, first, filled))
+                placements.append((first, filled, per_pack, num_inside))
+                count -= filled * per_pack
+                left = room - per_pack * size
+                if left >= smallest and num_inside + per_pack < limit:
+                    heapq.heappush(waiting, (-left, -num_inside - per_pack, first, filled))
             if filled == packs:
                 continue
 
@@ -265,26 +266,26 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
             # than the untouched packs behind it, so it is ready after them.
             begun = 1 if count else 0
             if filled + begun < packs:
-                ready.append((room, held, first + filled + begun, packs - filled - begun))
+                ready.append((room, num_inside, first + filled + begun, packs - filled - begun))
             if begun:
-                placements.append((first + filled, 1, count, held))
-                ready.append((room - count * size, held + count, first + filled, 1))
+                placements.append((first + filled, 1, count, num_inside))
+                ready.append((room - count * size, num_inside + count, first + filled, 1))
                 count = 0
     return placements, num_packs
 
 
 def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:
     """Convert placements to a Packing; each placement takes the next sequences of ``order``."""
-    first, packs, each, held = np.array(placements, dtype=np.int64).T
-    total = packs * each  # sequences of each placement
+    first, packs, per_pack, num_inside = np.array(placements, dtype=np.int64).T
+    total = packs * per_pack  # sequences of each placement
     start = np.cumsum(total) - total
 
     # For each sequence of ``order``: its number in its placement, its pack, and its place in that pack.
     number = np.arange(len(order)) - np.repeat(start, total)
-    per_pack = np.repeat(each, total)
-    pack_number = number // per_pack
+    per_pack_of_each = np.repeat(per_pack, total)
+    pack_number = number // per_pack_of_each
     pack = np.repeat(first, total) + pack_number
-    place = np.repeat(held, total) + number - pack_number * per_pack
+    place = np.repeat(num_inside, total) + number - pack_number * per_pack_of_each
 
     offsets = np.zeros(num_packs + 1, np.int64)
     np.cumsum(np.bincount(pack, minlength=num_packs), out=offsets[1:])

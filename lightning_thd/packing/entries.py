@@ -187,6 +187,7 @@ def make_entries(
     counted_media = media if slots.patches < UNBOUNDED else None  # whose patches must be compared
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
     left_out = np.empty(0, np.int64)
+
     # The summary tells whether the policy touches any sequence; if not, lengths are not read again.
     if summary.longest > limit or summary.shortest < 1 or counted_media is not None:
         parts = [
@@ -194,12 +195,14 @@ def make_entries(
             for start, values in blocks(lengths)
         ]
         left_out = np.concatenate([left_out, *parts])
+
     if len(left_out) == summary.count:
         raise ValueError(
             f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
             f"{counts['dropped']} are longer than the {limit} tokens that fit a pack, or have more than "
             "max_patches. Raise these limits, or set oversize='truncate' or 'split'."
         )
+
     return Entries(
         lengths=lengths,
         limit=limit,

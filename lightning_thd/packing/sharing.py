@@ -74,6 +74,7 @@ class SharedPlanner(PackPlanner):
                 raise ValueError(
                     f"{name}= cannot be given under context_parallel_size='dynamic'. Leave it out."
                 )
+
         self.sharing = sharing
         self.rank_capacity = int(capacity)
         super().__init__(

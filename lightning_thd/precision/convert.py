@@ -242,17 +242,21 @@ def _reason(
     for pattern in keep:
         if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"):
             return f"keep={pattern!r}"
+
     if hasattr(child, "parametrizations") or "weight" not in child._parameters:  # as pruning leaves a layer
         return "has a parametrization, which the replacement would not apply"
     if type(child) is not nn.Linear:
         return f"is a {type(child).__name__}, not a plain nn.Linear"
     if "forward" in child.__dict__:
         return "has a forward of its own, patched onto the layer"
-    inputs, outputs = child.in_features, child.out_features
+
+    inputs = child.in_features
+    outputs = child.out_features
     if inputs % recipe.features or outputs % recipe.features:
         return f"has {inputs} inputs and {outputs} outputs, not multiples of {recipe.features}"
     if min(inputs, outputs) < min_features:
         return f"has {min(inputs, outputs)} features, fewer than min_features={min_features}"
+
     if convert is not None and not convert(name, child):
         return "convert= returned False"
     return None

@@ -61,12 +61,14 @@ class FP8Precision(Precision):
                 f"weights_dtype={weights_dtype} cannot be combined with FP8: use torch.bfloat16, or "
                 "torch.float32 for weights in full precision."
             )
+
         self.keep = (keep,) if isinstance(keep, str) else tuple(keep)
         self.recipe = resolve(recipe, engine, emulate=emulate)
         self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
         self.weights_dtype = weights_dtype
         self.convert = convert
         self.min_features = whole_number(min_features, "min_features")
+
         self.converted: Converted | None = None
         self._rules: Alignment | None = self.alignment()  # the multiples for lengths and slots of packs
         self._group: Any = None  # the ranks that share delayed scaling's statistics
@@ -194,6 +196,7 @@ class FP8Precision(Precision):
                 f"{reasons or 'it has no nn.Linear'}. Change keep= or min_features=, or train in bf16. "
                 f"{see('fp8')}"
             )
+
         policy, _ = checkpointing(module)
         self._recomputes = policy != "none" and self.recipe.engine == "te"
         if self._recomputes and self.recipe.has_history:
@@ -201,6 +204,7 @@ class FP8Precision(Precision):
                 "recipe='delayed' with activation checkpointing would update every layer's statistics twice. "
                 "Use recipe='current', which has no statistics, or switch checkpointing off."
             )
+
         if self.recipe.engine == "torchao" and not self.recipe.emulate:
             rank_zero_info(
                 "torchao's FP8 is slower than bf16 unless compiled: call layer.compile(dynamic=False) on "

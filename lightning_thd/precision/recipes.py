@@ -123,9 +123,11 @@ def _torchao_object(config: Any, emulate: bool) -> Recipe:
     is_rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
     # "gw_hp": the gradient of the weight is multiplied in high precision.
     has_gw_hp = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
+
     name = "tensorwise"
     if is_rowwise:
         name = "rowwise_with_gw_hp" if has_gw_hp else "rowwise"
+
     recipe = KNOWN_RECIPES["torchao", name]
     emulate = emulate or bool(config.emulate)
     return replace(

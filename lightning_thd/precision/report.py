@@ -50,6 +50,7 @@ def fp8_report(model: nn.Module) -> FP8Report:
     linear: dict[str, tuple[int, int]] = {}
     reasons: dict[str, str] = {}
     noted_reasons = model.__dict__.get("_thd_fp8_kept", {})  # by the conversion
+
     for name, child in model.named_modules():
         if is_converted(child):
             converted[name] = _sizes(child)
@@ -58,6 +59,7 @@ def fp8_report(model: nn.Module) -> FP8Report:
             reasons[name] = noted_reasons.get(name, "was not converted")
         elif product_reason(child):
             reasons[name] = noted_reasons.get(name, product_reason(child))
+
     return FP8Report(
         recipe=recipe.name if recipe else None,
         engine=recipe.engine if recipe else None,

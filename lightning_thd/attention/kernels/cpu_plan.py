@@ -526,9 +526,11 @@ def _padded_groups(triangles: list[tuple[int, int]]) -> list[Rows]:
             if not full and padded_pairs <= PADDING * real_pairs + FREE_PAIRS:
                 groups[-1].append((length, start))
                 continue
+
         groups.append([(length, start)])
         padded_pairs = length * length
         real_pairs = length * length
+
     return [_padded_block(group) for group in groups]
 
 

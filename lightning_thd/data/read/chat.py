@@ -158,7 +158,8 @@ def _encode_by_turns(
     mask = np.zeros(len(ids), bool)
     for i, (start, stop) in zip(answers, spans, strict=True):
         turn = text[start:stop]
-        first, end = token_at[start], token_at[stop]
+        first = token_at[start]
+        end = token_at[stop]
         _refuse_no_end(messages[i], turn, ids[end - 1], tokenizer)
         learned = _learned_tokens(ids[first:end], turn, messages[i], tokenizer)
         mask[first : first + learned] = True
@@ -246,6 +247,7 @@ def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: st
         for name, value in thoughts.items():
             if all(words in text for words in _words(value)):
                 continue
+
             # Templates may drop the thoughts of all messages but the last. So render up to this one.
             up_to_here = messages[: i + 1]
             longer = f"{value} x{end}{answer}" if name == "content" else f"{value} x"

@@ -84,6 +84,7 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
     beside_ids = {name: "" for name in first if name != "input_ids"}
     if kind_of(beside_ids, text_key) is not None and _begins_with_null_ids(files[0]):
         return False  # as in other containers, the first record shows the kind
+
     for file, types in zip(files, types_of_files, strict=True):
         if "input_ids" not in types:
             if kind_of(dict.fromkeys(types, ""), text_key) is not None:

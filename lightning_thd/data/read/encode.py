@@ -306,12 +306,14 @@ class Encoder:
         """Return prompt and completion of a record that needs no chat template, else None."""
         if self.kind == "prompt":
             keys: Sequence[str] = ("prompt", "completion")
-            prompt, completion = record["prompt"], record["completion"]
+            prompt = record["prompt"]
+            completion = record["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
                 return None  # two lists of messages
         elif self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
             keys = ALPACA_KEYS
-            prompt, completion = f"{alpaca_prompt(record)}\n\n", record["output"]
+            prompt = f"{alpaca_prompt(record)}\n\n"
+            completion = record["output"]
         else:
             return None
 

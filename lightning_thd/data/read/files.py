@@ -82,9 +82,11 @@ def is_paths(source: object) -> bool:
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
+
     head = source[:_CHECKED_ENTRIES]  # to look for a million files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
+
     name_files = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
     if any(name_files) and not all(name_files):
         document = str(source[name_files.index(False)])
@@ -326,6 +328,7 @@ def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
     damaged = f"{name} is damaged and cannot be unpacked"
     member = PACKED[suffix]()
     begun = False  # whether the member has had bytes, but has not ended
+
     while left := file.read(_BLOCK_BYTES):
         while True:
             if not begun:
@@ -343,5 +346,6 @@ def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
             left = member.unused_data
             member = PACKED[suffix]()
             begun = False
+
     if begun:
         raise ValueError(f"{damaged} (the file ends before its last member does). Fetch or make it again.")

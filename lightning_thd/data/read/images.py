@@ -112,14 +112,17 @@ def open_image(source: Any, folder: Path | None) -> Any:
     if isinstance(source, Mapping):  # as datasets stores images
         has_bytes = source.get("bytes") is not None
         source = source["bytes"] if has_bytes else source.get("path")
+
     if hasattr(source, "convert") and hasattr(source, "size"):  # an opened image
         return source
+
     if isinstance(source, str | Path):
         source = _bytes_or_path(str(source), folder)
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(bytes(source))
     if not isinstance(source, Path | io.BytesIO):
         raise ValueError(f"an image is given as {type(source).__name__}; wanted a path or bytes.")
+
     try:
         return pillow.open(source)
     except (OSError, ValueError, pillow.DecompressionBombError) as err:

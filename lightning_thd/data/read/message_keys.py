@@ -294,6 +294,7 @@ def is_learned(message: Mapping[str, Any], *, answer: bool) -> bool:
         value = message.get(name)
         if value is None:
             continue
+
         if not isinstance(value, int | float | np.generic) or value not in (0, 1):
             raise ValueError(
                 f"a message of the role {message['role']!r} has {name}={value!r:.40}; wanted 0 or 1, for the "
@@ -305,4 +306,5 @@ def is_learned(message: Mapping[str, Any], *, answer: bool) -> bool:
                 "assistant are learned. Remove the key, or give input_ids and labels."
             )
         learned = learned and value == 1
+
     return learned

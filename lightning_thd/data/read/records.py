@@ -81,14 +81,16 @@ class RecordPlaces:
 def _written_out(places: Iterable[str | Line]) -> Iterator[str]:
     """Yield places as text; the lines of a file are counted only once."""
     path = None
-    number, offset = 1, 0
+    number = 1
+    offset = 0
     for place in places:
         if isinstance(place, str):
             yield place
             continue
         if place.path != path:
             path = place.path
-            number, offset = 1, 0
+            number = 1
+            offset = 0
         number += newlines(path, offset, place.offset)
         offset = place.offset
         yield f"{place.name}, line {number}"

@@ -196,6 +196,7 @@ class Opener:
                 metadata_keys=self.metadata_keys,
                 only_text=self.records == "text",
             )
+
             rank_zero_info(f"Tokenising {kind!r} records. Set another kind by records=.")
             return tokenize(
                 chunks[first:],

@@ -92,10 +92,12 @@ class VisionChat:
             raise ValueError(
                 f"the record ({sorted(record)[:8]}) is not a conversation, and processor= renders only those."
             )
+
         record = {name: x for name, x in record.items() if name not in self.metadata_keys}
         conversation = messages_of(record, cast("Kind", kind), self.metadata_keys)
         label = label_of(record)
         messages, sources = with_images(conversation.messages, record)
+
         images = [open_image(source, folder) for source in sources]
         try:
             sample = self._rendered(conversation._replace(messages=messages), images, pixels=pixels)
@@ -103,6 +105,7 @@ class VisionChat:
             for image, source in zip(images, sources, strict=True):
                 if image is not source:  # one that the user opened stays open
                     image.close()
+
         if label is not None:
             sample["label"] = label
         return sample
@@ -119,11 +122,13 @@ class VisionChat:
             options=conversation.options,
             placeholders=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
         )
+
         ids = np.asarray(encoded, np.int64)
         is_learned = mask & ~np.isin(ids, self._image_ids)
         sample: dict[str, Any] = {"input_ids": ids, "labels": np.where(is_learned, ids, IGNORE_INDEX)}
         if not images:
             return sample
+
         decoded = [decode(image) for image in images] if pixels else None
         return sample | self._inputs(ids, grids, decoded)
 

@@ -612,7 +612,8 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
         ids = sample["input_ids"]
         loss_tokens = int(np.count_nonzero(sample.get("labels", ids)[1:] != IGNORE_INDEX))
         has_weights = "weights" in sample
-        weight, sequence_weight = float(loss_tokens), 1.0
+        weight = float(loss_tokens)
+        sequence_weight = 1.0
         if has_weights:
             weight, sequence_weight = whole_weight(sample, place)
         sizes = sizes_of(sample)

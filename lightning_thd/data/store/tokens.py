@@ -296,13 +296,16 @@ def _arrays_of(rows: Rows) -> dict[str, Any]:
         "largest": np.array(_largest_id(rows.tokens, offsets)),
         "skipped": np.array(json.dumps(rows.skipped)),
     }
+
     if rows.labels is not None:
         arrays["labels"] = rows.labels.astype(np.int32)
         arrays["largest_label"] = np.array(_largest_id(rows.labels, offsets))
         arrays["loss_tokens"] = count_targets(rows.labels, rows.lengths)
+
     if rows.label is not None:
         is_whole = rows.label.dtype.kind in "iub"
         arrays["label"] = rows.label.astype(np.int64 if is_whole else np.float64)
+
     if rows.parts is not None and rows.part_counts is not None:
         arrays |= {"parts": rows.parts, "part_counts": rows.part_counts}
     return arrays
@@ -433,7 +436,8 @@ def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tu
     """Return the largest id and the sequence it is in, reading block by block; (-1, 0) without tokens."""
     if not len(tokens):
         return -1, 0
-    largest, slot = -1, 0
+    largest = -1
+    slot = 0
     for start in range(0, len(tokens), _BLOCK_TOKENS):
         block = tokens[start : start + _BLOCK_TOKENS]
         if int(block.max()) > largest:

@@ -49,6 +49,7 @@ class Engine:
         self._wire = wire
         self._intake = Intake(settings, wire)
         self.counts = self._intake.counts  # how many records were bad, or left out or changed by policies
+
         if state is None:
             self.ledger = _first_ledger(settings)
         else:
@@ -58,8 +59,10 @@ class Engine:
             self._intake.restore_counts(state)
             if same:  # it has a row for each rank
                 self._intake.turns = state["turns"].numpy().copy()
+
         # The state from which the first step resumes, and whether its planned steps fit this job.
         self._restore = None if state is None else (state, same)
+
         count = len(settings.sources)
         self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None  # the step that was planned ahead
@@ -368,6 +371,7 @@ def _turns(
     turns: list[int] = []
     ran_dry: list[tuple[int, int]] = []
     ended = bool(out.all())
+
     while not ended:
         still_wanted = step.n - len(turns) if isinstance(step, Sequences) else None
         more, empty = take_turns(shares_of(settings, out), drawn.tolist(), unused.tolist(), still_wanted)
@@ -375,10 +379,12 @@ def _turns(
         unused -= np.bincount(np.array(more, np.int64), minlength=len(unused))
         if empty is None or not dry[empty].all():
             break  # enough turns, or a source must be read first
+
         ran_dry.append((len(turns), empty))
         out[empty] = True
         drawn = np.zeros_like(drawn)  # the turns of the other sources are counted anew
         ended = settings.dry == "stop" or bool(out.all())
+
     return np.array(turns, np.int64), ran_dry, ended
 
 

@@ -87,11 +87,13 @@ class Intake:
         self.marks: Marks = {}
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self.bad = [0] * len(self._sources)  # the bad records of each source, over all ranks
+
         # What the state of a resume has counted, and the counts of this rank since then.
         self._earlier_counts = dict(self.counts)
         self._earlier_bad = list(self.bad)
         self._tallies = [Tally() for _ in self._sources]
         self._odd = [Tally() for _ in self._sources]  # records of another form, of all ranks: see ``_alike``
+
         # By shard, the row behind the last that was used or left out since the last call of ``advance``.
         self._reached: dict[int, int] = {}
         self.forms: Form = {}  # the form of most of the first records that were read
@@ -203,6 +205,7 @@ class Intake:
             reached |= reader.reached
             reader.marks = {}
             reader.reached = {}
+
         return _Report(
             failure=None if failure is None else str(failure),
             table=self._table(reads),
@@ -366,7 +369,8 @@ class Reading(IterableDataset[Read]):
         """Read the shards; each of n workers reads every n-th shard."""
         worker = get_worker_info()
         if worker is None:
-            first, step = 0, 1
+            first = 0
+            step = 1
         else:
             # torch asks workers in turn from worker 0 on, so worker 0 gets the shard whose turn is next.
             next_turn = self.mine.index(self.turn[0]) + 1 if self.turn[0] in self.mine else 0
@@ -382,6 +386,7 @@ class Reading(IterableDataset[Read]):
         mark = self.marks.get((number, self.round))
         if mark is not None and mark[0] > start:
             mark = None
+
         row = start - 1
         try:
             for row, record, saved in shard.read(start, mark, epoch=self.round):
@@ -407,6 +412,7 @@ class Reading(IterableDataset[Read]):
             raise
         except Exception as err:  # images, templates and extras_cost raise many types of errors
             bad = str(err) if isinstance(err, ValueError | TypeError) else f"{type(err).__name__}: {err}"
+
         return Read(
             shard=number,
             row=row,
@@ -538,11 +544,13 @@ class Reader:
                     f"Shard {self._reading.shards[shard].name} had {len(rows)} unused records when "
                     f"the checkpoint was written, but gives {len(reads)} of them now. Restore its data."
                 )
+
             for read in reads:
                 if read.sample is not None:  # its policies are in the counts of the state
                     samples.append(read)
                 else:  # a policy that is new leaves the record out
                     self._tally.counts.update(read.counts)
+
         if ended:  # all shards had been read; records may have been added since
             self._read_ahead = self.take(1)
             self.reached |= {read.shard: read.row for read in self._read_ahead}  # it is not handed out yet

@@ -123,6 +123,7 @@ def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) ->
     lengths = table["length"].astype(np.int64)
     padded = scheduling.slots.padded(lengths)
     patches = table["patches"].astype(np.int64)
+
     if scheduling.scheduler is not None:
         order, offsets = scheduled_bins(
             scheduling.scheduler,
@@ -143,6 +144,7 @@ def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) ->
             num_microbatches=num_microbatches,
             patches=patches,
         )
+
     return PlannedStep(rows_of(table, order), offsets, scheduling.dp)
 
 
