@@ -114,7 +114,7 @@ def test_an_exchange_brings_each_row_to_its_place(pack: tuple[list[int], int, st
         rows = np.concatenate([shards[rank], *received])
         has_row = plan.row_of_slot >= 0
         assert (rows[plan.row_of_slot[has_row]] == np.flatnonzero(has_row)).all()
-        assert came.sum() == len(rows)
+        assert has_row.sum() == len(rows)
         assert plan.group_rows == sum(sum(other.receive_counts) for other in plans)
 
 
