@@ -88,12 +88,12 @@ def _forked(module: str, arguments: list[object], rank: int, store: Path) -> Non
 def members(out: Path, name: str) -> list[int]:
     """List the living processes of a job: under torchrun its ranks lead sessions of their own."""
     mark = f"{_MARK}={out}/{name}\0".encode()
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # not a process, or one that has just ended
             if process.name.isdigit() and mark in (process / "environ").read_bytes() + b"\0":
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def kill(job: subprocess.Popen[bytes], out: Path, name: str) -> None:

@@ -21,7 +21,9 @@ from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.data.streams import Stream
 from tests.tiny import TinyModule, quiet_trainer, sequences
 
-SEQUENCES, PER_STEP, CAPACITY = 120, 6, 48
+SEQUENCES = 120
+PER_STEP = 6
+CAPACITY = 48
 
 
 class Ledger(TinyModule):

@@ -87,11 +87,11 @@ def junk(rng: random.Random) -> Any:
 
 def tables() -> dict[str, Entry]:
     """Collect the tables of all rooms."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     here = Path(__file__).parent
     for file in sorted(here.glob("*/fuzz_table.py")):
-        found |= importlib.import_module(f"tests.{file.parent.name}.fuzz_table").TABLE
-    return found
+        entries |= importlib.import_module(f"tests.{file.parent.name}.fuzz_table").TABLE
+    return entries
 
 
 def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], list[str]]:

@@ -44,10 +44,10 @@ def run_row(
     A cell that raises gives its error; one that hangs, or that a rank dies in, is given up after its time,
     and the cells after it run on ranks started anew.
     """
-    found: list[list[Outcome]] = []
-    while len(found) < len(cells):
-        found += _start(fn, world_size, list(cells[len(found) :]), args, cell_timeout_s)
-    return found
+    outcomes: list[list[Outcome]] = []
+    while len(outcomes) < len(cells):
+        outcomes += _start(fn, world_size, list(cells[len(outcomes) :]), args, cell_timeout_s)
+    return outcomes
 
 
 def _start(
@@ -60,14 +60,14 @@ def _start(
 
 
 def _collect(ranks: list[Any], folder: Path, count: int, timeout_s: float) -> list[list[Outcome]]:
-    found: list[list[Outcome]] = []
+    outcomes: list[list[Outcome]] = []
     deadline = time.monotonic() + timeout_s + 60.0  # starting takes its time on a busy machine
-    while len(found) < count:
-        paths = [folder / f"{len(found)}.{rank}.done" for rank in range(len(ranks))]
+    while len(outcomes) < count:
+        paths = [folder / f"{len(outcomes)}.{rank}.done" for rank in range(len(ranks))]
         if all(path.exists() for path in paths):
-            found.append([pickle.loads(path.read_bytes()) for path in paths])
-            if len({outcome.error is None for outcome in found[-1]}) == 2:
-                return found  # ranks may be in different collectives now
+            outcomes.append([pickle.loads(path.read_bytes()) for path in paths])
+            if len({outcome.error is None for outcome in outcomes[-1]}) == 2:
+                return outcomes  # ranks may be in different collectives now
             deadline = time.monotonic() + timeout_s
             continue
         dead = [
@@ -77,10 +77,10 @@ def _collect(ranks: list[Any], folder: Path, count: int, timeout_s: float) -> li
             why = f"ranks {dead} died" if dead else f"not done in {timeout_s} s"
             traces = [path.read_text() for path in sorted(folder.glob("*.trace"))]
             late = Outcome(error="\n".join([f"RankError: {why}", *traces]))
-            found.append([pickle.loads(path.read_bytes()) if path.exists() else late for path in paths])
-            return found
+            outcomes.append([pickle.loads(path.read_bytes()) if path.exists() else late for path in paths])
+            return outcomes
         time.sleep(0.02)
-    return found
+    return outcomes
 
 
 def _turns(

@@ -40,12 +40,12 @@ def finished(
     *arguments: object, cwd: Path | None = None, timeout_s: float = 180.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *arguments`` as ``run_python`` does, whatever its exit status is."""
-    given = list(map(str, arguments))
+    command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         err = Path(folder, "err")
         process = forkserver().Process(
-            target=_main, args=(given, str(cwd or Path.cwd()), str(out), str(err), dict(os.environ))
+            target=_main, args=(command, str(cwd or Path.cwd()), str(out), str(err), dict(os.environ))
         )
         process.start()
         process.join(timeout_s)
@@ -54,7 +54,7 @@ def finished(
             process.join()
         code = process.exitcode
         assert code is not None
-        return subprocess.CompletedProcess(given, code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 def _main(arguments: list[str], cwd: str, out: str, err: str, environment: dict[str, str]) -> None:

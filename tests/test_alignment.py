@@ -18,7 +18,8 @@ def kernel_asserts(recipe: Recipe | None, local: int, gathered: int) -> list[str
 
     One linear layer of 256 to 512 features; x has ``local`` rows before sequence parallel gathers them.
     """
-    n_in, n_out = 256, 512
+    n_in = 256
+    n_out = 512
     failed = []
 
     def check(ok: bool, what: str) -> None:

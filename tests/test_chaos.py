@@ -49,9 +49,9 @@ def check(out: Path, names: list[str]) -> None:
 
     alone = Ledger()
     train(alone, out / "alone", 1, num_workers=0)
-    found = torch.load(out / "final.pt")
+    trained = torch.load(out / "final.pt")
     # fp64: other ranks add the same gradients in another order, nothing else differs.
-    assert largest_error(found, {n: p.detach() for n, p in alone.model.named_parameters()}) < 1e-10
+    assert largest_error(trained, {n: p.detach() for n, p in alone.model.named_parameters()}) < 1e-10
 
 
 def test_two_kills_of_forked_ranks(tmp_path: Path) -> None:

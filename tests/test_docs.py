@@ -88,7 +88,7 @@ def test_every_page_is_in_the_menu_and_every_example_in_the_gallery() -> None:
 
 def documented() -> dict[str, Any]:
     """Every public function, class and method of the package that describes its arguments."""
-    found: dict[str, Any] = {}
+    signatures: dict[str, Any] = {}
     for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
         if info.name.endswith(("__main__", "loss.kernels.rows")):  # the second needs triton
             continue
@@ -99,8 +99,8 @@ def documented() -> dict[str, Any]:
             functions = [getattr(one, "__func__", one) for one in inner]
             for one in [value, *filter(inspect.isfunction, functions)]:
                 if re.search(r"^\s*Args:\n", one.__doc__ or "", re.M):
-                    found[f"{info.name}.{one.__qualname__}"] = one
-    return found
+                    signatures[f"{info.name}.{one.__qualname__}"] = one
+    return signatures
 
 
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:
@@ -130,8 +130,8 @@ def test_documented_arguments_are_those_of_the_signature() -> None:
         section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.getdoc(value) or "", re.M)
         assert section
         listed = re.findall(r"^    \*{0,2}(\w+)(?: \(.*?\))?:", section[1], re.M)
-        given = [one for one in inspect.signature(value).parameters if one not in ("self", "cls")]
+        parameters = [one for one in inspect.signature(value).parameters if one not in ("self", "cls")]
         if value is lightning_thd.THDModelParallelStrategy:  # it refers to THDDDPStrategy for these
-            given = [one for one in given if not one.startswith("context_") and "_context_" not in one]
-            given.remove("broadcast_data")
-        assert sorted(listed) == sorted(given), name
+            parameters = [x for x in parameters if not x.startswith("context_") and "_context_" not in x]
+            parameters.remove("broadcast_data")
+        assert sorted(listed) == sorted(parameters), name

@@ -41,24 +41,26 @@ EXCEPTIONS = {
 def _public(module: ModuleType) -> Iterator[str]:
     """Name the functions and classes a module gives out, and those of modules it gives out."""
     for name in module.__all__:
-        found: Any = getattr(module, name)
-        if inspect.ismodule(found):
-            mine = [n for n, value in vars(found).items() if inspect.isfunction(value)]
+        attribute: Any = getattr(module, name)
+        if inspect.ismodule(attribute):
+            mine = [n for n, value in vars(attribute).items() if inspect.isfunction(value)]
             yield from (
-                n for n in mine if not n.startswith("_") and getattr(found, n).__module__ == found.__name__
+                n
+                for n in mine
+                if not n.startswith("_") and getattr(attribute, n).__module__ == attribute.__name__
             )
-        elif inspect.isfunction(found) or inspect.isclass(found):
-            no_arguments = inspect.isclass(found) and issubclass(found, BaseException)
-            if not no_arguments and not getattr(found, "_is_protocol", False):
+        elif inspect.isfunction(attribute) or inspect.isclass(attribute):
+            no_arguments = inspect.isclass(attribute) and issubclass(attribute, BaseException)
+            if not no_arguments and not getattr(attribute, "_is_protocol", False):
                 yield name
 
 
 def test_every_public_function_has_an_entry() -> None:
     names: set[str] = set()
-    for found in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
-        needs_triton = found.name == "lightning_thd.loss.kernels.rows"
-        if not needs_triton and not any(part.startswith("_") for part in found.name.split(".")):
-            module = importlib.import_module(found.name)
+    for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
+        needs_triton = info.name == "lightning_thd.loss.kernels.rows"
+        if not needs_triton and not any(part.startswith("_") for part in info.name.split(".")):
+            module = importlib.import_module(info.name)
             names |= set(_public(module)) if hasattr(module, "__all__") else set()
     tried = {word for name in tables() for word in re.split(r"[^\w]+", name)}
     assert len(names) > 90

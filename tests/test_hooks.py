@@ -28,7 +28,8 @@ def test_hooks_of_a_kind_are_listed_in_order(kind: Kind) -> None:
 
 def test_a_module_with_the_attributes_of_another_calls_its_hooks() -> None:
     calls: list[str] = []
-    source, copy = nn.Linear(2, 2), nn.Linear(2, 2)
+    source = nn.Linear(2, 2)
+    copy = nn.Linear(2, 2)
     source.register_forward_pre_hook(lambda *_, **__: calls.append("pre"), with_kwargs=True)
     source.register_forward_hook(lambda *_, **__: calls.append("post"), with_kwargs=True, always_call=True)
     source.register_full_backward_hook(lambda *_: calls.append("backward"))

@@ -43,9 +43,9 @@ def test_it_works_where_no_optional_package_is_installed_and_asks_for_none(tmp_p
     script = [sys.executable, "-I", "-S", "-c", code]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    asked, *works = done.stdout.splitlines()
-    assert "lightning_thd" in asked.split()
-    assert not {name.partition(".")[0] for name in asked.split()} & set(OPTIONAL)
+    imported, *works = done.stdout.splitlines()
+    assert "lightning_thd" in imported.split()
+    assert not {name.partition(".")[0] for name in imported.split()} & set(OPTIONAL)
     assert works == ["(5, 2, 8)", "5"]
 
 

@@ -222,9 +222,9 @@ FAMILIES_OF_CASES = sorted({case.config for case in CASES.values()})
 @pytest.mark.parametrize("kind", FAMILIES_OF_CASES)
 def test_weights_are_counted_to_the_last(kind: str) -> None:
     model, config = next(case for case in CASES.values() if case.config == kind).build()
-    wanted = sum(parameter.numel() for parameter in model.parameters())
+    expected = sum(parameter.numel() for parameter in model.parameters())
     # LayerNorm's biases of the last norm and of some families' heads of queries are below one in a thousand.
-    assert MemoryModel.from_config(config).num_weights == pytest.approx(wanted, rel=1e-3)
+    assert MemoryModel.from_config(config).num_weights == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_config_file_counts_as_its_class() -> None:
@@ -234,7 +234,10 @@ def test_a_config_file_counts_as_its_class() -> None:
 
 
 def test_the_parts_of_llama_8b_by_hand() -> None:
-    slots, hidden, inner, vocabulary = 8192, 4096, 14336, 128256
+    slots = 8192
+    hidden = 4096
+    inner = 14336
+    vocabulary = 128256
     _, parts = MemoryModel.from_config(LLAMA_8B).at_peak(slots, Training())
     assert parts.weights == 2 * 8_030_261_248
     assert parts.optimizer == 2 * parts.weights
@@ -254,9 +257,9 @@ def test_the_largest_capacity_fits_and_the_next_does_not() -> None:
     model = MemoryModel.from_config(LLAMA_8B)
     training = Training(checkpointing=True, mlp_tile=2048)
     room = 100 * 10**9
-    found = model.largest_capacity(room, training, multiple=64)
-    assert found % 64 == 0
-    assert model.peak(found, training) <= room < model.peak(found + 64, training)
+    capacity = model.largest_capacity(room, training, multiple=64)
+    assert capacity % 64 == 0
+    assert model.peak(capacity, training) <= room < model.peak(capacity + 64, training)
     assert model.largest_capacity(10**9, training) == 0
 
 

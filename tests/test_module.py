@@ -45,17 +45,17 @@ def test_compiled_layers_share_one_graph_over_all_packs() -> None:
 def log_one_step(*lengths: int) -> tuple[float, float]:
     module = CausalLMModule(tiny_llama().double())
     samples = [{"input_ids": list(range(1, 1 + n))} for n in lengths]  # each is a pack
-    wanted = float(causal_lm_loss(tiny_llama().double(), THDBatch.collate(samples)))
+    expected = float(causal_lm_loss(tiny_llama().double(), THDBatch.collate(samples)))
     options: dict[str, Any] = {"accumulate_grad_batches": len(lengths) // 2, "precision": "64-true"}
     trainer = quiet_trainer(max_steps=1, devices=2, strategy="thd_ddp", **options)
     trainer.fit(module, THDDataModule(samples, capacity=32))
-    return float(trainer.callback_metrics["train/loss"]), wanted
+    return float(trainer.callback_metrics["train/loss"]), expected
 
 
 @pytest.mark.parametrize("lengths", [(30, 9), (30, 9, 24, 28)])
 def test_the_logged_loss_is_that_of_the_step_on_every_rank(lengths: tuple[int, ...]) -> None:
-    for logged, wanted in run_ranks(log_one_step, 2, *lengths):
-        assert logged == pytest.approx(wanted, rel=1e-6)
+    for logged, expected in run_ranks(log_one_step, 2, *lengths):
+        assert logged == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_the_rate_is_that_of_the_whole_run_also_after_a_resume_with_more_steps(t
     rise = torch.optim.lr_scheduler.LinearLR(torch_says, 1 / 3, 1.0, total_iters=2)
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(torch_says, 22, eta_min=1e-4)
     both = torch.optim.lr_scheduler.SequentialLR(torch_says, [rise, fall], milestones=[2])
-    wanted = []
+    expected = []
     for _ in range(24):
-        wanted.append(torch_says.param_groups[0]["lr"])
+        expected.append(torch_says.param_groups[0]["lr"])
         torch_says.step()
         both.step()
-    assert whole == pytest.approx(wanted, rel=1e-9)
+    assert whole == pytest.approx(expected, rel=1e-9)
     with pytest.raises(
         MisconfigurationException, match="decays its learning rate over all steps.*Set max_steps="
     ):
@@ -169,9 +169,9 @@ def write_folder(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_folder_of_sharded_weights_loads_as_a_file_does(tmp_path: Path) -> None:
-    wanted = run_ranks(write_folder, 2, str(tmp_path))[0]
+    expected = run_ranks(write_folder, 2, str(tmp_path))[0]
     loaded = CausalLMModule.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert largest_error(full_parameters(loaded), wanted) == 0.0
+    assert largest_error(full_parameters(loaded), expected) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

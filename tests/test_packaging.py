@@ -52,8 +52,8 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 def tracked(folder: str) -> set[str]:
     """Files under a folder that a user's clone holds."""
-    found = run("git", "ls-files", folder, cwd=ROOT).splitlines()
-    return {name for name in found if (ROOT / name).exists()}
+    names = run("git", "ls-files", folder, cwd=ROOT).splitlines()
+    return {name for name in names if (ROOT / name).exists()}
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,8 @@ def test_it_installs_into_an_empty_environment(built: dict[str, Path], tmp_path:
     run(sys.executable, *pip, str(built["wheel"]), cwd=tmp_path)
     # what it depends on, and nothing of this checkout: .pth files there are not read
     shared = Path(torch.__file__).parents[1]
-    found = run(str(home / "bin" / "python"), "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
-    file, version, names, absent = found.split()
+    output = run(str(home / "bin" / "python"), "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
+    file, version, names, absent = output.split()
     assert file.startswith(str(packages))
     assert version in built["wheel"].name
     assert int(names) > 10

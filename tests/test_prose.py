@@ -57,9 +57,9 @@ def test_a_pattern_finds_what_it_bans(pattern: str) -> None:
 
 @pytest.mark.parametrize("path", [*PAGES, *CODE], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_prose_is_plain(path: Path) -> None:
-    found = [
+    matches = [
         f"{path.relative_to(ROOT)}:{line}: {match[0]!r} in {text.strip()[:100]!r}"
         for line, text in prose_of(path)
         if (match := BANNED.search(text))
     ]
-    assert found == []
+    assert matches == []

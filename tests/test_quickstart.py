@@ -55,9 +55,9 @@ def test_own_texts_in_two_runs(smaller: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     out = tmp_path / "run"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in stdlib_documents()[:400]))
-    own = [smaller, "--out", out, "--data", file, "--text-key", "body"]
-    run_python(*own, "--steps", "20", timeout_s=560)
-    run_python(*own, "--steps", "40", "--resume", timeout_s=560)
+    options = [smaller, "--out", out, "--data", file, "--text-key", "body"]
+    run_python(*options, "--steps", "20", timeout_s=560)
+    run_python(*options, "--steps", "40", "--resume", timeout_s=560)
     losses = read_tensorboard(out / "tensorboard")["train/loss"]
     assert losses[-1][0] == 39
     assert losses[-1][1] < losses[0][1]

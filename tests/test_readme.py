@@ -37,8 +37,8 @@ def _limit_steps() -> None:
     def short(**kwargs: Any) -> L.Trainer:
         keeps = any(isinstance(callback, ModelCheckpoint) for callback in kwargs.get("callbacks", ()))
         few = kwargs["max_steps"] if kwargs.get("max_steps") in (1, 2, 3) else 2
-        own = {"logger": kwargs.get("logger", False), "max_steps": few, "enable_checkpointing": keeps}
-        return trainer(**{**kwargs, **settings, **own})
+        limits = {"logger": kwargs.get("logger", False), "max_steps": few, "enable_checkpointing": keeps}
+        return trainer(**{**kwargs, **settings, **limits})
 
     L.Trainer = short
 
@@ -104,8 +104,8 @@ def test_every_python_block_runs(block: str, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "one document"}\n{"text": "and another"}\n')
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
-    found = re.search(r"devices=(\d)", block)
-    run_ranks(run_block, int(found[1]) if found else 1, block, str(tmp_path))
+    devices = re.search(r"devices=(\d)", block)
+    run_ranks(run_block, int(devices[1]) if devices else 1, block, str(tmp_path))
 
 
 def test_every_command_exists() -> None:
@@ -172,8 +172,8 @@ def test_the_leak_table_is_what_is_measured(name: str) -> None:
     from benchmarks.leaks import measure
 
     [row] = re.findall(rf"^\| {name} \(.*\) \| (.*) \|$", LEAKS, re.M)
-    found = ["refuses" if x is None else "0" if x == 0 else "leaks" for x in measure(name).values()]
-    assert _zeros(row.split(" | ")) == found
+    measured = ["refuses" if x is None else "0" if x == 0 else "leaks" for x in measure(name).values()]
+    assert _zeros(row.split(" | ")) == measured
 
 
 def test_the_support_table_names_every_family() -> None:

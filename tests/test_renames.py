@@ -41,7 +41,8 @@ class Renaming(importlib.abc.MetaPathFinder):
     """Imports the modules of a package from sources in which a name is replaced."""
 
     def __init__(self, name: str, package: str) -> None:
-        self.name, self.package = name, package
+        self.name = name
+        self.package = package
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
         if fullname != self.package and not fullname.startswith(f"{self.package}."):
@@ -158,8 +159,8 @@ def streams_of_workers() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("part", ["import", "monitor", "feature"])
 def test_a_renamed_private_name_stops_only_what_needs_it(case: Case, part: str) -> None:
-    wanted = {"import": "", "monitor": "monitor", "feature": case.feature}[part]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.test_renames", case.name, case.package, wanted]
+    subject = {"import": "", "monitor": "monitor", "feature": case.feature}[part]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.test_renames", case.name, case.package, subject]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     if part == "feature" and not case.works:
         assert done.returncode != 0

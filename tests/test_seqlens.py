@@ -78,8 +78,8 @@ def test_padding_keeps_the_real_and_spreads_the_tail_or_raises(
     assert len(set(real_dummies[:-1])) <= 1  # all equal but the last
     assert max(real_dummies, default=0) <= -(-tail // max(spare, 1))
     with RefuseDeviceReads():  # told the lengths, it reads nothing
-        told = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen, lengths=lengths)
-    assert torch.equal(told, padded)
+        with_lengths = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen, lengths=lengths)
+    assert torch.equal(with_lengths, padded)
 
 
 def test_any_kind_of_numbers_gives_int32() -> None:
@@ -100,7 +100,8 @@ def test_any_kind_of_numbers_gives_int32() -> None:
     assert lengths_from_cu_seqlens(cu(0, 7, 3, 7, 5)[::2]).tolist() == [3, 2]
     assert pad_cu_seqlens(cu(0), 2, 4).tolist() == [0, 2, 4]
     assert pad_cu_seqlens(cu(0, 1), 3, INT32_MAX).tolist() == [0, 1, 2**30, INT32_MAX]
-    real, padded = cu(0, 3, 5), cu(0, 4, 8)  # a pair gets the same dummies
+    real = cu(0, 3, 5)  # a pair gets the same dummies
+    padded = cu(0, 4, 8)
     assert pad_cu_seqlens(real, 4, 5 + 6).tolist() == [0, 3, 5, 8, 11]
     assert pad_cu_seqlens(padded, 4, 8 + 6).tolist() == [0, 4, 8, 11, 14]
 

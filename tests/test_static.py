@@ -29,13 +29,13 @@ def test_a_recording_inside_a_recording_leaves_the_outer_one_recorded() -> None:
 
 
 def test_only_what_autograd_runs_is_in_backward() -> None:
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        asked.append(in_backward())
+        answers.append(in_backward())
         return x.sin()
 
     loss = checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum()
     loss.backward()
-    assert asked == [False, True], "the forward pass and its recomputation in backward were not told apart"
+    assert answers == [False, True], "the forward pass and its recomputation in backward were not told apart"
     assert not in_backward(), "backward has ended"

@@ -56,23 +56,23 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_setup_cfg_asks_for_the_oldest_tested_releases_and_caps_those_that_say_so() -> None:
-    asked = {x.name: x.specifier for x in requirements() if x.name not in UNTESTED_HERE | TOOLS}
-    assert asked.keys() | {"python"} == SUPPORTED.keys()
-    for name, specifier in asked.items():
+    specifiers = {x.name: x.specifier for x in requirements() if x.name not in UNTESTED_HERE | TOOLS}
+    assert specifiers.keys() | {"python"} == SUPPORTED.keys()
+    for name, specifier in specifiers.items():
         oldest, newest, capped = SUPPORTED[name]
-        wanted = {f">={oldest}"}
+        expected = {f">={oldest}"}
         if capped:
             major, minor = numbers(newest)[:2]
-            wanted.add(f"<{major}.{minor + 1}")
-        assert {str(x) for x in specifier} == wanted, name
+            expected.add(f"<{major}.{minor + 1}")
+        assert {str(x) for x in specifier} == expected, name
     assert setup_cfg()["options"]["python_requires"] == f">={SUPPORTED['python'].oldest}"
 
 
 def test_classifiers_name_every_python() -> None:
     first, last = (numbers(x)[1] for x in SUPPORTED["python"][:2])
-    wanted = [f"3.{minor}" for minor in range(first, last + 1)]
+    expected = [f"3.{minor}" for minor in range(first, last + 1)]
     classifiers = setup_cfg()["metadata"]["classifiers"]
-    assert re.findall(r"Python :: (3\.\d+)", classifiers) == wanted
+    assert re.findall(r"Python :: (3\.\d+)", classifiers) == expected
 
 
 def test_the_oldest_constraints_are_the_lower_bounds() -> None:
@@ -189,10 +189,10 @@ def test_a_row_of_a_run_replaces_the_row_of_the_same_combination_and_tests() -> 
 
 
 def test_the_newest_environment_asks_for_everything_without_upper_ends() -> None:
-    asked = [Requirement(line) for line in releases.requirements()]
-    assert {x.name for x in asked} >= SUPPORTED.keys() - {"python"}
-    assert not any("<" in str(x.specifier) for x in asked)
-    assert {x.name for x in asked}.isdisjoint(UNTESTED_HERE)
+    newest = [Requirement(line) for line in releases.requirements()]
+    assert {x.name for x in newest} >= SUPPORTED.keys() - {"python"}
+    assert not any("<" in str(x.specifier) for x in newest)
+    assert {x.name for x in newest}.isdisjoint(UNTESTED_HERE)
 
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

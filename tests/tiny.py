@@ -106,8 +106,8 @@ def train_by_hand(
     model = copy.deepcopy(module.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=module.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    own = ([samples[i] for i in ids] for ids in planned(planner, steps, dp))
-    return train_alone(model, own, optimizer, schedule, clip=clip)
+    batches = ([samples[i] for i in ids] for ids in planned(planner, steps, dp))
+    return train_alone(model, batches, optimizer, schedule, clip=clip)
 
 
 def planned(planner: PackPlanner, steps: int, dp: int = 1) -> Iterator[list[int]]:

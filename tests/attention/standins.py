@@ -31,7 +31,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def check_hardware(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *,
     one_size: bool = True,
 ) -> None:  # fmt: skip
     for x in (q, k, v):
@@ -45,7 +45,7 @@ def check_hardware(
     assert not one_size or v.shape[2] == q.shape[2]
     assert k.shape[1] == v.shape[1]
     assert q.shape[1] % k.shape[1] == 0
-    for cu, longest, total in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
+    for cu, longest, total in ((cu_seqlens_q, max_q, len(q)), (cu_seqlens_k, max_k, len(k))):
         assert type(longest) is int
         assert cu.dtype == torch.int32
         assert cu.is_contiguous()
@@ -54,16 +54,18 @@ def check_hardware(
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Return out in the dtype of q and lse [H, T] with flash-attn's +inf where a query sees no key."""
-    out, lse = cpu.forward(q.float(), k.float(), v.float(), cu_q.tolist(), cu_k.tolist(), spec=spec)
+    out, lse = cpu.forward(
+        q.float(), k.float(), v.float(), cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), spec=spec
+    )
     return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf).t().contiguous()
 
 
 def run_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
-    spec: AttentionSpec,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     assert grad.dtype == q.dtype == out.dtype
     assert grad.stride(2) == 1
@@ -73,7 +75,7 @@ def run_backward(
     assert lse.is_contiguous()
     assert not (lse == -torch.inf).any()  # exp(-inf - -inf) is NaN on the device
     saved = cpu.Saved(*(x.float() for x in (q, k, v, out)), lse.t())
-    grads = cpu.backward(grad.float(), saved, cu_q.tolist(), cu_k.tolist(), spec=spec)
+    grads = cpu.backward(grad.float(), saved, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), spec=spec)
     dq, dk, dv = (x.to(q.dtype) for x in grads)
     return dq, dk, dv
 
@@ -84,11 +86,17 @@ def spec_of(
 ) -> AttentionSpec:  # fmt: skip
     """flash-attn's reading: causal means no key to the right; version 2 compares sides with ``max_k``."""
     assert scale is not None
-    left, right = (-1 if side is None else side for side in (window[0], 0 if causal else window[1]))
+    left, right = (-1 if side is None else side for side in window)
+    if causal:
+        right = 0
     if max_k is not None:
         assert max_k > 0
         left, right = (-1 if side >= max_k else side for side in (left, right))
-        left, right = max_k if left < 0 <= right else left, max_k if right < 0 <= left else right
+        # An open side beside a bounded one becomes as wide as the keys.
+        if left < 0 <= right:
+            left = max_k
+        elif right < 0 <= left:
+            right = max_k
     return AttentionSpec(left=left, right=right, scale=scale, softcap=softcap or 0.0)
 
 
@@ -103,8 +111,8 @@ def strict(name: str) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def double(*args: Any, **kwargs: Any) -> Any:
-            own = 1 if name.startswith("te_") else 0  # its self
-            return function(*args[:own], **signature.bind(*args[own:], **kwargs).arguments)
+            num_self = 1 if name.startswith("te_") else 0  # its self
+            return function(*args[:num_self], **signature.bind(*args[num_self:], **kwargs).arguments)
 
         double.__signature__ = signature  # type: ignore[attr-defined]
         return double
@@ -265,8 +273,8 @@ def aten_backward(
 
 
 def efficient_spec(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int], mask: int,
-    window: int | None, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int],
+    mask: int, window: int | None, scale: float | None,
 ) -> AttentionSpec:  # fmt: skip
     for x in (q, k, v):
         assert x.dim() == 4
@@ -278,7 +286,7 @@ def efficient_spec(
         assert x.shape[3] % 8 == 0
     assert mask in (0, 2)
     assert window is None or (window > 0 and mask == 2)
-    for cu, most in zip((cu_q, cu_k), longest, strict=True):
+    for cu, most in zip((cu_seqlens_q, cu_seqlens_k), longest, strict=True):
         assert cu.dtype == torch.int32
         assert type(most) is int
         assert int(cu.diff().max()) <= most
@@ -297,8 +305,8 @@ def efficient_forward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
     )
     cu = cu_seqlens_q.tolist()
-    given = (x[0].float() for x in (query, key, value))
-    out, lse = cpu.forward(*given, cu, cu_seqlens_k.tolist(), spec=spec)
+    inputs = (x[0].float() for x in (query, key, value))
+    out, lse = cpu.forward(*inputs, cu, cu_seqlens_k.tolist(), spec=spec)
     out, lse = (
         x.masked_fill((lse == -torch.inf).view(*lse.shape, *[1] * (x.dim() - 2)), torch.nan)
         for x in (out, lse)
@@ -330,8 +338,8 @@ def efficient_backward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
     )
     lse = torch.cat([logsumexp[i, :, : b - a].t() for i, (a, b) in enumerate(itertools.pairwise(cu))])
-    grad, *given = (x[0].float() for x in (grad_out_, query, key, value, out))
-    grads = list(cpu.backward(grad, cpu.Saved(*given, lse), cu, cu_seqlens_k.tolist(), spec=spec))
+    grad, *inputs = (x[0].float() for x in (grad_out_, query, key, value, out))
+    grads = list(cpu.backward(grad, cpu.Saved(*inputs, lse), cu, cu_seqlens_k.tolist(), spec=spec))
     grads[0][(lse == torch.inf).all(1)] = torch.nan
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
         if cu[i] == cu[i + 1]:
@@ -449,10 +457,10 @@ def install_prebuilt(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
 ) -> list[tuple[str, int]]:
     """Make the package ``kernels`` importable, with flash-attn 2 and 3 or an error; return the requests."""
-    asked = []
+    loaded = []
 
     def get_kernel(repo_id: str, *, version: int) -> Any:
-        asked.append((repo_id, version))
+        loaded.append((repo_id, version))
         if error is not None:
             raise error
         return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(**PREBUILT[repo_id]))
@@ -463,7 +471,7 @@ def install_prebuilt(
     monkeypatch.setitem(sys.modules, "kernels", module)
     monkeypatch.setattr(flash, "_sees_gpu", lambda: True)
     forget()
-    return asked
+    return loaded
 
 
 def forget() -> None:

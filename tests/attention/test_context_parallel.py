@@ -140,9 +140,9 @@ def all_refusals() -> None:
     q, k, v, _ = tensors(4, 2, 8)
     for communication, heads, options, message in REFUSED:
         shard = layout_of(communication=communication)
-        own = shard.own
+        rows = shard.own
         with pytest.raises(ValueError, match=message):
-            varlen_attention(q[own, :heads], k[own, :1], v[own, :1], boundaries_of(shard), **options)
+            varlen_attention(q[rows, :heads], k[rows, :1], v[rows, :1], boundaries_of(shard), **options)
 
     shard = layout_of("striped", "ring")
     inputs = [x[shard.own].requires_grad_() for x in tensors(4, 2, 8)[:3]]
@@ -167,11 +167,11 @@ def half_precision(communication: str, layout: str) -> float:
     def run(dtype: torch.dtype, *, is_cut: bool) -> list[Tensor]:
         """Output and gradients of the whole pack, or of the shards of all ranks."""
         q, k, v, grad = (x.to(dtype) for x in tensors(4, 2, 8))
-        own = shard.own if is_cut else slice(None)
-        inputs = [x[own].requires_grad_() for x in (q, k, v)]
+        rows = shard.own if is_cut else slice(None)
+        inputs = [x[rows].requires_grad_() for x in (q, k, v)]
         boundaries = boundaries_of(shard) if is_cut else Boundaries.from_lengths(LENGTHS)
         out = varlen_attention(*inputs, boundaries)
-        out.backward(grad[own])
+        out.backward(grad[rows])
         results = [out.detach(), *(x.grad for x in inputs)]
         assert all(x.dtype == dtype for x in results)
         return [gather_pack(x, shard).double() if is_cut else x.double() for x in results]

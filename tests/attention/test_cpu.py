@@ -31,10 +31,10 @@ def run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return out, lse, dq, dk, dv of the kernel."""
     spec: AttentionSpec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
-    cu_q = offsets(lengths_q)
-    cu_kv = offsets(lengths_kv)
-    out, lse = cpu.forward(q, k, v, cu_q, cu_kv, spec=spec)
-    return out, lse, *cpu.backward(grad, cpu.Saved(q, k, v, out, lse), cu_q, cu_kv, spec=spec)
+    cu_seqlens_q = offsets(lengths_q)
+    cu_seqlens_kv = offsets(lengths_kv)
+    out, lse = cpu.forward(q, k, v, cu_seqlens_q, cu_seqlens_kv, spec=spec)
+    return out, lse, *cpu.backward(grad, cpu.Saved(q, k, v, out, lse), cu_seqlens_q, cu_seqlens_kv, spec=spec)
 
 
 def oracle(
@@ -173,8 +173,8 @@ def test_any_layout(layout: str) -> None:
         k = k[:, :1].expand(-1, 4, -1)
         v = v[:, :1].expand(-1, 4, -1)
     grad = torch.randn(200, 1, 1).expand(-1, 4, 8)
-    wanted = run(*(y.contiguous() for y in (q, k, v)), lengths, lengths, grad.contiguous())
-    for a, b in zip(run(q, k, v, lengths, lengths, grad), wanted, strict=True):
+    expected = run(*(y.contiguous() for y in (q, k, v)), lengths, lengths, grad.contiguous())
+    for a, b in zip(run(q, k, v, lengths, lengths, grad), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -188,10 +188,10 @@ def test_nothing_crosses_into_a_neighbour_not_even_nan(lengths: list[int], dtype
         x[lengths[0] : lengths[0] + lengths[1]] = torch.nan
     healthy = torch.ones(sum(lengths), dtype=torch.bool)
     healthy[lengths[0] : lengths[0] + lengths[1]] = False
-    found, wanted = (run(*x[:3], lengths, lengths, x[3]) for x in (sick, tensors))
-    for a, b in zip(found, wanted, strict=True):
+    results, expected = (run(*x[:3], lengths, lengths, x[3]) for x in (sick, tensors))
+    for a, b in zip(results, expected, strict=True):
         assert torch.equal(a[healthy], b[healthy])
-    assert found[0][~healthy].isnan().any()
+    assert results[0][~healthy].isnan().any()
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -206,25 +206,27 @@ def test_one_call_for_sequences_of_one_length_gives_the_same_bits(
     lengths = [length] * count
     # rows of one projection, as models hand them over: no tensor is contiguous
     joint = torch.randn(sum(lengths), 4 + 2 * kv_heads, 32).to(dtype)
-    given = (*joint.split([4, kv_heads, kv_heads], dim=1), lengths, lengths)
+    inputs = (*joint.split([4, kv_heads, kv_heads], dim=1), lengths, lengths)
     grad = torch.randn(sum(lengths), 4, 32).to(dtype)
-    found = run(*given, grad, causal=causal)
+    at_once = run(*inputs, grad, causal=causal)
 
     def cut(*args: object, **kwargs: object) -> object:
         return dataclasses.replace(plan_module.make_plan(*args, **kwargs), at_once=None)
 
     monkeypatch.setattr(cpu, "make_plan", cut)
     cpu._work.cache_clear()
-    for mine, wanted in zip(found, run(*given, grad, causal=causal), strict=True):
+    for mine, expected in zip(at_once, run(*inputs, grad, causal=causal), strict=True):
         assert mine.is_contiguous()
-        assert mine.dtype == wanted.dtype
-        assert torch.equal(mine, wanted)
+        assert mine.dtype == expected.dtype
+        assert torch.equal(mine, expected)
     cpu._work.cache_clear()
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_bf16_gradients_are_as_close_to_fp64_as_torchs(groups: int) -> None:
-    length, heads, size = 192, 4, 32
+    length = 192
+    heads = 4
+    size = 32
     q, k, v, grad = (torch.randn(length, h, size).bfloat16() for h in (heads, groups, groups, heads))
     cu = torch.tensor([0, length], dtype=torch.int32)
 
@@ -240,8 +242,8 @@ def test_bf16_gradients_are_as_close_to_fp64_as_torchs(groups: int) -> None:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*leaves), leaves, grad.to(dtype))
 
-    found = [gradients(ours, torch.bfloat16), gradients(torchs, torch.bfloat16)]
-    for mine, theirs, exact in zip(*found, gradients(torchs, torch.float64), strict=True):
+    in_bf16 = [gradients(ours, torch.bfloat16), gradients(torchs, torch.bfloat16)]
+    for mine, theirs, exact in zip(*in_bf16, gradients(torchs, torch.float64), strict=True):
         error, their_error = ((x.double() - exact).norm() / exact.norm() for x in (mine, theirs))
         assert error <= 1.05 * their_error  # rounding of the result itself is the same
         assert error < 0.01

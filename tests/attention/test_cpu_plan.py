@@ -30,12 +30,12 @@ def offsets(lengths: list[int]) -> tuple[int, ...]:
 
 def places(rows: Rows, tiles: Spaced) -> list[list[int | None]]:
     """The packed row of every row of every tile; None for padding."""
-    found: list[int | None] = []
+    rows_of_tiles: list[int | None] = []
     for start, real in zip(rows.starts, rows.lengths or (rows.length,) * len(rows.starts), strict=True):
-        found += [start + i if i < real else None for i in range(rows.length)]
+        rows_of_tiles += [start + i if i < real else None for i in range(rows.length)]
     starts = [tiles.start + b * tiles.step for b in range(tiles.count)]
     assert min(starts) >= 0
-    return [found[start : start + tiles.length] for start in starts]
+    return [rows_of_tiles[start : start + tiles.length] for start in starts]
 
 
 def pairs_of(plan: Plan, left: int, right: int) -> list[Pair]:
@@ -102,13 +102,13 @@ def test_calls_see_exactly_the_visible_pairs_once(
         plan = make_plan.__wrapped__(
             offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
         )
-    found = pairs_of(plan, left, right)
-    wanted = true_pairs(lengths, lengths_kv, left, right)
-    assert len(found) == len(set(found))
-    assert set(found) == wanted
+    pairs = pairs_of(plan, left, right)
+    expected = true_pairs(lengths, lengths_kv, left, right)
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected
     blank_q = [row for start, stop in plan.blank_q for row in range(start, stop)]
     blank_k = [row for start, stop in plan.blank_k for row in range(start, stop)]
-    assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in wanted})
+    assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in expected})
     if not by_keys and cells is None and not cross:
         assert sorted(rows_of(plan, "q")) == list(range(sum(lengths)))
     if by_keys:  # every key is written: by its tiles, or as a blank

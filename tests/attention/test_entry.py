@@ -145,8 +145,8 @@ def test_checkpointing_gives_the_same_bits(reentrant: bool, autocast: bool) -> N
 def test_meta_tensors_get_shapes_without_reading_offsets() -> None:
     q, k = (torch.empty(10, h, 16, device="meta", requires_grad=True) for h in (4, 2))
     v = torch.empty(10, 2, 8, device="meta", requires_grad=True)
-    at = torch.empty(3, dtype=torch.int32, device="meta")
-    out = varlen_attention(q, k, v, at, at, 6, 6, sinks=torch.empty(4, device="meta"))
+    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+    out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, 6, 6, sinks=torch.empty(4, device="meta"))
     out.sum().backward()
     assert out.shape == (10, 4, 8)
     assert v.grad is not None

@@ -29,7 +29,7 @@ def test_equals_fp64(kernel: str, case: str, sizes: str) -> None:
 
 def test_no_wait_for_the_device() -> None:
     x = torch.randn(4, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    at = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
-    varlen_attention(x, x, x, at, at, 4, 4).sum().backward()  # loads kernels
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    varlen_attention(x, x, x, cu_seqlens, cu_seqlens, 4, 4).sum().backward()  # loads kernels
     with no_waiting():
-        varlen_attention(x, x, x, at, at, 4, 4).square().sum().backward()
+        varlen_attention(x, x, x, cu_seqlens, cu_seqlens, 4, 4).square().sum().backward()

@@ -82,13 +82,13 @@ def test_equals_dense(
     sinks = torch.randn(heads, requires_grad=True) if extra == "sinks" else None
     softcap = 2.0 if extra == "softcap" else None
     options, (left, right) = CASES[case]
-    cu_q = cu(LENGTHS_Q)
-    cu_kv = cu(lengths_kv) if cross else cu_q
+    cu_seqlens_q = cu(LENGTHS_Q)
+    cu_seqlens_kv = cu(lengths_kv) if cross else cu_seqlens_q
 
     def run() -> Tensor:
         longest = 33, 12 if cross else 33
         chosen = {"sinks": sinks, "softcap": softcap, "backend": name, **options}
-        return varlen_attention(q, k, v, cu_q, cu_kv, *longest, **chosen)
+        return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, *longest, **chosen)
 
     no_softcap = softcap and name in ("torch", "te", "efficient")
     ahead = name == "efficient" and case in ("two-sided", "right only", "left only")
@@ -131,18 +131,19 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     """Sequences that share prefixes read keys by an index, whose rows' gradients add up."""
     name = backend if backend == "portable" else install(on_cuda, backend)
     on_cuda.setattr(entry, "choose", lambda _, request: choose(name, request))  # type: ignore[arg-type]
-    own = [4, 3, 5]
-    path = [4, 6, 8]
+    queries = [4, 3, 5]
+    seen_keys = [4, 6, 8]
     keys = torch.tensor([*range(4), *(0, 1, 2, 4, 5, 6), *(0, 1, 2, *range(7, 12))])
     torch.manual_seed(0)
     q, k, v = (normal(1, 4, 12, 16) for _ in range(3))
     spec = {"causal": True, "window": window, "scale": None, "softcap": None}
-    call = KernelCall(cu(own), cu(path), 5, 8, keys=keys)
+    call = KernelCall(cu(queries), cu(seen_keys), 5, 8, keys=keys)
     bound = entry.bind(*(x[0].transpose(0, 1) for x in (q, k, v)), call, **spec)
     out = bound(q, k, v, None)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     left = -1 if window is None else window - 1
-    expected, _ = dense_attention(rows[0], rows[1][keys], rows[2][keys], own, path, left=left, right=0)
+    gathered = (rows[0], rows[1][keys], rows[2][keys])
+    expected, _ = dense_attention(*gathered, queries, seen_keys, left=left, right=0)
     torch.testing.assert_close(out[0].double(), expected, **TOLERANCE)
     grad = torch.randn(out.shape).bfloat16()
     got = torch.autograd.grad(out, (q, k, v), grad)
@@ -171,11 +172,11 @@ def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
     q, k, v = (
         torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
     )
-    at = KernelCall(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
+    call = KernelCall(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
     sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
     spec = make_spec(16, **options)
-    assert raw.attend(torch_cuda.AtenEfficient(), q, k, v, at, spec, sink).shape == (10, 4, 16)
-    out = torch_cuda.attend(q, k, v, at, spec, sink)
+    assert raw.attend(torch_cuda.AtenEfficient(), q, k, v, call, spec, sink).shape == (10, 4, 16)
+    out = torch_cuda.attend(q, k, v, call, spec, sink)
     out.sum().backward()
     assert out.shape == (10, 4, 16)
     assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
@@ -203,13 +204,13 @@ def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch, 
 def test_prebuilt_flash_kernels_run_where_none_is_installed(
     on_cuda: pytest.MonkeyPatch, capability: int
 ) -> None:
-    asked = standins.install_prebuilt(on_cuda)
+    loaded = standins.install_prebuilt(on_cuda)
     spec = make_spec(16, softcap=2.0)
     sizes = {"dtype": torch.bfloat16, "head_size": 16, "value_size": 16}
     request = Request(device="cuda", spec=spec, capability=capability, **sizes)
     assert choose("auto", request) == ("flash3" if capability == 9 else "flash2")
     assert (
-        asked[0]
+        loaded[0]
         == (("kernels-community/flash-attn3", 1), ("kernels-community/flash-attn2", 4))[capability == 8]
     )
     q, k, v = (normal(11, h, 16) for h in (4, 2, 2))

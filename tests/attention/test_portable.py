@@ -42,11 +42,11 @@ def test_every_family_on_the_portable_kernel(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 2), (3, 0)])
 def test_a_pack_without_pairs_is_differentiable(queries: int, keys: int) -> None:
     shapes = [(queries, 2, 4), (keys, 2, 4), (keys, 2, 4)]
-    given = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    inputs = [torch.ones(shape, requires_grad=True) for shape in shapes]
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys)]
-    out = varlen_attention(*given, *offsets, queries, keys, backend="portable")
+    out = varlen_attention(*inputs, *offsets, queries, keys, backend="portable")
     assert out.shape == shapes[0]
-    assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), given))
+    assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), inputs))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable"])

@@ -127,7 +127,7 @@ def test_backends_that_cannot_be_asked_for() -> None:
 def test_the_table_has_a_row_a_kernel_and_says_what_the_rows_say() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in support_table().splitlines()]
     for (kernel, truth), row in zip(SUPPORT.items(), rows[2:], strict=True):
-        told = dict(zip(rows[0], row, strict=True))
-        assert (told["kernel"], told["backend"]) == (kernel, truth.backend)
-        assert (told["softcap"] == "yes") == truth.softcap
+        cells = dict(zip(rows[0], row, strict=True))
+        assert (cells["kernel"], cells["backend"]) == (kernel, truth.backend)
+        assert (cells["softcap"] == "yes") == truth.softcap
     assert rows[2][-1] == "yes"

@@ -28,9 +28,9 @@ def test_the_regions_of_all_pages_are_those_of_the_tables() -> None:
 def test_every_other_figure_has_a_source(page: Path) -> None:
     name = page.relative_to(ROOT).as_posix()
     cited = figures.CITED.get(name, {})
-    found = set(figures.FIGURE.findall(figures.sentences(page.read_text())))
-    assert found - set(cited) == set(), "add its row, or why it has none, to CITED in benchmarks/figures.py"
-    assert set(cited) - found == set(), "CITED has figures that the page does not have"
+    shown = set(figures.FIGURE.findall(figures.sentences(page.read_text())))
+    assert shown - set(cited) == set(), "add its row, or why it has none, to CITED in benchmarks/figures.py"
+    assert set(cited) - shown == set(), "CITED has figures that the page does not have"
     for figure, source in cited.items():
         if not isinstance(source, str):
             assert figures.agrees(figure, source()), (name, figure, source())

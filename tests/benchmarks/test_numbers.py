@@ -42,10 +42,10 @@ def test_ways_take_turns_and_a_ratio_is_the_median_of_the_rounds_own() -> None:
 
 def test_load_counts_the_work_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0])
-    own = iter([5.0, 9.0])
+    seconds = iter([5.0, 9.0])
     stat = "cpu  {} 0 0 12345 678 0 0 0 0 0\n"
     monkeypatch.setattr("benchmarks.clock.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("benchmarks.clock.cpu_seconds", lambda: next(own))
+    monkeypatch.setattr("benchmarks.clock.cpu_seconds", lambda: next(seconds))
     (tmp_path / "stat").write_text(stat.format(0))
     load = Load(tmp_path / "stat")
     (tmp_path / "stat").write_text(stat.format(1100))

@@ -96,8 +96,8 @@ def test_attention_takes_boundaries_and_hides_padding(causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(24, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     out = batch.unpack(varlen_attention(q, k, v, batch.boundaries, causal=causal))
-    wanted = one_by_one(q, k, v, [(0, 3), (4, 9), (12, 13)], causal=causal)
-    for got, want in zip(out, wanted, strict=True):
+    expected = one_by_one(q, k, v, [(0, 3), (4, 9), (12, 13)], causal=causal)
+    for got, want in zip(out, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 

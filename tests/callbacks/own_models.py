@@ -18,7 +18,8 @@ from lightning_thd import THDBatch, varlen_attention
 from lightning_thd.loss import fused_linear_cross_entropy
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 
-VOCAB, SIZE = 31, 8
+VOCAB = 31
+SIZE = 8
 
 
 def offsets(lengths: Sequence[int]) -> tuple[Tensor, int]:
@@ -27,13 +28,13 @@ def offsets(lengths: Sequence[int]) -> tuple[Tensor, int]:
 
 def visible(queries: int, keys: int, left: int, right: int) -> int:
     """Count the True entries of a mask; the last query is at the last key."""
-    own = np.arange(queries)[:, None] + keys - queries
+    query_places = np.arange(queries)[:, None] + keys - queries
     key = np.arange(keys)[None]
     mask = np.ones((queries, keys), dtype=bool)
     if left >= 0:
-        mask &= key >= own - left
+        mask &= key >= query_places - left
     if right >= 0:
-        mask &= key <= own + right
+        mask &= key <= query_places + right
     return int(mask.sum())
 
 
@@ -100,9 +101,9 @@ class Cross(nn.Module):
         rows = torch.cat([start + place for start, place in zip(starts, places, strict=True)])
         q = self.q(x).unflatten(-1, (self.heads, -1))
         k, v = self.kv(x[rows]).unflatten(-1, (2, self.heads, -1)).unbind(1)
-        cu_kv, longest = offsets(self.kept(batch.padded_lengths))
+        cu_seqlens_kv, longest = offsets(self.kept(batch.padded_lengths))
         cu = batch.cu_seqlens_padded
-        out = varlen_attention(q, k, v, cu, cu_kv, batch.max_seqlen, longest, causal=False)
+        out = varlen_attention(q, k, v, cu, cu_seqlens_kv, batch.max_seqlen, longest, causal=False)
         return x + out.flatten(1)
 
     def count(self, lengths: Sequence[int]) -> int:
@@ -186,9 +187,9 @@ class Own(nn.Module):
 def packs(seed: int, number: int = 6) -> list[THDBatch]:
     """Return packs of random lengths; the first ones hold only short sequences."""
     draw = random.Random(seed)
-    found = []
+    batches = []
     for i in range(number):
         longest = 4 if i < 2 else 24
         lengths = [draw.randint(1, longest) for _ in range(draw.randint(2, 6))]
-        found.append(THDBatch.collate([{"input_ids": [1 + j % 30 for j in range(n)]} for n in lengths]))
-    return found
+        batches.append(THDBatch.collate([{"input_ids": [1 + j % 30 for j in range(n)]} for n in lengths]))
+    return batches

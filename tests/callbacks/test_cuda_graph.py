@@ -115,13 +115,13 @@ def test_without_a_planner_the_first_batches_are_observed() -> None:
     batches = [random_batch(seed, count=5) for seed in range(40)]
     batches[::4] = [THDBatch.collate([{"input_ids": range(3, 9), "weights": 0.5}])] * 10  # run eagerly
     graphs = callback(max_sequences="auto")
-    found = fit(graphs, data=Repeated(batches), max_steps=40, gradient_clip_val=None)
+    graphed = fit(graphs, data=Repeated(batches), max_steps=40, gradient_clip_val=None)
     assert graphs.stats.replays >= 6
     assert graphs.plan is not None
     assert graphs.plan.chosen.coverage == 0.75
     assert graphs.step is not None
     assert graphs.step.buckets[0].slots == 128
-    assert_same(found, fit(data=Repeated(batches), max_steps=40, gradient_clip_val=None), 1e-10)
+    assert_same(graphed, fit(data=Repeated(batches), max_steps=40, gradient_clip_val=None), 1e-10)
 
 
 def test_auto_chooses_from_the_planner_and_rates_are_logged(
@@ -180,16 +180,16 @@ def test_validation_checkpoints_and_resume_are_the_same(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"val_check_interval": 2, "max_steps": 6}
     graphs = callback()
-    found = fit(graphs, Saves(tmp_path / "a.ckpt"), data=data(), **options)
-    wanted = fit(Saves(tmp_path / "b.ckpt"), data=data(), **options)
-    assert_same(found, wanted)
-    assert "val/loss" in found[1].callback_metrics
+    graphed = fit(graphs, Saves(tmp_path / "a.ckpt"), data=data(), **options)
+    expected = fit(Saves(tmp_path / "b.ckpt"), data=data(), **options)
+    assert_same(graphed, expected)
+    assert "val/loss" in graphed[1].callback_metrics
     a, b = (torch.load(tmp_path / f, weights_only=False) for f in ("a.ckpt", "b.ckpt"))
     assert a["state_dict"].keys() == b["state_dict"].keys()
     resumed = GraphModule()
     trainer = quiet_trainer(gradient_clip_val=0.5, callbacks=[callback()], **options)
     trainer.fit(resumed, data(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
-    assert largest_error(parameters(resumed), parameters(wanted[0])) < 1e-12
+    assert largest_error(parameters(resumed), parameters(expected[0])) < 1e-12
 
 
 class Timed(GraphModule):
@@ -250,9 +250,9 @@ def test_a_mode_that_watches_operators_sees_them() -> None:
     step(batch).backward()
     with FlopCounterMode(display=False) as eager:
         causal_lm_loss(model, batch).backward()
-    with FlopCounterMode(display=False) as found:
+    with FlopCounterMode(display=False) as replayed:
         step(batch).backward()
-    assert found.get_total_flops() == eager.get_total_flops() > 0
+    assert replayed.get_total_flops() == eager.get_total_flops() > 0
     assert step.stats.fallbacks == {"watched": 1}
     step(batch).backward()
     assert step.stats.replays == 2
@@ -279,12 +279,12 @@ class LogsMetric(GraphModule):
 )
 def test_a_step_that_cannot_be_captured_trains_as_if_nothing_was_there(module: Any, message: str) -> None:
     with pytest.warns(UserWarning, match=message):
-        found = fit(callback(require=False, max_sequences=9), module=module(), max_steps=2)
-    wanted = fit(module=module(), max_steps=2)
-    assert largest_error(parameters(found[0]), parameters(wanted[0])) == 0.0
-    assert found[0].outputs == wanted[0].outputs
-    for key, value in wanted[1].callback_metrics.items():
-        assert torch.equal(found[1].callback_metrics[key], value), key
+        trained = fit(callback(require=False, max_sequences=9), module=module(), max_steps=2)
+    expected = fit(module=module(), max_steps=2)
+    assert largest_error(parameters(trained[0]), parameters(expected[0])) == 0.0
+    assert trained[0].outputs == expected[0].outputs
+    for key, value in expected[1].callback_metrics.items():
+        assert torch.equal(trained[1].callback_metrics[key], value), key
 
 
 class Manual(GraphModule):
@@ -321,11 +321,11 @@ def test_where_graphs_are_not_possible_the_callback_idles_with_one_message_or_ra
     module: Any, graphs: Any, options: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        found = fit(callback(**{"require": False, **graphs}), module=module(), max_steps=2, **options)
+        trained = fit(callback(**{"require": False, **graphs}), module=module(), max_steps=2, **options)
     messages = [r.getMessage() for r in caplog.records if "CUDAGraphCallback is idle" in r.getMessage()]
     assert len(messages) == 1
-    wanted = fit(module=module(), max_steps=2, **options)
-    assert largest_error(parameters(found[0]), parameters(wanted[0])) == 0.0
+    expected = fit(module=module(), max_steps=2, **options)
+    assert largest_error(parameters(trained[0]), parameters(expected[0])) == 0.0
     with pytest.raises(MisconfigurationException, match=message):
         fit(callback(**graphs), module=module(), **options)
 

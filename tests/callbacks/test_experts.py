@@ -34,8 +34,8 @@ class Module(L.LightningModule):
 
     @property
     def bias(self) -> Tensor:
-        found: Tensor = self.model.model.layers[1].mlp.gate.e_score_correction_bias
-        return found
+        bias: Tensor = self.model.model.layers[1].mlp.gate.e_score_correction_bias
+        return bias
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         with torch.no_grad():
@@ -62,9 +62,9 @@ def test_biases_move_by_the_choices_of_a_step() -> None:
     trainer = fit(module, ExpertBias(0.25), strategy="thd", max_steps=1)
     counts = torch.stack(module.chosen).sum(0)
     assert len(module.chosen) > 1
-    wanted = 0.25 * torch.sign(counts.double().mean() - counts)
-    assert torch.equal(module.bias, wanted.float())
-    assert wanted.abs().max() == 0.25
+    expected = 0.25 * torch.sign(counts.double().mean() - counts)
+    assert torch.equal(module.bias, expected.float())
+    assert expected.abs().max() == 0.25
     assert float(trainer.callback_metrics["train/experts/bias"]) == 0.25
 
 
@@ -85,9 +85,9 @@ def test_the_load_of_an_interval() -> None:
     assert monitor.latest.keys() >= {"train/experts/imbalance", "train/experts/worst_layer"}
     by_hand = torch.stack(module.chosen).sum(0).double()
     first = float(by_hand.max() / by_hand.mean())
-    found = monitor.latest
-    assert found["train/experts/worst_layer"] >= first - 1e-6
-    assert 2 * found["train/experts/imbalance"] - found["train/experts/worst_layer"] <= first + 1e-6
+    logged = monitor.latest
+    assert logged["train/experts/worst_layer"] >= first - 1e-6
+    assert 2 * logged["train/experts/imbalance"] - logged["train/experts/worst_layer"] <= first + 1e-6
 
 
 def test_evaluations_and_recomputed_layers_count_nothing() -> None:

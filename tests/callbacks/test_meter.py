@@ -43,16 +43,16 @@ def test_an_interval_is_the_sum_of_its_microbatches(
             meter.steps[-1].extend(seen)
             meter.end_step()
         rows.append(meter.flush())
-    found = interval(rows, MODEL, work, 1.0)
+    totals = interval(rows, MODEL, work, 1.0)
     expected = [SeqStats.from_lengths(lengths, windows=MODEL.windows) for lengths in batches]
-    assert found.measured.stats == sum(expected * 3, start=SeqStats())
-    assert found.measured.microbatches == 3 * len(batches)
-    assert found.peak == 2.5
+    assert totals.measured.stats == sum(expected * 3, start=SeqStats())
+    assert totals.measured.microbatches == 3 * len(batches)
+    assert totals.peak == 2.5
     costs = [MODEL.training_flops(stats).hardware for stats in expected]
     if work == "forward":
         costs = [MODEL.forward_flops(stats).hardware for stats in expected]
-    assert found.heaviest == pytest.approx(2 * sum(costs))
-    assert found.mean == pytest.approx(1.5 * sum(costs))
+    assert totals.heaviest == pytest.approx(2 * sum(costs))
+    assert totals.mean == pytest.approx(1.5 * sum(costs))
 
 
 @pytest.mark.parametrize("most", [5, 10])
@@ -70,8 +70,8 @@ def test_a_rank_that_left_steps_out_lends_its_own_rate(most: int) -> None:
             if step + 1 == left_out:
                 meter.leave_out()
         rows.append(meter.flush())
-    found = interval(rows, None, "training", 1.0)
-    assert found.measured.stats.real_tokens / found.seconds == pytest.approx(16)
+    totals = interval(rows, None, "training", 1.0)
+    assert totals.measured.stats.real_tokens / totals.seconds == pytest.approx(16)
 
 
 def test_no_microbatches_of_unknown_flops_leave_those_of_others_known() -> None:

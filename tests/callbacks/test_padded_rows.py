@@ -19,7 +19,8 @@ from tests.callbacks.fits import CONFIG, PEAK, Clock, Memory, Module, loader, mo
 from tests.device_reads import RefuseDeviceReads
 
 LENGTHS = [[5, 3, 8], [1, 8, 2], [4, 4, 7], [8, 8, 8]]
-N, PAD = 8, 0
+N = 8
+PAD = 0
 WINDOWED = {**CONFIG, "model_type": "mistral", "sliding_window": 4, "pad_token_id": PAD}
 ENCODER = {
     "model_type": "bert", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24,
@@ -154,8 +155,8 @@ def test_images_beside_padded_rows_are_counted(tmp_path: Path, masked: bool) -> 
     rows = padded([5, 3, 8]) if masked else {"input_ids": padded([8, 8, 8])["input_ids"]}
     row = fit(tmp_path, [{**rows, "image_grid_thw": grids}] * 4, VISION).rows[-1][1]
     model = FlopsModel.from_config(VISION)
-    given = {"image_grid_thw": grids[:2], "vision_windows": model.vision_windows}
-    stats = SeqStats.from_lengths([5, 3, 8] if masked else [8] * 3, slots=24, windows=model.windows, **given)
+    images = {"image_grid_thw": grids[:2], "vision_windows": model.vision_windows}
+    stats = SeqStats.from_lengths([5, 3, 8] if masked else [8] * 3, slots=24, windows=model.windows, **images)
     assert model.training_flops(stats).vision > 0
     assert row["train/total_flops"] == pytest.approx(4 * model.training_flops(stats).model, rel=1e-9)
 
@@ -227,10 +228,10 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
 
 @pytest.mark.parametrize("name", odd_batches())
 def test_batches_of_other_libraries_count_their_sequences(name: str) -> None:
-    batch, wanted = odd_batches()[name]
-    found = [lengths or () for _, lengths in resolve(microbatches(batch))]
-    assert not any(isinstance(lengths, Dense) for lengths in found)
-    assert sorted(length for lengths in found for length in lengths) == wanted
+    batch, expected = odd_batches()[name]
+    counted = [lengths or () for _, lengths in resolve(microbatches(batch))]
+    assert not any(isinstance(lengths, Dense) for lengths in counted)
+    assert sorted(length for lengths in counted for length in lengths) == expected
 
 
 def test_ids_of_padding_inside_a_row_are_tokens_and_a_tuple_of_types_or_labels_is_no_mask() -> None:

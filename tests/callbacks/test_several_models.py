@@ -38,8 +38,8 @@ def llama(config: transformers.LlamaConfig = SMALL) -> transformers.LlamaForCaus
 
 
 def logits(model: nn.Module, batch: THDBatch) -> Tensor:
-    found: Tensor = model(input_ids=batch.input_ids[None], use_cache=False).logits
-    return found
+    result: Tensor = model(input_ids=batch.input_ids[None], use_cache=False).logits
+    return result
 
 
 def plain_loss(module: Any, batch: THDBatch) -> Tensor:
@@ -95,10 +95,10 @@ def dpo(module: Any, batch: dict[str, THDBatch]) -> Tensor:
 
 
 def test_dpo_with_a_reference_under_no_grad(tmp_path: Path) -> None:
-    found = flops_of_step(tmp_path, dpo, PAIR, policy=llama(), reference=llama())
+    flops = flops_of_step(tmp_path, dpo, PAIR, policy=llama(), reference=llama())
     packs = tuple(PAIR.values())
     expected = by_hand(SMALL, *packs) + by_hand(SMALL, *packs, work="forward")
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert flops == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -109,8 +109,8 @@ def test_distillation(tmp_path: Path, frozen: bool) -> None:
         return (logits(module.policy, batch) - target).square().mean()
 
     teacher = transformers.Qwen3ForCausalLM(LARGE).train().requires_grad_(not frozen)
-    found = flops_of_step(tmp_path, distil, PACK, teacher=teacher, policy=llama())
-    assert found == pytest.approx(by_hand(SMALL, PACK) + by_hand(LARGE, PACK, work="forward"), rel=1e-9)
+    flops = flops_of_step(tmp_path, distil, PACK, teacher=teacher, policy=llama())
+    assert flops == pytest.approx(by_hand(SMALL, PACK) + by_hand(LARGE, PACK, work="forward"), rel=1e-9)
 
 
 def test_decoders_whose_share_of_the_tokens_varies_have_no_flops() -> None:
@@ -133,8 +133,8 @@ def test_a_policy_run_twice_and_a_copy_that_is_never_run(tmp_path: Path) -> None
     def twice(module: Any, batch: THDBatch) -> Tensor:
         return logits(module.policy, batch).mean() + logits(module.policy, batch).std()
 
-    found = flops_of_step(tmp_path, twice, PACK, policy=llama(), average=llama())
-    assert found == pytest.approx(2 * by_hand(SMALL, PACK), rel=1e-9)
+    flops = flops_of_step(tmp_path, twice, PACK, policy=llama(), average=llama())
+    assert flops == pytest.approx(2 * by_hand(SMALL, PACK), rel=1e-9)
 
 
 def test_both_sides_in_one_call_and_a_reference_on_one_of_them(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_both_sides_in_one_call_and_a_reference_on_one_of_them(tmp_path: Path) -
         return module.policy(input_ids=ids, use_cache=False).logits.mean() - reference
 
     pair = {"chosen": pack(6, 2), "rejected": pack(6, 2)}
-    found = flops_of_step(tmp_path, joined, pair, policy=llama(), reference=llama())
+    flops = flops_of_step(tmp_path, joined, pair, policy=llama(), reference=llama())
     expected = by_hand(SMALL, *pair.values()) + by_hand(SMALL, pair["chosen"], work="forward")
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert flops == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_model_called_below_its_outermost_module(tmp_path: Path) -> None:
@@ -157,41 +157,41 @@ def test_a_model_called_below_its_outermost_module(tmp_path: Path) -> None:
         hidden = module.policy.model(input_ids=batch.input_ids[None], use_cache=False).last_hidden_state
         return module.policy.lm_head(hidden).mean()
 
-    found = flops_of_step(tmp_path, inner, PACK, policy=llama(), reference=llama())
+    flops = flops_of_step(tmp_path, inner, PACK, policy=llama(), reference=llama())
     expected = by_hand(SMALL, PACK) + by_hand(SMALL, PACK, work="forward")
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert flops == pytest.approx(expected, rel=1e-9)
 
 
 class Called(Model):
     """The stub of ``fits``, which can be called and compiled within a second."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        found: Tensor = self.head(self.embed(input_ids))
-        return found
+        logits: Tensor = self.head(self.embed(input_ids))
+        return logits
 
 
 def test_compiled_models_are_told_apart_too(tmp_path: Path) -> None:
     def teach(module: Any, batch: THDBatch) -> Tensor:
         with torch.no_grad():
             target = module.reference(batch.input_ids)
-        found: Tensor = (module.policy(batch.input_ids) - target).square().mean()
-        return found
+        flops: Tensor = (module.policy(batch.input_ids) - target).square().mean()
+        return flops
 
     policy: Any = torch.compile(Called(CONFIG), backend="eager")
     reference = Called(CONFIG)
     reference.compile(backend="eager")
-    found = flops_of_step(tmp_path, teach, PACK, policy=policy, reference=reference)
+    flops = flops_of_step(tmp_path, teach, PACK, policy=policy, reference=reference)
     expected = by_hand(CONFIG, PACK) + by_hand(CONFIG, PACK, work="forward")
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert flops == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**{**SMALL.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
     model = transformers.LlamaForSequenceClassification(config).train()
-    found = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
+    flops = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
     language_head = 6 * 8 * 16 * 31
     score = 6 * 8 * 16 * 1
-    assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
+    assert flops == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["BertForTokenClassification", "ModernBertModel"])
@@ -324,7 +324,7 @@ def test_what_backward_runs_again_is_seen_as_torch_counts_it(case: str) -> None:
     watched.begin("train")
     total = sum(counted(model, TOTAL, backward=True).values())
     watched.end("train", [(SeqStats.from_lengths([TOTAL]), None)])
-    found = watched.model("train")
-    assert found is not None
-    assert found.recompute == policy
-    assert found.training_flops(SeqStats.from_lengths([TOTAL])).hardware == total
+    flops_model = watched.model("train")
+    assert flops_model is not None
+    assert flops_model.recompute == policy
+    assert flops_model.training_flops(SeqStats.from_lengths([TOTAL])).hardware == total

@@ -224,7 +224,8 @@ def test_weights_thawed_inside_an_interval_count_from_there(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    module, forward = Module(clock := Clock(), config=None), 2 * 4 * 31 * 8
+    module = Module(clock := Clock(), config=None)
+    forward = 2 * 4 * 31 * 8
     module.thawed = module.model.embed.requires_grad_(False)
     if known:
         module.thawed = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8})).requires_grad_(False)
@@ -238,7 +239,8 @@ def test_weights_thawed_inside_an_interval_count_from_there(
 
 
 def test_a_fit_after_one_that_failed_counts_its_own_model(tmp_path: Path) -> None:
-    measures, small = monitor(clock := Clock()), Module(clock, config={**CONFIG, "num_hidden_layers": 1})
+    measures = monitor(clock := Clock())
+    small = Module(clock, config={**CONFIG, "num_hidden_layers": 1})
     with pytest.raises(AttributeError, match="input_ids"):
         fit(tmp_path, ["no batch"], measures, clock=clock, module=small)
     fit(tmp_path, UNEQUAL, measures, clock=clock)
@@ -246,9 +248,9 @@ def test_a_fit_after_one_that_failed_counts_its_own_model(tmp_path: Path) -> Non
 
 
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
-    given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")
-    row = fit(tmp_path, UNEQUAL, measure={"flops_model": given}, config=None).rows[-1][1]
-    assert row["train/total_flops"] == sum(given.training_flops(batch.stats).model for batch in UNEQUAL)
+    flops_model = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")
+    row = fit(tmp_path, UNEQUAL, measure={"flops_model": flops_model}, config=None).rows[-1][1]
+    assert row["train/total_flops"] == sum(flops_model.training_flops(batch.stats).model for batch in UNEQUAL)
     assert row["train/device/hfu"] > 1.2 * row["train/device/mfu"]
 
 
@@ -339,14 +341,14 @@ def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
 
 
 def test_fill_of_packs_in_a_loop_takes_their_capacity(caplog: pytest.LogCaptureFixture) -> None:
-    for capacity, wanted in ((10, pytest.approx(17 / 20)), (None, 1.0)):
+    for capacity, expected in ((10, pytest.approx(17 / 20)), (None, 1.0)):
         measured = monitor(Clock())
         measured.watch(TinyModule().model, capacity=capacity)
         with caplog.at_level("INFO"):
             for lengths in ((5, 3, 2), (7,)):
                 with measured.step(THDBatch.collate([{"input_ids": [1] * length} for length in lengths])):
                     pass
-            assert measured.finish().get("train/packing/fill") == wanted
+            assert measured.finish().get("train/packing/fill") == expected
         assert ("Pass watch(capacity=...)" in caplog.text) is (capacity is None)
 
 
@@ -372,20 +374,20 @@ def test_loggers_keep_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     trainer(tmp_path, measured, logger=loggers).fit(Module(clock), loader(UNEQUAL))
     loggers[2].experiment.finish()
 
-    wanted = [(step, row[MFU]) for step, row in memory.rows]
-    assert len(wanted) == 3
+    expected = [(step, row[MFU]) for step, row in memory.rows]
+    assert len(expected) == 3
     board = read_tensorboard(tmp_path / "board")[MFU]
-    assert [step for step, _ in board] == [step for step, _ in wanted]
-    assert [value for _, value in board] == pytest.approx([value for _, value in wanted])
+    assert [step for step, _ in board] == [step for step, _ in expected]
+    assert [value for _, value in board] == pytest.approx([value for _, value in expected])
     (file,) = (tmp_path / "csv").rglob("metrics.csv")
     with file.open() as text:
         rows = list(csv.DictReader(text))
-    assert [(int(row["step"]), float(row[MFU])) for row in rows if row[MFU]] == wanted
+    assert [(int(row["step"]), float(row[MFU])) for row in rows if row[MFU]] == expected
     short = {key for _, row in memory.rows for key in row}
     assert {MFU, "train/device/real_items_per_sec", "train/packing/fill", "train/total_flops"} < short
     assert {"train/device/batches_per_sec", "train/time"} <= measured.latest.keys() - short
     rows = read_wandb(tmp_path)
-    assert [(row["trainer/global_step"], row[MFU]) for row in rows if MFU in row] == wanted
+    assert [(row["trainer/global_step"], row[MFU]) for row in rows if MFU in row] == expected
     hidden = {record.metric.name for record in wandb_records(tmp_path) if record.metric.options.hidden}
     assert "train/total_flops" in hidden
     assert MFU not in hidden
@@ -451,8 +453,8 @@ def test_the_parts_of_a_step() -> None:
         loader.waited_s += 2.0
     marks.waited(loader)
     marks.mark("other")
-    found = marks.close()
-    assert found == {
+    parts = marks.close()
+    assert parts == {
         "train/step_time/data_wait": 2.0,
         "train/step_time/forward_backward": 5.0,
         "train/step_time/optimizer": 1.0,
@@ -582,8 +584,8 @@ def test_totals_of_a_resumed_job_and_of_a_second_fit_go_on(tmp_path: Path, again
 
 class Called(Model):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.embed(ids))
-        return found
+        logits: torch.Tensor = self.head(self.embed(ids))
+        return logits
 
 
 class Distils(Module):

@@ -18,7 +18,9 @@ from tests.callbacks.fits import CONFIG, FLOPS, Clock, Memory, Module, loader, m
 from tests.packing.test_media import CONFIG as VISION
 from tests.ranks import run_ranks
 
-STEPS, INTERVAL, PEAK = 6, 3, 1e9
+STEPS = 6
+INTERVAL = 3
+PEAK = 1e9
 LENGTHS = ([64], [16, 16], [8], [2, 2])  # of the packs of each rank
 
 
@@ -116,16 +118,16 @@ def _fit_images() -> dict[str, float]:
 
 def test_rates_and_imbalance_count_towers() -> None:
     model = FlopsModel.from_config(VISION)
-    own = [
+    of_ranks = [
         model.training_flops(SeqStats.from_lengths(lengths, image_grid_thw=grids))
         for lengths, grids in zip(*IMAGES, strict=True)
     ]
-    assert own[0].vision > 0.2 * own[0].model
+    assert of_ranks[0].vision > 0.2 * of_ranks[0].model
     row = run_ranks(_fit_images, 2)[0]
-    total = sum(flops.model for flops in own)
+    total = sum(flops.model for flops in of_ranks)
     assert row["train/total_flops"] == 4 * total
     assert row["train/device/flops_per_sec"] == pytest.approx(total / 2 / 0.5)
-    work = [flops.hardware for flops in own]
+    work = [flops.hardware for flops in of_ranks]
     assert row["train/packing/imbalance"] == pytest.approx(max(work) * 2 / sum(work))
 
 

@@ -117,6 +117,6 @@ def test_loops_log_the_flops_of_a_model_without_a_config(engine: str) -> None:
         brute += sum(model.count(batch.lengths) for batch in step.microbatches)
     half = sum(3 * 4 * layer.heads * layer.head for layer in model.layers if hasattr(layer, "kind"))
     assert half  # the loops count half squares; the oracle counts every pair
-    found = loop.latest
-    assert {"train/device/mfu", "train/device/flops_per_sec", "train/total_flops"} <= set(found)
-    assert found["train/total_flops"] == pytest.approx(brute, rel=0.05)
+    logged = loop.latest
+    assert {"train/device/mfu", "train/device/flops_per_sec", "train/total_flops"} <= set(logged)
+    assert logged["train/total_flops"] == pytest.approx(brute, rel=0.05)

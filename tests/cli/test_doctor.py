@@ -39,31 +39,31 @@ def hopper(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 def test_without_a_gpu_only_the_cpu_kernel_runs_and_every_other_says_why() -> None:
-    found = diagnose()
-    assert found.packages["torch"] == metadata.version("torch")  # its __version__ adds the build, +cu130
-    assert found.packages["tilelang"] is None
-    assert [x.name for x in found.kernels if x.usable] == ["cpu", "portable"]
-    assert all(x.usable == (x.why_not == "") for x in found.kernels)
-    assert {x.name for x in found.kernels} >= set(SUPPORT)
-    assert kernel(found, "torch").why_not == "there is no CUDA device"
-    assert "pip install" in kernel(found, "te").why_not
-    assert found.problems == []
+    report = diagnose()
+    assert report.packages["torch"] == metadata.version("torch")  # its __version__ adds the build, +cu130
+    assert report.packages["tilelang"] is None
+    assert [x.name for x in report.kernels if x.usable] == ["cpu", "portable"]
+    assert all(x.usable == (x.why_not == "") for x in report.kernels)
+    assert {x.name for x in report.kernels} >= set(SUPPORT)
+    assert kernel(report, "torch").why_not == "there is no CUDA device"
+    assert "pip install" in kernel(report, "te").why_not
+    assert report.problems == []
 
 
 def test_on_hopper_all_runs_but_what_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.11.0", "lightning": "2.6.6", "triton": "3.6.0", "fla-core": "0.6.0"}
     hopper(monkeypatch, versions)
-    found = diagnose()
-    assert found.machine["gpu 0"] == "NVIDIA H200, 150 GiB, compute capability 9.0"
-    assert [x.name for x in found.kernels if not x.usable] == ["fused by flash-linear-attention"]
-    assert "install triton>=3.7.1" in kernel(found, "fused by flash-linear-attention").why_not
-    assert len(found.problems) == 1
+    report = diagnose()
+    assert report.machine["gpu 0"] == "NVIDIA H200, 150 GiB, compute capability 9.0"
+    assert [x.name for x in report.kernels if not x.usable] == ["fused by flash-linear-attention"]
+    assert "install triton>=3.7.1" in kernel(report, "fused by flash-linear-attention").why_not
+    assert len(report.problems) == 1
     versions["tilelang"] = "0.1.15"
     assert all(x.usable for x in diagnose().kernels)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (7, 5))
-    found = diagnose()
-    assert kernel(found, "flash3").why_not == "needs compute capability 9, this GPU has 7"
-    assert not any(kernel(found, name).usable for name in ("torch", "torchao", "transformer-engine"))
+    report = diagnose()
+    assert kernel(report, "flash3").why_not == "needs compute capability 9, this GPU has 7"
+    assert not any(kernel(report, name).usable for name in ("torch", "torchao", "transformer-engine"))
 
 
 def test_releases_outside_the_tested_ones_are_listed(
@@ -96,7 +96,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert "attention backend='flash': flash3" in shown
     assert metadata.version("torch") in shown
     main(["doctor", "--json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "packages", "tested", "untested", "kernels", "problems"}
-    assert found["packages"]["torch"] == metadata.version("torch")
-    assert {"serves", "name", "usable", "why_not"} == set(found["kernels"][0])
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"machine", "packages", "tested", "untested", "kernels", "problems"}
+    assert printed["packages"]["torch"] == metadata.version("torch")
+    assert {"serves", "name", "usable", "why_not"} == set(printed["kernels"][0])

@@ -47,8 +47,8 @@ def parsed(text: str, folder: Path) -> THDDataModule:
     file = folder / "data.yaml"
     file.write_text(text)
     made = parser.instantiate_classes(parser.parse_args(["--config", str(file), "--data.capacity=64"]))
-    found: THDDataModule = made.data
-    return found
+    datamodule: THDDataModule = made.data
+    return datamodule
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -58,8 +58,8 @@ def test_a_printed_config_says_the_same_data_again() -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(THDDataModule, "data")
     for text in (whole, mixture, stream, several):
-        given = parser.parse_object({"data": yaml.safe_load(text)["data"]})
-        assert parser.parse_string(parser.dump(given)) == given
+        config = parser.parse_object({"data": yaml.safe_load(text)["data"]})
+        assert parser.parse_string(parser.dump(config)) == config
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -84,8 +84,8 @@ def test_the_files_of_the_guide_build_what_they_say(tmp_path: Path, monkeypatch:
     assert sum(len(batch.sequence_ids) for batch in data.train_dataloader()) == 4
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Trainer, "trainer", instantiate=False)
-    found = parser.parse_string(devices).trainer
-    assert found.strategy.init_args.tensor_parallel_size == 2
+    trainer = parser.parse_string(devices).trainer
+    assert trainer.strategy.init_args.tensor_parallel_size == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -28,17 +28,17 @@ def test_json_is_the_memory_model(config: str, capsys: Said) -> None:
         f"plan --memory --model {config} --capacity 131072 --checkpointing --mlp-tile 4096 "
         "--fsdp --dp 4 --cp 2 --card 80 --json".split()
     )
-    found = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     model = MemoryModel.from_config(LLAMA_8B)
     training = Training(checkpointing=True, mlp_tile=4096, sharded=True, data=4, context=2)
-    assert found["peak_bytes"] == model.peak(131_072, training) == sum(found["parts"].values())
-    assert found["devices"] == 8
-    assert found["moment"] in found["moments"]
-    given = found["options"][0]
+    assert printed["peak_bytes"] == model.peak(131_072, training) == sum(printed["parts"].values())
+    assert printed["devices"] == 8
+    assert printed["moment"] in printed["moments"]
+    given = printed["options"][0]
     assert given["option"] == "as given"
     (card,) = given["cards"]
     assert card["largest_capacity"] == model.largest_capacity(room_of(80), training)
-    assert card["fits"] == (found["peak_bytes"] <= room_of(80))
+    assert card["fits"] == (printed["peak_bytes"] <= room_of(80))
 
 
 def test_the_table_says_which_option_fits_a_card(config: str, capsys: Said) -> None:
@@ -52,7 +52,7 @@ def test_the_table_says_which_option_fits_a_card(config: str, capsys: Said) -> N
 
 
 def test_what_is_missing_is_named(config: str, capsys: Said) -> None:
-    for line, wanted in {
+    for line, expected in {
         f"plan --memory --model {config}": "--capacity",
         "plan --memory --capacity 8": "--model",
         f"plan --memory --model {config} --capacity 8 --mlp-tile 0": "0; wanted at least 1",
@@ -60,4 +60,4 @@ def test_what_is_missing_is_named(config: str, capsys: Said) -> None:
     }.items():
         with pytest.raises(SystemExit):
             main(line.split())
-        assert wanted in capsys.readouterr().err
+        assert expected in capsys.readouterr().err

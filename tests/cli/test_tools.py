@@ -37,21 +37,21 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     plan = ["plan", f"{here}/texts.jsonl", "--capacity", "256"]
     picture = here / "packs.png"
     main([*plan, "--dp", "2", "--json", "--plot", str(picture)])
-    found = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
-    assert (found["sequences"], found["tokens"]) == (90, tokens)
-    assert found["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
-    assert found["packs"] == 2 * found["steps"]
-    assert found["fill"] == pytest.approx(tokens / (found["packs"] * 256))
+    assert (printed["sequences"], printed["tokens"]) == (90, tokens)
+    assert printed["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
+    assert printed["packs"] == 2 * printed["steps"]
+    assert printed["fill"] == pytest.approx(tokens / (printed["packs"] * 256))
     texts = [8 + 13 * (i % 9) for i in range(90)]
     orders = random.Random(0)
     slots = [  # of batches of 8 in random order, with 2 sequences in the last
         sum(len(row) * max(row) for row in (order[i : i + 8] for i in range(0, 90, 8)))
         for order in (orders.sample(texts, 90) for _ in range(200))
     ]
-    assert found["padded_fill"] == pytest.approx(tokens * 200 / sum(slots), abs=0.03)
-    assert found["imbalance"] >= 1
-    assert found["tokens_per_s"] is None
+    assert printed["padded_fill"] == pytest.approx(tokens * 200 / sum(slots), abs=0.03)
+    assert printed["imbalance"] >= 1
+    assert printed["tokens_per_s"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")
     main([*plan, "--model", f"{here}/config.json", "--device", "NVIDIA H200", "--mfu", "0.5"])
     shown = capsys.readouterr().out
@@ -75,18 +75,19 @@ def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said
     texts = [f"{prompt:c}" * 40 + f"{answer}" * 8 for prompt in range(97, 117) for answer in range(5)]
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     model = ["--model", f"{here}/config.json", "--device", "H100 SXM"]
-    found = []
+    plans = []
     for share in ([], ["--share-prefixes"]):
         plan = ["plan", f"{here}/texts.jsonl", "--capacity", "256", *model, *share]
         main([*plan, "--json", "--plot", f"{here}/packs.png"])
-        found.append(json.loads(capsys.readouterr().out))
-    tokens, distinct = 100 * 49, 20 * 40 + 100 * 9  # an EOS ends each answer
-    assert [one["tokens"] for one in found] == [tokens] * 2
-    assert [one["distinct"] for one in found] == [tokens, distinct]
-    assert found[1]["fill"] == pytest.approx(distinct / (256 * found[1]["packs"]))
-    assert found[1]["packs"] < found[0]["packs"] / 2
+        plans.append(json.loads(capsys.readouterr().out))
+    tokens = 100 * 49  # an EOS ends each answer
+    distinct = 20 * 40 + 100 * 9
+    assert [one["tokens"] for one in plans] == [tokens] * 2
+    assert [one["distinct"] for one in plans] == [tokens, distinct]
+    assert plans[1]["fill"] == pytest.approx(distinct / (256 * plans[1]["packs"]))
+    assert plans[1]["packs"] < plans[0]["packs"] / 2
     # Attention adds little to the linear work of these.
-    assert found[1]["tokens_per_s"] == pytest.approx(found[0]["tokens_per_s"] * tokens / distinct, rel=0.05)
+    assert plans[1]["tokens_per_s"] == pytest.approx(plans[0]["tokens_per_s"] * tokens / distinct, rel=0.05)
 
 
 def test_a_model_that_keeps_sequences_apart(here: Path, capsys: Said) -> None:
@@ -100,16 +101,16 @@ def test_a_model_that_keeps_sequences_apart(here: Path, capsys: Said) -> None:
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    asked: list[str] = []
+    requests: list[str] = []
 
     def model_info(self: object, name: str, **how: object) -> None:
-        asked.append(name)
+        requests.append(name)
         raise ConnectionError("no route")
 
     monkeypatch.setattr(hub.HfApi, "model_info", model_info)
     with pytest.raises(SystemExit):
         main(["check", "nobody/model"])
-    assert asked == ["nobody/model"]
+    assert requests == ["nobody/model"]
     assert "nobody/model is neither a folder nor a cached model, and the hub" in capsys.readouterr().err
 
 

@@ -78,23 +78,23 @@ def check_filled(batch: THDBatch, bucket: Bucket, lengths: list[int], used: list
     fill(inputs, batch)
     padded = pad_batch(batch, bucket)
     total = sum(used)
-    for found in (inputs.batch, padded):
-        check_cu_seqlens(found.cu_seqlens_padded, bucket.slots)
-        sizes = found.cu_seqlens_padded.diff().tolist()
+    for filled in (inputs.batch, padded):
+        check_cu_seqlens(filled.cu_seqlens_padded, bucket.slots)
+        sizes = filled.cu_seqlens_padded.diff().tolist()
         assert len(sizes) == bucket.sequences
         assert sizes[: len(used)] == used
         assert max(sizes) <= bucket.max_seqlen
-        assert found.cu_seqlens.diff().tolist()[: len(used)] == lengths
-        assert found.cu_seqlens.diff().tolist()[len(used) :] == sizes[len(used) :]
+        assert filled.cu_seqlens.diff().tolist()[: len(used)] == lengths
+        assert filled.cu_seqlens.diff().tolist()[len(used) :] == sizes[len(used) :]
         for name, rest in (("input_ids", 0), ("targets", -100)):
-            assert torch.equal(getattr(found, name)[:total], getattr(batch, name)[:total])
-            assert bool((getattr(found, name)[total:] == rest).all())
-        starts = torch.repeat_interleave(found.cu_seqlens_padded[:-1], found.cu_seqlens_padded.diff())
+            assert torch.equal(getattr(filled, name)[:total], getattr(batch, name)[:total])
+            assert bool((getattr(filled, name)[total:] == rest).all())
+        starts = torch.repeat_interleave(filled.cu_seqlens_padded[:-1], filled.cu_seqlens_padded.diff())
         positions = (torch.arange(bucket.slots) - starts)[total:]
-        if found is inputs.batch:  # a table of positions may hold no more
+        if filled is inputs.batch:  # a table of positions may hold no more
             positions = positions % 7
-        assert torch.equal(found.position_ids[total:], positions)
-        assert torch.equal(found.position_ids[:total], batch.position_ids[:total])
+        assert torch.equal(filled.position_ids[total:], positions)
+        assert torch.equal(filled.position_ids[:total], batch.position_ids[:total])
     assert float(inputs.batch.loss_scale) == pytest.approx(batch.loss_scale)
 
 
@@ -171,7 +171,8 @@ def test_shapes_that_cannot_be_are_refused(call: Any, message: str) -> None:
     per_sequence=st.floats(0.0, 0.1),
 )
 def test_the_choice_is_the_best(needs: list[int], count: int, graph: float, per_sequence: float) -> None:
-    costs, sample = GraphCosts(graph=graph, per_sequence=per_sequence), np.array(needs)
+    costs = GraphCosts(graph=graph, per_sequence=per_sequence)
+    sample = np.array(needs)
 
     def by_hand(sequences: tuple[int, ...]) -> float:
         total = 0.0
@@ -181,18 +182,18 @@ def test_the_choice_is_the_best(needs: list[int], count: int, graph: float, per_
         return total / len(needs)
 
     best = min(by_hand(c) for k in range(count + 1) for c in combinations(sorted(set(needs)), k))
-    found = graph_choice.best_sequences(sample, count, costs)
-    assert graph_choice.expected_cost(sample, found, costs) == pytest.approx(by_hand(found))
+    chosen = graph_choice.best_sequences(sample, count, costs)
+    assert graph_choice.expected_cost(sample, chosen, costs) == pytest.approx(by_hand(chosen))
     # A further bucket has to save half a per cent of an eager step.
-    assert by_hand(found) <= best + 0.005 * count + 1e-12
+    assert by_hand(chosen) <= best + 0.005 * count + 1e-12
 
 
 def test_needs_count_dummies_and_batches_that_fit_no_bucket_count_as_eager() -> None:
     shapes = [BatchShape(90, 5, 30), BatchShape(100, 5, 30), BatchShape(10, 1, 10), BatchShape(101, 1, 30)]
     assert graph_choice.needed_sequences(shapes, 100, 30).tolist() == [6, 5, 4]
-    (*_, found) = graph_choice.plan_graphs(shapes, slots=100, max_seqlen=30, given=[8]).choices
-    assert found.coverage == 0.75
-    assert found.speedup == pytest.approx(1 / (0.75 * GraphCosts().replay(8) + 0.25))
+    (*_, choice) = graph_choice.plan_graphs(shapes, slots=100, max_seqlen=30, given=[8]).choices
+    assert choice.coverage == 0.75
+    assert choice.speedup == pytest.approx(1 / (0.75 * GraphCosts().replay(8) + 0.25))
 
 
 def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None:
@@ -202,8 +203,8 @@ def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None
     rows[:10] = [np.full(51, i + 9, "<i4").tobytes() for i in range(10)]  # these share nothing
     rows[10:] = [np.array([1] * 9 + [i], "<i4").tobytes() for i in range(5)]  # one pack, which would fit
     planner = PrefixPlanner([51] * 10 + [10] * 5, 64, ids=rows.__getitem__, global_batch=Packs(1))
-    (*_, found) = graph_choice.plan_for(planner, given=[99]).choices
-    assert found.coverage == pytest.approx(10 / 11)
+    (*_, choice) = graph_choice.plan_for(planner, given=[99]).choices
+    assert choice.coverage == pytest.approx(10 / 11)
     bos = [np.array([1, *[i] * 20], "<i4").tobytes() for i in range(20)]  # collate shares the first token
     planner = PrefixPlanner([21] * 20, 64, ids=bos.__getitem__, global_batch=Packs(1))
     assert "shared prefixes" in str(graph_choice.plan_for(planner).problem())
@@ -213,15 +214,15 @@ def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None
 def test_layouts_are_those_the_planner_will_make(batch: Packs | Sequences) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 900)
     planner = PackPlanner(lengths, 256, global_batch=batch)
-    found = graph_choice.sample_shapes(planner, dp=2)
+    sampled = graph_choice.sample_shapes(planner, dp=2)
     all_of_them = {
         BatchShape.of(spans.lengths.tolist())
         for k in range(len(planner))
         for rank in planner.step(0, k, 2).spans_by_rank()
         for spans in rank
     }
-    assert len(found) > 30
-    assert set(found) == all_of_them
+    assert len(sampled) > 30
+    assert set(sampled) == all_of_them
     assert graph_choice.plan_for(planner, dp=2).max_seqlen == lengths.max()
 
 

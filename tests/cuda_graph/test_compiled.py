@@ -57,9 +57,9 @@ def forty_packs() -> list[THDBatch]:
 
 def assert_step_equals(model: nn.Module, loss: Tensor, wanted: Tensor) -> None:
     """Compare a loss and its gradients with those of an uncompiled run."""
-    found = [x.clone() for x in gradients(model, loss)]
+    actual = [x.clone() for x in gradients(model, loss)]
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=ROUNDING)
-    assert worst(found, gradients(model, wanted)) < ROUNDING
+    assert worst(actual, gradients(model, wanted)) < ROUNDING
 
 
 def assert_compiled_once() -> None:
@@ -106,15 +106,17 @@ def test_forty_packs_in_eager_training_need_one_graph(backend: str) -> None:
     """Inductor compiles C++ here; its Triton kernels have not run in such a test."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor on a CPU needs g++")
-    model, plain = model_of(), model_of()
+    model = model_of()
+    plain = model_of()
     compiler = CompileCounterWithBackend(backend)
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=compiler)
     after_first = 0
     for i, batch in enumerate(forty_packs()):
-        loss, wanted = causal_lm_loss(model, batch), causal_lm_loss(plain, batch)
-        assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=ROUNDING)
-        assert worst(gradients(model, loss), gradients(plain, wanted)) < ROUNDING
+        loss = causal_lm_loss(model, batch)
+        expected = causal_lm_loss(plain, batch)
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=ROUNDING)
+        assert worst(gradients(model, loss), gradients(plain, expected)) < ROUNDING
         after_first = compiler.frame_count if i == 0 else after_first
     assert compiler.frame_count == after_first  # no recompilation
     assert_compiled_once()
@@ -140,7 +142,8 @@ def test_layers_that_a_user_compiled_stay_compiled() -> None:
 
 @pytest.mark.parametrize("case", ["checkpoints", "autocast", "sums", "hooks"])
 def test_compiled_steps_keep_what_uncompiled_ones_do(case: str) -> None:
-    model, hooked = model_of(), list[int]()
+    model = model_of()
+    hooked = list[int]()
     if case == "checkpoints":
         checkpoint_activations(model)
     if case == "hooks":
@@ -153,12 +156,12 @@ def test_compiled_steps_keep_what_uncompiled_ones_do(case: str) -> None:
         model.zero_grad()
         for batch in batches:
             step(batch).backward()
-        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        actual = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         for batch in batches:
             causal_lm_loss(model, batch).backward()
-    wanted = [p.grad for p in model.parameters() if p.grad is not None]
-    assert worst(found, wanted) < tolerance
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    assert worst(actual, expected) < tolerance
     assert step.stats.replays == len(batches)
     assert_compiled_once()
     assert bool(hooked) == (case == "hooks")
@@ -173,7 +176,8 @@ class WithDropout(nn.Module):
 
 
 def test_dropout_in_compiled_layers_draws_anew_in_every_replay() -> None:
-    module, batch = WithDropout(), random_batch(4, count=5)
+    module = WithDropout()
+    batch = random_batch(4, count=5)
     step = graphed(module, lambda m, b: causal_lm_loss(m.model, b), compile_layers=True)
     losses = {float(step(batch).detach()) for _ in range(4)}
     assert len(losses) == 4
@@ -195,7 +199,8 @@ class Branching(nn.Module):
 class OfBranches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.layers = nn.Embedding(100, 8), nn.ModuleList([Branching(), Branching()])
+        self.table = nn.Embedding(100, 8)
+        self.layers = nn.ModuleList([Branching(), Branching()])
 
 
 def loss_of_branches(module: Any, batch: THDBatch) -> Tensor:
@@ -215,7 +220,8 @@ def test_layers_that_break_the_graph_are_refused_and_left_as_they_were() -> None
 class OldBackend:
     """A backend of the time before layers could be compiled."""
 
-    name, warm_ups = "old", 2
+    name = "old"
+    warm_ups = 2
 
     def __init__(self) -> None:
         for method in ("unavailable", "warm_up", "capture", "time_s", "release"):

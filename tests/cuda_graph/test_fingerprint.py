@@ -117,9 +117,9 @@ def test_changes_are_named(change: Callable[[Part], object], message: str) -> No
     watch.remove()
     assert fingerprint.change() is None
     change(part)
-    found = fingerprint.change()
-    assert found is not None
-    assert re.search(message, found)
+    reason = fingerprint.change()
+    assert reason is not None
+    assert re.search(message, reason)
 
 
 def test_hooks_of_every_module_are_watched() -> None:
@@ -173,8 +173,8 @@ def test_a_model_changed_between_steps_runs_as_it_is_now() -> None:
     expected = [x.clone() for x in gradients(model, wanted)]
     wanted = wanted.detach()
     for _ in range(2):  # eagerly at first, then from graphs of what it has become
-        found = step(batch)
-        assert abs(float(found.detach() - wanted)) < 1e-9
-        assert worst(gradients(model, found), expected) < 1e-7
+        loss = step(batch)
+        assert abs(float(loss.detach() - wanted)) < 1e-9
+        assert worst(gradients(model, loss), expected) < 1e-7
     assert step.stats.replays == 2
     assert step.stats.fallbacks == {"parameters_moved": 1}

@@ -63,12 +63,12 @@ def test_fifty_layouts_equal_padded_eager() -> None:
         waste = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
         del waste  # what comes into freed memory must reach no gradient
         loss = step(batch)
-        found = gradients(module, loss)
+        replayed = gradients(module, loss)
         # A captured step multiplies all rows; an eager one leaves out those without a target.
         with static_shapes() if bucket else contextlib.nullcontext():
             eager = causal_lm_loss(module, pad_batch(batch, bucket) if bucket else batch)
         assert torch.equal(loss, eager)
-        assert worst(found, gradients(module, eager)) < BF16
+        assert worst(replayed, gradients(module, eager)) < BF16
         assert torch.allclose(loss, causal_lm_loss(module, batch), rtol=1e-2)
     assert used == {*BUCKETS, None}
     assert step.stats.replays > 20
@@ -83,12 +83,12 @@ def test_gradients_under_autocast_and_checkpointing_are_those_of_eager() -> None
         batch = batch_of(seed, count=6)
         with torch.autocast("cuda", torch.bfloat16):
             loss = step(batch)
-        found = gradients(module, loss)
+        replayed = gradients(module, loss)
         with torch.autocast("cuda", torch.bfloat16), static_shapes():
             eager = causal_lm_loss(module, pad_batch(batch, BUCKETS[0]))
         assert torch.equal(loss, eager)
         # Less than the 1e-3 that a backward cast once more is off by; flash attention adds in any order.
-        assert worst(found, gradients(module, eager)) < 5e-4
+        assert worst(replayed, gradients(module, eager)) < 5e-4
     assert step.stats.replays == 4
 
 
@@ -176,8 +176,8 @@ def test_ddp_keeps_the_nodes_of_parameters_and_capture_does_not_meet_them(tmp_pa
             batch = batch_of(seed, count=6)
             module.zero_grad()
             step(batch).backward()
-            found = [p.grad.float() for p in module.parameters() if p.grad is not None]
-            assert worst(found, gradients(eager, causal_lm_loss(eager, batch))) < BF16
+            replayed = [p.grad.float() for p in module.parameters() if p.grad is not None]
+            assert worst(replayed, gradients(eager, causal_lm_loss(eager, batch))) < BF16
         assert step.stats.replays == 4
     finally:
         torch.distributed.destroy_process_group()
@@ -220,10 +220,10 @@ def fit(graphs: bool, path: Path, *, resume: Path | None = None, precision: Any 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_fit_with_validation_and_scaling_is_the_same(tmp_path: Path, precision: str) -> None:
-    found, callback = fit(True, tmp_path, precision=precision)
-    wanted, _ = fit(False, tmp_path, precision=precision)
-    assert found.events == wanted.events
-    assert found.outputs == pytest.approx(wanted.outputs, rel=2e-2)
+    graphed, callback = fit(True, tmp_path, precision=precision)
+    expected, _ = fit(False, tmp_path, precision=precision)
+    assert graphed.events == expected.events
+    assert graphed.outputs == pytest.approx(expected.outputs, rel=2e-2)
     assert callback.stats.replays + callback.stats.fallbacks["slower"] > 8
     resumed, _ = fit(True, tmp_path, resume=tmp_path / "True.ckpt", precision=precision)
     assert resumed.outputs == []  # all steps were done

@@ -32,9 +32,9 @@ def wanted(module: nn.Module, batches: list[THDBatch]) -> list[Tensor]:
     for batch in batches:
         loss = causal_lm_loss(module, batch) if batch is TOO_LONG else in_graph(module, batch)
         loss.backward()
-    found = grads(module)
+    gradients = grads(module)
     module.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -50,8 +50,8 @@ def test_sums_over_microbatches_are_those_of_autograd(batches: list[THDBatch], t
         model.zero_grad(set_to_none=to_none)
         for batch in batches:
             step(batch).backward()
-        for found, sum_ in zip(grads(model), expected, strict=True):
-            torch.testing.assert_close(found, sum_, rtol=1e-12, atol=1e-14)
+        for actual, sum_ in zip(grads(model), expected, strict=True):
+            torch.testing.assert_close(actual, sum_, rtol=1e-12, atol=1e-14)
     assert step.stats.replays == 2 * sum(batch is not TOO_LONG for batch in batches)
 
 
@@ -87,8 +87,8 @@ def test_graphs_of_a_large_model_share_the_gradients_of_the_first(monkeypatch: p
     expected = wanted(model, batches)
     for batch in batches:
         step(batch).backward()
-    for found, sum_ in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(found, sum_, rtol=1e-12, atol=1e-14)
+    for actual, sum_ in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(actual, sum_, rtol=1e-12, atol=1e-14)
     first, second = (captured._pair.gradients for captured in step._graphs.values())
     assert len(step._graphs) == 2
     assert all(a is b for a, b in zip(first, second, strict=True))
@@ -135,8 +135,8 @@ def test_a_sum_that_began_without_copies_goes_on_with_them(late: str) -> None:
         step.keep_gradients = True
     for batch in FITS[1:]:
         step(batch).backward()
-    for found, sum_ in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(found, sum_, rtol=1e-12, atol=1e-14)
+    for actual, sum_ in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(actual, sum_, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", ["before", "after"])
@@ -154,8 +154,8 @@ def test_a_hook_of_a_parameter_gets_its_gradient_as_ever(kind: str) -> None:
     step(FITS[0]).backward()
     assert seen == pytest.approx([float(expected[0].norm())])
     handle.remove()
-    for found, gradient in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-14)
+    for actual, gradient in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(actual, gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -172,8 +172,8 @@ def test_an_output_that_no_backward_uses_has_no_gradient_of_the_replay_before(ke
         (both["loss"] + both["size"]).backward()
         model.zero_grad()
         step(FITS[0])["loss"].backward()
-        for found, of_loss in zip(grads(model), expected, strict=True):
-            torch.testing.assert_close(found, of_loss, rtol=1e-12, atol=1e-14)
+        for actual, of_loss in zip(grads(model), expected, strict=True):
+            torch.testing.assert_close(actual, of_loss, rtol=1e-12, atol=1e-14)
         model.zero_grad()
     assert step.stats.replays == 4
 
@@ -201,5 +201,5 @@ def test_scaled_losses_scale_the_gradients_that_are_handed_over() -> None:
     model, step = model_and_step()
     expected = wanted(model, FITS[:1])
     (step(FITS[0]) * 8.0).backward()
-    for found, gradient in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(found / 8.0, gradient, rtol=1e-12, atol=1e-14)
+    for actual, gradient in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(actual / 8.0, gradient, rtol=1e-12, atol=1e-14)

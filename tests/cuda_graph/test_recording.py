@@ -86,10 +86,10 @@ def test_what_a_graph_cannot_hold_is_refused_with_the_line(function: Callable[[]
     ],
 )
 def test_what_a_graph_can_hold_is_recorded(function: Callable[[], Tensor]) -> None:
-    wanted = function()
+    expected = function()
     graph, out = RecordingBackend().capture(function)
     graph.replay()
-    assert torch.equal(out, wanted)
+    assert torch.equal(out, expected)
 
 
 def collectives() -> list[list[float]]:
@@ -115,8 +115,8 @@ def collectives() -> list[list[float]]:
     x.copy_(torch.arange(8.0).view(4, 2) + 10 * rank)
     graph.replay()
     assert torch.equal(out, function())
-    found: list[list[float]] = out[:, 0].tolist()
-    return found
+    sums: list[list[float]] = out[:, 0].tolist()
+    return sums
 
 
 def test_collectives_run_again() -> None:

@@ -49,9 +49,9 @@ def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
     step = graphed(model, function, require=False)
     batches = [random_batch(seed, count=4) for seed in range(3)]
     with pytest.warns(UserWarning, match=message) as caught:
-        found = [step(batch) for batch in batches]
+        outputs = [step(batch) for batch in batches]
     assert sum("CUDA graphs are off" in str(w.message) for w in caught) == 1
-    assert str(found) == str([function(model, batch) for batch in batches])
+    assert str(outputs) == str([function(model, batch) for batch in batches])
     assert step.stats.fallbacks["capture_error"] == 3
     assert step.stats.replays == 0
     with pytest.raises(CaptureError, match=message):
@@ -254,8 +254,8 @@ class Fixed(GraphModule):
 
 
 def test_the_batch_index_and_copies_to_the_device_are_found() -> None:
-    found = [lint_capture(module(), random_batch(1, count=4)) for module in (Index, Fixed)]
-    assert [x.message.split(",")[0] for report in found for x in report.findings] == [
+    reports = [lint_capture(module(), random_batch(1, count=4)) for module in (Index, Fixed)]
+    assert [x.message.split(",")[0] for report in reports for x in report.findings] == [
         "the step uses argument 2 of training_step (batch_idx)",
         "a copy to another device copies host values to the device",
     ]

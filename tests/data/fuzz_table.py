@@ -50,7 +50,7 @@ def _module(rng: random.Random) -> dict[str, Any]:
     source: Any = rng.choice([_rows(rng), str(HERE / "a.jsonl"), [HERE / "a.jsonl"], HERE / "store"])
     if rng.random() < 0.3:
         source = {"a": (source, 0.5), "b": (_rows(rng), 0.5)}
-    given = {
+    arguments = {
         "train": source,
         "capacity": 32,
         "global_batch": rng.choice([None, Packs(2)]),
@@ -83,7 +83,7 @@ def _module(rng: random.Random) -> dict[str, Any]:
         "test": _rows(rng),
         "predict": _rows(rng),
     }
-    return given | {name: more[name] for name in rng.sample(list(more), 3)}
+    return arguments | {name: more[name] for name in rng.sample(list(more), 3)}
 
 
 def _run_module(**given: Any) -> list[THDBatch]:

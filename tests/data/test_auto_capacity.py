@@ -91,7 +91,8 @@ def predicted(room: int = ROOM) -> int:
 
 
 def test_the_memory_model_gives_the_capacity_and_training_uses_it(budget: int, said: list[str]) -> None:
-    module, packs = Module(most_slots=10**9), data()
+    module = Module(most_slots=10**9)
+    packs = data()
     assert packs.capacity == "auto"
 
     quiet_trainer(max_steps=3, log_every_n_steps=1).fit(module, packs)
@@ -108,7 +109,8 @@ def test_the_memory_model_gives_the_capacity_and_training_uses_it(budget: int, s
 
 def test_a_trial_that_runs_out_of_memory_makes_the_capacity_smaller(budget: int) -> None:
     most = int(predicted() * 0.8)
-    module, packs = Module(most_slots=most), data()
+    module = Module(most_slots=most)
+    packs = data()
     quiet_trainer(max_steps=1).fit(module, packs)
     assert most * 7 / 8 - 128 < packs.capacity <= most
     assert packs.capacity % 128 == 0
@@ -125,11 +127,11 @@ def train_twice(module: Module, packs: THDDataModule) -> dict[str, Tensor]:
 
 
 def test_the_trial_leaves_state_gradients_and_random_numbers_as_they_were(budget: int) -> None:
-    found = train_twice(Module(), data())
-    wanted = train_twice(Module(), THDDataModule(SAMPLES, capacity=predicted()))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+    actual = train_twice(Module(), data())
+    expected = train_twice(Module(), THDDataModule(SAMPLES, capacity=predicted()))
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
 
 
 def test_a_validation_before_training_finds_it_too(budget: int) -> None:
@@ -146,12 +148,14 @@ def test_a_resumed_run_packs_the_same_on_another_device(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = quiet_trainer(max_steps=2)
-    module, packs = Module(), data()
+    module = Module()
+    packs = data()
     trainer.fit(module, packs)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
 
     monkeypatch.setattr(auto_capacity, "_room", lambda device: 2 * ROOM)
-    resumed, again = Module(most_slots=10**9), data()
+    resumed = Module(most_slots=10**9)
+    again = data()
     quiet_trainer(max_steps=3).fit(resumed, again, ckpt_path=tmp_path / "two.ckpt", weights_only=False)
     assert again.capacity == packs.capacity == predicted()
     assert len(resumed.tried) == 1  # the third step, and no trial
@@ -175,7 +179,8 @@ def with_unequal_room(strategy: str) -> tuple[int, list[int]]:
     """Train on this rank, which has the more room the higher its number."""
     strict_warnings()
     auto_capacity._room = lambda device: ROOM * (1 + dist.get_rank())  # type: ignore[assignment]
-    module, packs = Module(), data(global_batch=Sequences(400) if strategy.startswith("thd") else None)
+    module = Module()
+    packs = data(global_batch=Sequences(400) if strategy.startswith("thd") else None)
     quiet_trainer(max_steps=2, strategy=strategy, devices=2).fit(module, packs)
     assert isinstance(packs.capacity, int)
     return packs.capacity, module.slots
@@ -183,13 +188,13 @@ def with_unequal_room(strategy: str) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "thd_ddp", "thd_model_parallel"])
 def test_ranks_with_unequal_room_agree_on_the_smallest(strategy: str) -> None:
-    found = run_ranks(with_unequal_room, 2, strategy)
-    capacities = {capacity for capacity, _ in found}
+    of_ranks = run_ranks(with_unequal_room, 2, strategy)
+    capacities = {capacity for capacity, _ in of_ranks}
     assert len(capacities) == 1
     options: dict[str, Any] = {"data": 2, "sharded": strategy == "thd_model_parallel"}
     training = Training(precision="32-true", device="cpu", accumulates=strategy != "ddp", **options)
     assert capacities == {MemoryModel.from_config(CONFIG).largest_capacity(ROOM, training)}
-    assert all(max(slots) <= max(capacities) for _, slots in found)
+    assert all(max(slots) <= max(capacities) for _, slots in of_ranks)
 
 
 class OnOneRank(Module):
@@ -222,24 +227,24 @@ def messages_of(where: str, error: type[Exception]) -> str:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_ranks_that_shard_a_model_leave_a_trial_together(where: str) -> None:
     """A rank that waited for the other one would end in the time limit of the job."""
-    found = run_ranks(messages_of, 2, where, torch.OutOfMemoryError, timeout_s=120.0)
-    assert len(set(found)) == 1
-    wanted = r"RuntimeError: capacity='auto': a trial pack of [\d,]+ slots.* on a rank.* Pass capacity=\d+"
-    assert re.match(wanted, found[0]), found
+    messages = run_ranks(messages_of, 2, where, torch.OutOfMemoryError, timeout_s=120.0)
+    assert len(set(messages)) == 1
+    expected = r"RuntimeError: capacity='auto': a trial pack of [\d,]+ slots.* on a rank.* Pass capacity=\d+"
+    assert re.match(expected, messages[0]), messages
 
 
 def test_an_error_of_one_rank_is_named_on_the_others() -> None:
-    others, own = run_ranks(messages_of, 2, "forward", TypeError, timeout_s=120.0)
-    assert own == "TypeError: on rank 1"
+    others, of_rank_1 = run_ranks(messages_of, 2, "forward", TypeError, timeout_s=120.0)
+    assert of_rank_1 == "TypeError: on rank 1"
     assert others.startswith("RuntimeError: A trial pack of capacity='auto' failed on another rank")
 
 
 def test_a_device_that_holds_no_pack_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_capacity, "_room", lambda device: 100_000)
-    wanted = (
+    expected = (
         r"even a pack of 128 slots takes 0.0. GB \(.*; most of it for \w+\), and a rank has 0.00 GB or less"
     )
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=expected):
         quiet_trainer(max_steps=1).fit(Module(), data())
 
 

@@ -127,8 +127,8 @@ def test_eos_that_is_also_pad_is_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     tokenizer = make_tokenizer(None)
-    asked = {"prompt": "two plus two is", "completion": " four"}
-    file = write(tmp_path, asked, {"prompt": "", "completion": "x"})
+    record = {"prompt": "two plus two is", "completion": " four"}
+    file = write(tmp_path, record, {"prompt": "", "completion": "x"})
     store: Any = open_source(file, tokenizer=tokenizer, num_workers=num_workers)
     before = tokenizer("two plus two is")["input_ids"]
     after = tokenizer(" four")["input_ids"]
@@ -181,11 +181,13 @@ def test_documents_and_completions_end_with_eos_once() -> None:
 def test_another_tokenizer_has_another_fingerprint() -> None:
     splits = make_tokenizer(PLAIN)
     splits.split_special_tokens = True
-    known = [tokenizer_fingerprint(one) for one in (make_tokenizer(PLAIN), make_tokenizer(MARKED), splits)]
-    assert len({*known, tokenizer_fingerprint(make_tokenizer(PLAIN))}) == 3
+    fingerprints = [
+        tokenizer_fingerprint(one) for one in (make_tokenizer(PLAIN), make_tokenizer(MARKED), splits)
+    ]
+    assert len({*fingerprints, tokenizer_fingerprint(make_tokenizer(PLAIN))}) == 3
     padded = make_tokenizer(PLAIN)
     padded(["some", "text"], padding=True, truncation=True, max_length=1)  # its state stays in the tokenizer
-    assert tokenizer_fingerprint(padded) == known[0]
+    assert tokenizer_fingerprint(padded) == fingerprints[0]
     assert tokenizer_fingerprint(lambda text: [1]) is None
 
 
@@ -323,12 +325,12 @@ def test_a_template_that_looks_names_up_is_no_template_that_leaves_them_out() ->
 def test_arguments_in_a_string_are_not_quoted_twice(arguments: str) -> None:
     """A model would learn to call with a string of JSON, where its tools are given an object."""
     read = json.loads(arguments)
-    asked = [USER, calling(call(arguments)), RESULT, ANSWER]
-    assert learned(CALLING, asked) == learned(CALLING, [USER, calling(call(read)), RESULT, ANSWER])
-    assert json.dumps(read, ensure_ascii=False) in learned(CALLING, asked)
+    messages = [USER, calling(call(arguments)), RESULT, ANSWER]
+    assert learned(CALLING, messages) == learned(CALLING, [USER, calling(call(read)), RESULT, ANSWER])
+    assert json.dumps(read, ensure_ascii=False) in learned(CALLING, messages)
     needs_a_dict = CALLING.replace("call.arguments | tojson", "call.arguments | items | list")
-    assert str([*read.items()]) in learned(needs_a_dict, asked)
-    assert asked[1]["tool_calls"][0]["function"]["arguments"] == arguments  # the record is left as it was
+    assert str([*read.items()]) in learned(needs_a_dict, messages)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments  # the record is left as it was
     takes_strings = CALLING.replace("call.arguments | tojson", "call.arguments")
     as_it_is = f'{{"name": "colour", "arguments": {arguments}}}<|end|>'
     assert learned(takes_strings, [USER, calling(call(arguments))]) == as_it_is
@@ -383,9 +385,9 @@ def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, k
     tokenizer = make_tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + CALLING)
     data = THDDataModule(source, tokenizer=tokenizer, capacity=512, global_batch=Packs(1), cache_dir=tmp_path)
     data.setup("fit")
-    found = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
-    wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
-    assert sorted(ids.tolist() for ids in found) == sorted(wanted)
+    sequences = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
+    expected = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+    assert sorted(ids.tolist() for ids in sequences) == sorted(expected)
 
 
 @pytest.mark.parametrize("kind", ["rows", "parquet", "iterable", "stream of parquet", "csv"])
@@ -407,9 +409,9 @@ def test_nulls_and_mixed_values_under_a_type_of_json_are_learned(tmp_path: Path,
         source.get(kind, name), tokenizer=tokenizer, capacity=512, global_batch=Packs(1), cache_dir=tmp_path
     )
     data.setup("fit")
-    found = [ids.tolist() for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
-    wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
-    assert sorted(found) == sorted(wanted)
+    sequences = [ids.tolist() for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
+    expected = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+    assert sorted(sequences) == sorted(expected)
 
 
 def talk(*messages: Any, **more: Any) -> dict[str, Any]:

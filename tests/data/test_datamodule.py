@@ -296,8 +296,8 @@ def test_a_scheduler_of_ones_own_places_the_sequences() -> None:
 def test_a_ready_made_schedule_is_followed() -> None:
     data = THDDataModule(sequences(6, longest=5), capacity=20, schedule=[2, 0, 1, 0, 2, 1])
     data.setup("fit")
-    found = [b.sequence_ids for b in data.train_dataloader() if isinstance(b, THDBatch)]
-    assert found == [(1, 3), (2, 5), (0, 4)]
+    packs = [b.sequence_ids for b in data.train_dataloader() if isinstance(b, THDBatch)]
+    assert packs == [(1, 3), (2, 5), (0, 4)]
     data = THDDataModule(sequences(6), capacity=99, schedule=[1, 2])
     data.setup("fit")
     with pytest.raises(ValueError, match=r"schedule is int64 \(2,\) for 6 sequences"):
@@ -358,8 +358,8 @@ def same(a: StepPlan, b: StepPlan) -> bool:
 def test_plans_are_the_planners_own_in_any_order(global_batch: Packs | Sequences) -> None:
     plain = PackPlanner(LENGTHS, 512, global_batch=global_batch, window=64)
     ahead = PlansAhead(PackPlanner(LENGTHS, 512, global_batch=global_batch, window=64), 2)
-    asked = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 5), (0, 3), (1, 0), (0, len(plain) - 1), (1, 0), (1, 1)]
-    for epoch, k in asked:
+    steps = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 5), (0, 3), (1, 0), (0, len(plain) - 1), (1, 0), (1, 1)]
+    for epoch, k in steps:
         assert same(ahead.step(epoch, k), plain.step(epoch, k, 2))
 
 

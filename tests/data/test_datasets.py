@@ -80,8 +80,8 @@ def test_a_hugging_face_stream_in_its_second_epoch_is_resumed(shards: int) -> No
 
 def test_a_key_of_text_beside_ids_has_to_leave_all_rows() -> None:
     rows = [{"input_ids": [1, 2, 3], "topic": "a"}] * 4
-    wanted = r"Sequence 0 carries 'topic' as str.*remove_columns\('topic'\)"
-    with pytest.raises(ValueError, match=wanted) as err:
+    expected = r"Sequence 0 carries 'topic' as str.*remove_columns\('topic'\)"
+    with pytest.raises(ValueError, match=expected) as err:
         read(rows)
     assert "on_error" not in str(err.value)  # which would skip every row
 
@@ -122,9 +122,9 @@ def test_labels_without_a_sign_hold_no_minus_100(kind: Any, found: int) -> None:
     row = {"input_ids": ids, "labels": labels}
     table = pa.table({"input_ids": [ids], "labels": pa.array([labels], pa.list_(pa.from_numpy_dtype(kind)))})
     tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    for given in ([row], [tensors], Rows(row), datasets.Dataset(table)):
+    for rows in ([row], [tensors], Rows(row), datasets.Dataset(table)):
         with pytest.raises(ValueError, match=f"the label {found} in {np.dtype(kind)}, which is what -100"):
-            read(given)
+            read(rows)
     with pytest.raises(ValueError, match=f"the label {found} in"):
         TokenStore(ids, np.array([0, 3]), labels)
     with pytest.raises(ValueError, match=f"the label {found} in"):
@@ -153,8 +153,8 @@ def test_records_of_text_keep_the_label_of_a_sequence(as_stream: bool, tmp_path:
         data.setup("fit")
         return next(iter(data.train_steps())).microbatches[0].extras["labels"]
 
-    found = labels({"text": "a", "label": 3}, {"text": "bc", "label": 3})
-    assert (found.tolist(), found.dtype) == ([3, 3], torch.int64)
+    labels_of_batch = labels({"text": "a", "label": 3}, {"text": "bc", "label": 3})
+    assert (labels_of_batch.tolist(), labels_of_batch.dtype) == ([3, 3], torch.int64)
     one_without = {"text": "a", "label": 3}, {"text": "bc", "label": "news"}
     if not as_stream:
         assert labels(*one_without, on_error="skip").tolist() == [3]
@@ -403,9 +403,9 @@ ACROSS = {
 
 @pytest.mark.parametrize("case", list(ACROSS))
 def test_steps_that_look_at_several_shards(case: str) -> None:
-    wanted = sorted(row["input_ids"] for row in ACROSS[case]())
+    expected = sorted(row["input_ids"] for row in ACROSS[case]())
     with pytest.warns(UserWarning, match=r"counts rows over all its \d+ shards.* One process reads it"):
-        assert read(ACROSS[case](), empty="drop") == wanted
+        assert read(ACROSS[case](), empty="drop") == expected
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -413,8 +413,8 @@ def test_shards_that_can_be_read_apart_are(shards: int) -> None:
     source = _stream(shards=shards).filter(lambda row: row["input_ids"][0] > 3).shuffle(seed=1, buffer_size=4)
     if shards == 1:
         source = source.skip(2).take(4)
-    wanted = sorted(row["input_ids"] for row in source)
-    assert read(source) == wanted
+    expected = sorted(row["input_ids"] for row in source)
+    assert read(source) == expected
 
 
 def _shifted(count: int = 3, length: int = 9) -> list[dict[str, list[int]]]:

@@ -67,17 +67,17 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
         rows.append(row)
         assert row["input_ids"].tolist() == want["input_ids"][0].tolist()
         assert data.index.lengths[i] == len(row["input_ids"])
-        given = {name: want[name] for name in ("pixel_values", "image_grid_thw") if name in want}
-        for name, value in given.items():
+        images = {name: want[name] for name in ("pixel_values", "image_grid_thw") if name in want}
+        for name, value in images.items():
             assert torch.equal(row[name], value)
-        if "image_grid_thw" in given:
+        if "image_grid_thw" in images:
             positions, _ = one.model.get_rope_index(
                 want["input_ids"], want["mm_token_type_ids"], image_grid_thw=want["image_grid_thw"]
             )
             assert row["position_ids"].tolist() == positions[:, 0].tolist()
-            given["mm_token_type_ids"] = want["mm_token_type_ids"]
+            images["mm_token_type_ids"] = want["mm_token_type_ids"]
         with torch.no_grad():
-            logits.append(one(input_ids=want["input_ids"], use_cache=False, **given).logits[0])
+            logits.append(one(input_ids=want["input_ids"], use_cache=False, **images).logits[0])
     with torch.no_grad():
         batch = THDBatch.collate(rows)
         found = batch.unpack(packed(**batch.hf_kwargs()).logits)
@@ -164,13 +164,13 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
     made = datasets.Dataset.from_list(records)
     made.to_parquet(tmp_path / "chats.parquet")
     source = made.cast_column("images", datasets.Sequence(datasets.Image()))
-    found = opened(source, cache_dir=tmp_path / "cache").dataset
+    from_columns = opened(source, cache_dir=tmp_path / "cache").dataset
     from_file = opened(tmp_path / "chats.parquet", cache_dir=tmp_path / "cache").dataset
     direct = opened(records).dataset
     for i in range(5):
-        assert found[i]["input_ids"].tolist() == direct[i]["input_ids"].tolist()
+        assert from_columns[i]["input_ids"].tolist() == direct[i]["input_ids"].tolist()
         if i % 3:
-            for rows in (found, from_file):
+            for rows in (from_columns, from_file):
                 assert torch.equal(rows[i]["pixel_values"], direct[i]["pixel_values"])
     image(1).save(tmp_path / "a.png")  # a path is relative to the folder of its file
     (tmp_path / "b").mkdir()
@@ -225,7 +225,7 @@ COST = Cost(linear=1, quadratic=0, patch=1, patch_pair=0.01)
 
 def rows(count: int = 40) -> list[dict[str, Any]]:
     """Rows of text, of one image, of two, and of a video of two frames, in turns."""
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for i in range(count):
         row: dict[str, Any] = {"input_ids": np.arange(5 + i % 7)}
         size = 2 * (1 + i % 5)
@@ -235,8 +235,8 @@ def rows(count: int = 40) -> list[dict[str, Any]]:
             patches = sum(t * h * w for t, h, w in grids)
             pixels = "pixel_values" + ("_videos" if name == "video" else "")
             row |= {f"{name}_grid_thw": np.array(grids), pixels: np.ones((patches, 2), np.float32)}
-        found.append(row)
-    return found
+        samples.append(row)
+    return samples
 
 
 def patches_of(row: dict[str, Any]) -> int:
@@ -262,15 +262,15 @@ def test_grids_are_counted_with_the_lengths() -> None:
 
 
 def test_images_of_one_size_are_counted_by_the_models_patch() -> None:
-    given = [
+    rows = [
         {"input_ids": [1] * 4, "pixel_values": torch.zeros(n, 3, 28, 56)} if n else {"input_ids": [1]}
         for n in (0, 1, 3)
     ]
-    sizes = build_index(given).sizes
+    sizes = build_index(rows).sizes
     assert patch_table(sizes, 14).tolist() == [[0, 0], [8, 64], [24, 3 * 64]]
     with pytest.raises(ValueError, match="max_patches=9, but images of the train data come as pixels"):
-        plan(THDDataModule(given, capacity=8, max_patches=9))
-    stats = THDBatch.collate(given, vision=FlopsModel.from_config(model("llava", "thd").config).vision).stats
+        plan(THDDataModule(rows, capacity=8, max_patches=9))
+    stats = THDBatch.collate(rows, vision=FlopsModel.from_config(model("llava", "thd").config).vision).stats
     assert (stats.vision_patches, stats.vision_squares) == (32, 4 * 64)
 
 
@@ -299,29 +299,33 @@ def test_the_module_bounds_patches_and_weighs_them(step: Packs | Sequences) -> N
         assert one.microbatch_patches.max() <= 100
         assert one.patches.tolist() == [PATCHES[i] for i in one.spans.index]
     squares = np.array([squares_of(row) for row in rows()])
-    at = plans[0].spans.index
-    wanted = plans[0].spans.lengths + np.array(PATCHES)[at] + 0.01 * squares[at]
-    np.testing.assert_allclose(plans[0].span_work, wanted)
+    index = plans[0].spans.index
+    expected = plans[0].spans.lengths + np.array(PATCHES)[index] + 0.01 * squares[index]
+    np.testing.assert_allclose(plans[0].span_work, expected)
     steps = cast("list[THDStep]", list(data.train_steps()))
     assert sum(batch.stats.vision_patches for step in steps for batch in step.microbatches) > 0
 
 
 def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
-    given = [{"input_ids": np.arange(6), "features": np.ones((i + 1, 2))} for i in range(12)]
+    rows = [{"input_ids": np.arange(6), "features": np.ones((i + 1, 2))} for i in range(12)]
     data = THDDataModule(
-        given, capacity=64, max_patches=20, extras_cost=lambda row: 2 * (len(row["features"]) % 6), cost=COST
+        rows,
+        capacity=64,
+        max_patches=20,
+        extras_cost=lambda row: 2 * (len(row["features"]) % 6),
+        cost=COST,
     )
     assert all(one.microbatch_patches.max() <= 20 for one in plan(data, 1))
     grids = THDDataModule(
-        given, capacity=80, extras_cost=lambda row: [[2, 3, len(row["features"])]], cost=COST
+        rows, capacity=80, extras_cost=lambda row: [[2, 3, len(row["features"])]], cost=COST
     )
     [one] = plan(grids, 1)
     assert one.patches.tolist() == [6 * (i + 1) for i in one.spans.index]
     with pytest.raises(ValueError, match=r"Sequence 0: extras_cost\(sample\)"):
-        plan(THDDataModule(given, capacity=64, extras_cost=lambda row: -1))
+        plan(THDDataModule(rows, capacity=64, extras_cost=lambda row: -1))
     for many in (2**40, [[1, 2**20, 2**20]]):
         with pytest.raises(ValueError, match="gives images .* Give patches, not pixels"):
-            plan(THDDataModule(given, capacity=64, extras_cost=lambda row, many=many: many))
+            plan(THDDataModule(rows, capacity=64, extras_cost=lambda row, many=many: many))
 
 
 def test_images_that_are_dropped_take_no_part_in_a_mixture() -> None:
@@ -363,20 +367,20 @@ class KnowsLengths(list[Any]):
 
 
 def test_a_bound_needs_the_patches_of_every_row() -> None:
-    given = KnowsLengths(rows())
-    given.lengths = [len(row["input_ids"]) for row in given]
+    samples = KnowsLengths(rows())
+    samples.lengths = [len(row["input_ids"]) for row in samples]
     with pytest.raises(ValueError, match="has `lengths`, so no row was read"):
-        plan(THDDataModule(given, capacity=64, max_patches=100))
-    assert plan(THDDataModule(given, capacity=64, max_patches=100, extras_cost=patches_of))
+        plan(THDDataModule(samples, capacity=64, max_patches=100))
+    assert plan(THDDataModule(samples, capacity=64, max_patches=100, extras_cost=patches_of))
     with pytest.raises(ValueError, match=r"Sequence 3 has 64 image patches but max_patches=60"):
         plan(THDDataModule(rows(), capacity=64, max_patches=60))
 
 
 def test_images_that_change_after_they_were_counted_are_refused() -> None:
-    given = rows(4)
-    data = THDDataModule(given, capacity=64, cost=COST)
+    samples = rows(4)
+    data = THDDataModule(samples, capacity=64, cost=COST)
     data.setup("fit")
-    given[1] = {**given[1], "image_grid_thw": np.array([[1, 8, 8]])}
+    samples[1] = {**samples[1], "image_grid_thw": np.array([[1, 8, 8]])}
     with pytest.raises(ValueError, match=r"Sequence 1 has \(64, .*\) patches and pixels .* but \(16, "):
         list(data.train_dataloader())
 
@@ -430,11 +434,11 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
     for row in rows:
         ids = row["input_ids"][None]
         labels = row["labels"]
-        given = {k: row[k] for k in ("pixel_values", "image_grid_thw") if k in row}
+        images = {k: row[k] for k in ("pixel_values", "image_grid_thw") if k in row}
         if "position_ids" in row:
-            given["position_ids"] = row["position_ids"][:, None]
+            images["position_ids"] = row["position_ids"][:, None]
         with torch.no_grad():
-            logits = eager(input_ids=ids, use_cache=False, **given).logits[0]
+            logits = eager(input_ids=ids, use_cache=False, **images).logits[0]
         expected += float(torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
     # transformers takes softmax and rotary tables of the vision tower in fp32, in blocks of other sizes
     assert module.total == pytest.approx(expected, rel=1e-7)
@@ -460,10 +464,10 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     texts = image_samples(long=7)
     texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
     assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))
-    given = KnowsLengths(image_samples())
-    given.lengths = [len(row["input_ids"]) for row in given]
+    samples = KnowsLengths(image_samples())
+    samples.lengths = [len(row["input_ids"]) for row in samples]
     with pytest.raises(ValueError, match=message):  # never read before: refused when it is
-        batches_of(THDDataModule(given, capacity=8, oversize=oversize))
+        batches_of(THDDataModule(samples, capacity=8, oversize=oversize))
 
 
 def only_batch(source: Any, family: str) -> THDBatch:
@@ -502,8 +506,8 @@ def test_relative_paths_of_a_streams_file_start_at_its_folder(
     monkeypatch.chdir(tmp_path / "elsewhere")  # which has another image of this name
     for name in ("one", "two"):
         read = only_batch(Stream(tmp_path / name / "chats.jsonl"), "qwen2_5_vl")
-        wanted = only_batch([chat(0, str(tmp_path / name / "a.png"))], "qwen2_5_vl")
-        assert torch.equal(read.extras["image_grid_thw"], wanted.extras["image_grid_thw"])
-        assert torch.equal(read.extras["pixel_values"], wanted.extras["pixel_values"])
+        expected = only_batch([chat(0, str(tmp_path / name / "a.png"))], "qwen2_5_vl")
+        assert torch.equal(read.extras["image_grid_thw"], expected.extras["image_grid_thw"])
+        assert torch.equal(read.extras["pixel_values"], expected.extras["pixel_values"])
     other = only_batch([chat(0, "a.png")], "qwen2_5_vl")
-    assert not torch.equal(other.extras["pixel_values"][:4], wanted.extras["pixel_values"][:4])
+    assert not torch.equal(other.extras["pixel_values"][:4], expected.extras["pixel_values"][:4])

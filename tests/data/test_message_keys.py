@@ -298,10 +298,10 @@ OFTEN = ("list", "parquet", "stream of jsonl")
 def test_no_key_of_a_public_format_is_dropped(container: str, tmp_path: Path) -> None:
     wrong = []
     for number, case in enumerate(CASES):
-        key, form, _, _, wanted = case
-        found = outcome(case, container, tmp_path / str(number))
-        if found not in wanted.split(" or "):  # transformers renames "reasoning" in later releases
-            wrong.append(f"{key} ({form}, case {number}): {found}, wanted {wanted}")
+        key, form, _, _, expected = case
+        actual = outcome(case, container, tmp_path / str(number))
+        if actual not in expected.split(" or "):  # transformers renames "reasoning" in later releases
+            wrong.append(f"{key} ({form}, case {number}): {actual}, wanted {expected}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -318,8 +318,8 @@ def test_a_user_lists_keys_that_may_be_dropped(tmp_path: Path) -> None:
         read(record, "list", tmp_path, metadata_keys=("topics_of_ours",))
     for container in CONTAINERS:
         keys = ["topics_of_ours", "mood"]
-        found = read(record, container, tmp_path / container, metadata_keys=keys)
-        assert found == _plain(json.dumps(MESSAGES)), container
+        text = read(record, container, tmp_path / container, metadata_keys=keys)
+        assert text == _plain(json.dumps(MESSAGES)), container
     with pytest.raises(TypeError, match="metadata_keys='mood'; wanted names of keys"):
         read(record, "list", tmp_path, metadata_keys="mood")
     with pytest.raises(ValueError, match="metadata_keys has 'content', which holds the conversation"):

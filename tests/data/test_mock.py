@@ -30,8 +30,8 @@ def test_lengths_are_those_of_a_clipped_lognormal() -> None:
 
 def test_takes_the_settings_as_mapping_text_and_file(tmp_path: Path) -> None:
     (tmp_path / "mock.json").write_text(json.dumps(LONG))
-    given = [LONG, json.dumps(LONG), tmp_path / "mock.json", str(tmp_path / "mock.json")]
-    lengths = [MockDataset(config).lengths.tolist() for config in given]
+    configs = [LONG, json.dumps(LONG), tmp_path / "mock.json", str(tmp_path / "mock.json")]
+    lengths = [MockDataset(config).lengths.tolist() for config in configs]
     assert lengths[0] == lengths[1] == lengths[2] == lengths[3]
     assert len(lengths[0]) == 10_000
     assert LONG["mode"] == "distribution"  # the caller's mapping is left as it was

@@ -18,7 +18,9 @@ from lightning_thd.batch.examples import places_of
 from lightning_thd.data import ByteTokenizer
 from tests.data.support import Rows, batches_of
 
-QUERY, POSITIVE, NEGATIVE = 0, 1, 2
+QUERY = 0
+POSITIVE = 1
+NEGATIVE = 2
 RECORDS: list[dict[str, Any]] = [
     {"query": f"q{i}", "positive": f"the answer {i}" * (1 + i % 3), "negative": f"not {i}"} for i in range(9)
 ]
@@ -96,8 +98,8 @@ def test_pairs_are_read_from_files(suffix: str, tmp_path: Path) -> None:
 def test_several_positives_and_negatives_follow_their_query() -> None:
     record = {"negative_1": [7], "negative_2": [8, 9], "positives": [[3], [4, 5]], "query": [1, 2], "id": "x"}
     for negatives in ({}, {"negative": [[7], [8, 9]]}):
-        given = record if not negatives else {"query": [1, 2], "positive": [[3], [4, 5]], **negatives}
-        batch = THDBatch.collate([given, {"anchor": [6], "positive": [6, 6]}], sequence_ids=[4, 2])
+        example = record if not negatives else {"query": [1, 2], "positive": [[3], [4, 5]], **negatives}
+        batch = THDBatch.collate([example, {"anchor": [6], "positive": [6, 6]}], sequence_ids=[4, 2])
         assert batch.roles == (0, 1, 1, 2, 2, 0, 1)
         assert batch.lengths == (2, 1, 2, 1, 2, 1, 2)
         assert batch.sequence_ids == (4, 4, 4, 4, 4, 2, 2)
@@ -127,14 +129,14 @@ def test_parts_are_sequences_for_targets_counts_and_scales() -> None:
 
 
 def test_a_step_holds_whole_examples_on_each_rank() -> None:
-    found = []
+    examples = []
     for rank in range(2):
         data = THDDataModule(RECORDS, capacity=96, global_batch=Sequences(9))
         data.attach(rank=rank, ranks=2)
         batches = batches_of(data)
         assert all(sum(batch.lengths) <= 96 for batch in batches)
-        found += [example for batch in batches for example in examples_of(batch)]
-    assert sorted(found) == wanted(RECORDS)
+        examples += [example for batch in batches for example in examples_of(batch)]
+    assert sorted(examples) == wanted(RECORDS)
 
 
 def test_the_data_module_resumes_inside_an_epoch() -> None:

@@ -27,7 +27,7 @@ def pack_by_hand(samples: list[dict[str, Any]], form: str, *, pad: int = 0) -> d
     lengths = [len(sample["input_ids"]) for sample in samples]
     row: dict[str, Any] = {"input_ids": [*ids, *[9] * pad], "labels": [*labels, *[-100] * pad]}
     if form == "position_ids":
-        row["position_ids"] = [*(at for n in lengths for at in range(n)), *[0] * pad]
+        row["position_ids"] = [*(position for n in lengths for position in range(n)), *[0] * pad]
         row["attention_mask"] = [*[1] * len(ids), *[0] * pad]
     else:
         row[form] = [0, *np.cumsum(lengths).tolist()] if form == "cu_seqlens" else lengths
@@ -51,16 +51,16 @@ def test_every_format_gives_the_sequences_back(lengths: list[int], form: str, pa
         for row in rows:
             row |= {"labels": None, "label": None}
     assert holds_packs(rows)
-    found = open_packed(rows)
-    assert len(found) == len(samples)
+    unpacked = open_packed(rows)
+    assert len(unpacked) == len(samples)
     for i, sample in enumerate(samples):
-        assert found[i]["input_ids"].tolist() == sample["input_ids"].tolist()
-        assert ("labels" in found[i]) == labels
+        assert unpacked[i]["input_ids"].tolist() == sample["input_ids"].tolist()
+        assert ("labels" in unpacked[i]) == labels
         if labels:
-            assert found[i]["labels"].tolist() == sample["labels"].tolist()
-    assert found.row.tolist() == [int(i >= 3) for i in range(len(samples))]
+            assert unpacked[i]["labels"].tolist() == sample["labels"].tolist()
+    assert unpacked.row.tolist() == [int(i >= 3) for i in range(len(samples))]
     expected = [int((s["labels"][1:] != -100).sum()) if labels else len(s["labels"]) - 1 for s in samples]
-    assert build_index(found).loss_tokens.tolist() == expected == found.loss_tokens.tolist()
+    assert build_index(unpacked).loss_tokens.tolist() == expected == unpacked.loss_tokens.tolist()
 
 
 def rows_of(samples: list[dict[str, Any]], each: int = 5) -> list[dict[str, Any]]:
@@ -151,15 +151,15 @@ def test_files_of_packs_are_read_back(tmp_path: Path, form: str) -> None:
     rows = [pack_by_hand(samples[i : i + 5], form, pad=3) for i in range(0, 70, 5)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "packs.parquet")
     back = open_source(tmp_path / "packs.parquet")
-    found = [(s["input_ids"].tolist(), s["labels"].tolist()) for s in (back[i] for i in range(len(back)))]
-    assert found == [(s["input_ids"].tolist(), s["labels"].tolist()) for s in samples]
+    read = [(s["input_ids"].tolist(), s["labels"].tolist()) for s in (back[i] for i in range(len(back)))]
+    assert read == [(s["input_ids"].tolist(), s["labels"].tolist()) for s in samples]
 
 
 def test_two_threads_may_read_at_once() -> None:
-    found = open_packed([{"input_ids": ids, "lengths": [2]} for ids in ([1, 2], [3, 4])])
-    found.lengths = lengths = MagicMock()
-    lengths.__getitem__.side_effect = lambda i: 2 if i else (found[1], 2)[1]  # a thread reads row 1 meanwhile
-    assert found[0]["input_ids"].tolist() == [1, 2]
+    packs = open_packed([{"input_ids": ids, "lengths": [2]} for ids in ([1, 2], [3, 4])])
+    packs.lengths = lengths = MagicMock()
+    lengths.__getitem__.side_effect = lambda i: 2 if i else (packs[1], 2)[1]  # a thread reads row 1 meanwhile
+    assert packs[0]["input_ids"].tolist() == [1, 2]
 
 
 def test_padding_that_positions_make_sequences_is_left_out() -> None:

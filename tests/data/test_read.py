@@ -141,8 +141,8 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
 
 @pytest.mark.parametrize("case", TEXTS)
 def test_text_is_read_as_it_is_meant(case: str, tmp_path: Path) -> None:
-    name, content, wanted = TEXTS[case]
-    assert texts(write(tmp_path, name, content)) == wanted
+    name, content, expected = TEXTS[case]
+    assert texts(write(tmp_path, name, content)) == expected
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -357,15 +357,15 @@ def test_chunks_of_any_size_give_every_line_once(
 
 
 def test_any_number_of_processes_gives_the_same_store(tmp_path: Path) -> None:
-    given = [f"document {i} " * (i % 7) for i in range(500)]
-    file = write(tmp_path, "d.jsonl", lines(*({"text": text} for text in given)))
+    texts = [f"document {i} " * (i % 7) for i in range(500)]
+    file = write(tmp_path, "d.jsonl", lines(*({"text": text} for text in texts)))
     tokenizer = ByteTokenizer()
     for num_workers in (0, 2):
         chunks = file_chunks(find_files(file), chunk_bytes=1000)
         parts = tokenize(chunks, Encoder(tokenizer=tokenizer, kind="text"), num_workers=num_workers)
         store = cached_store(None, lambda first, parts=parts: parts, cache_dir=tmp_path)
         assert store.tokens.dtype == np.uint16
-        assert [row["input_ids"].tolist() for row in store] == [tokenizer(text).tolist() for text in given]
+        assert [row["input_ids"].tolist() for row in store] == [tokenizer(text).tolist() for text in texts]
     write(tmp_path, "d.jsonl", A * 300 + b'{"text": 1}\n')
     with pytest.raises(ValueError, match=r"d\.jsonl, line 301: the value of the key 'text'"):
         open_source(file, num_workers=2)

@@ -97,7 +97,8 @@ def test_text_and_prompts_are_two_sources(container: str, tmp_path: Path) -> Non
     data.setup("fit")
     learned = set()
     for batch in data.train_dataloader():
-        ids, targets = batch.unpack(batch.input_ids), batch.unpack(batch.targets)
+        ids = batch.unpack(batch.input_ids)
+        targets = batch.unpack(batch.targets)
         learned |= {(len(row), int((of_row != -100).sum())) for row, of_row in zip(ids, targets, strict=True)}
     assert learned == {(4, 3), (4, 2)}  # "abc" and EOS; "c" and EOS behind a prompt
 
@@ -108,8 +109,8 @@ def test_a_cut_sequence_without_targets_is_dropped_and_counted(container: str, t
     data = THDDataModule(source, capacity=16, global_batch=Packs(1), cache_dir=tmp_path, oversize="truncate")
     data.setup("fit")
     loader = data.train_dataloader()
-    found = [ids.tolist() for b in loader for ids in b.unpack(b.input_ids)]
-    assert found[0] == [1, 2, 3]
+    sequences = [ids.tolist() for b in loader for ids in b.unpack(b.input_ids)]
+    assert sequences[0] == [1, 2, 3]
     counts = loader.counts or data.counts["train"]
     assert counts["truncated_without_targets"] == 1
     assert (counts["truncated"], counts["tokens_lost"]) == (0, 20)
@@ -138,16 +139,18 @@ def test_null_arguments_are_the_same_from_a_list_and_a_file(tmp_path: Path) -> N
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     rows = [{"messages": [{"role": "user", "content": "a"}, answer]}]
     tokenizer = make_tokenizer(CALLING)
-    found = [
+    of_sources = [
         read(CONTAINERS[name](rows, tmp_path), tmp_path, tokenizer=tokenizer, capacity=256)
         for name in ("list", "jsonl", "stream")
     ]
-    assert found[0] == found[1] == found[2]
-    assert '"a": null' in tokenizer.decode(found[0][0])
+    assert of_sources[0] == of_sources[1] == of_sources[2]
+    assert '"a": null' in tokenizer.decode(of_sources[0][0])
 
 
 def test_faults_of_files_are_named(tmp_path: Path) -> None:
-    blank, full, table = tmp_path / "blank.jsonl", tmp_path / "full.jsonl", tmp_path / "a.csv"
+    blank = tmp_path / "blank.jsonl"
+    full = tmp_path / "full.jsonl"
+    table = tmp_path / "a.csv"
     blank.write_text(" \n")
     full.write_text('{"text": "abc"}\n')
     table.write_text("text;label\nabc;1\n")
@@ -174,9 +177,9 @@ def test_bos_is_not_added_to_a_text_that_begins_with_it(tmp_path: Path) -> None:
     rows = read([{"text": "<|user|>blue"}, {"text": "blue"}], tmp_path, tokenizer=tokenizer)
     assert rows[0] == rows[1]
     rows = [{"prompt": f"{start}two", "completion": "four"} for start in ("<|user|>", "")]
-    found = read(rows, tmp_path, tokenizer=tokenizer)
-    assert found[0] == found[1]
-    assert found[0].count(bos) == 1
+    ids_of_rows = read(rows, tmp_path, tokenizer=tokenizer)
+    assert ids_of_rows[0] == ids_of_rows[1]
+    assert ids_of_rows[0].count(bos) == 1
 
 
 def test_grey_images_of_sixteen_bits_keep_their_range() -> None:

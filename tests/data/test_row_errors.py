@@ -173,9 +173,9 @@ def columns_of(rows: list[dict[str, Any]], folder: Path, suffix: str) -> str:
 @pytest.mark.filterwarnings("ignore:The stream cannot save its position")
 def test_null_ids_beside_messages_are_a_conversation(tmp_path: Path, container: str) -> None:
     tokenizer = make_tokenizer()
-    [wanted] = read([{"messages": TALK}], tmp_path / "plain", tokenizer=tokenizer, vocab_size=None)
+    [expected] = read([{"messages": TALK}], tmp_path / "plain", tokenizer=tokenizer, vocab_size=None)
     source = CONTAINERS[container]([{"input_ids": None, "messages": TALK}] * 2, tmp_path)
-    assert read(source, tmp_path, tokenizer=tokenizer, vocab_size=None) == [wanted, wanted]
+    assert read(source, tmp_path, tokenizer=tokenizer, vocab_size=None) == [expected, expected]
 
 
 @pytest.mark.parametrize("container", ["jsonl", "stream of lines"])

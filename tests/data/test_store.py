@@ -197,10 +197,10 @@ class Named(list[dict[str, Any]]):
 @pytest.mark.filterwarnings("ignore:1 bad rows are left out")
 def test_counts_that_skip_rows_of_two_sequences_are_not_those_of_packed_off(tmp_path: Path) -> None:
     rows = Named([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "position_ids": [0, 0]}])
-    for packed, wanted in (("auto", [2, 0]), ("off", [2, 2])):
+    for packed, expected in (("auto", [2, 0]), ("off", [2, 2])):
         data = THDDataModule(rows, capacity=4, packed=packed, on_error="skip", cache_dir=tmp_path)
         data.setup("fit")
-        assert data._sets["train"].index.lengths.tolist() == wanted
+        assert data._sets["train"].index.lengths.tolist() == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -232,10 +232,10 @@ def counted(samples: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_are_counted(labels: bool, num_workers: int) -> None:
     samples = WithLengths(sequences(300, labels=labels))
-    wanted = counted(samples)
-    for samples.lengths, samples.loss_tokens in ((None, None), (wanted[0], None), wanted):
+    expected = counted(samples)
+    for samples.lengths, samples.loss_tokens in ((None, None), (expected[0], None), expected):
         index = build_index(samples, num_workers=num_workers)
-        assert (index.lengths.tolist(), index.loss_tokens.tolist()) == wanted
+        assert (index.lengths.tolist(), index.loss_tokens.tolist()) == expected
 
 
 @given(
@@ -259,16 +259,16 @@ def test_pieces_are_read_and_counted_with_their_targets(
             for i, start, stop, sample in pieces:
                 assert np.array_equal(sample["input_ids"], samples[i]["input_ids"][start:stop])
                 source = sample.get("labels", sample["input_ids"])
-                found = [*source[1:], sample.get("next_label", -100)]
+                piece_targets = [*source[1:], sample.get("next_label", -100)]
                 if oversize == "split":  # no target is lost, and none comes twice
-                    for at, target in enumerate(found, start=int(start)):
-                        assert at not in targets.setdefault(int(i), {})
-                        targets[int(i)][at] = int(target)
-                total += sum(int(target) != -100 for target in found)
+                    for place, target in enumerate(piece_targets, start=int(start)):
+                        assert place not in targets.setdefault(int(i), {})
+                        targets[int(i)][place] = int(target)
+                total += sum(int(target) != -100 for target in piece_targets)
             assert index.loss_weights(samples, spans)[0].sum() == total
     for i, found_targets in targets.items():
         source = samples[i].get("labels", samples[i]["input_ids"])
-        assert [found_targets[at] for at in range(len(source))] == [*source[1:].tolist(), -100]
+        assert [found_targets[place] for place in range(len(source))] == [*source[1:].tolist(), -100]
 
 
 def test_lengths_that_do_not_match_are_refused() -> None:

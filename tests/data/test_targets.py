@@ -271,8 +271,8 @@ def test_a_classifiers_own_loss_is_the_mean_over_the_batch(
         assert extra.shape[0] == 3
         assert extra.dtype == (torch.int64 if number == 3 else torch.float32)
         batch = batch.replace(extras={"labels": extra.double() if number < 3 else extra})
-        found = loss_of(model, **batch.hf_kwargs())
-        assert found == pytest.approx(one_by_one(model, batch), rel=1e-9)
+        loss = loss_of(model, **batch.hf_kwargs())
+        assert loss == pytest.approx(one_by_one(model, batch), rel=1e-9)
 
 
 def test_a_causal_loss_looks_past_the_labels_of_sequences() -> None:
@@ -337,18 +337,18 @@ SOURCES = ["list", "columns", "scalar labels", "scalar labels in a list", "strea
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_labels_reach_the_model_from_every_source(source: str, tmp_path: Path) -> None:
-    given = rows(24)
+    samples = rows(24)
     train: Any = {
-        "list": lambda: given,
-        "columns": lambda: columns(given, "label"),
-        "scalar labels": lambda: columns(given, "labels"),
+        "list": lambda: samples,
+        "columns": lambda: columns(samples, "label"),
+        "scalar labels": lambda: columns(samples, "labels"),
         "scalar labels in a list": lambda: [
-            {"input_ids": r["input_ids"], "labels": r["label"]} for r in given
+            {"input_ids": r["input_ids"], "labels": r["label"]} for r in samples
         ],
-        "stream": lambda: lambda: iter(given),
-        "parquet": lambda: parquet(given, tmp_path),
+        "stream": lambda: lambda: iter(samples),
+        "parquet": lambda: parquet(samples, tmp_path),
     }[source]()
-    by_ids = {tuple(row["input_ids"]): row["label"] for row in given}
+    by_ids = {tuple(row["input_ids"]): row["label"] for row in samples}
     seen = 0
 
     class Checks(Classifies):
@@ -365,12 +365,12 @@ def test_labels_reach_the_model_from_every_source(source: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("source", ["rows", "jsonl", "columns", "parquet", "mixture"])
 def test_names_of_classes_are_refused_for_a_classifier(source: str, tmp_path: Path) -> None:
-    given = [{"text": "good", "label": "pos"}, {"text": "bad", "label": "neg"}]
+    records = [{"text": "good", "label": "pos"}, {"text": "bad", "label": "neg"}]
     ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "label": ["pos", "neg"]})
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     ids.to_parquet(tmp_path / "a.parquet")
     mixture = {"a": (str(tmp_path / "a.jsonl"), 1.0)}
-    made: dict[str, Any] = {"rows": given, "columns": ids, "mixture": mixture}
+    made: dict[str, Any] = {"rows": records, "columns": ids, "mixture": mixture}
     train = made.get(source, str(tmp_path / f"a.{source}"))
     data = THDDataModule(train, capacity=40, cache_dir=tmp_path, tokenizer=lambda text: [1] * len(text))
     with pytest.raises(ValueError, match="label='pos'.*wanted one finite|label='pos', but BertForSequence"):
@@ -379,17 +379,17 @@ def test_names_of_classes_are_refused_for_a_classifier(source: str, tmp_path: Pa
 
 def test_the_mean_of_an_evaluation_is_that_over_its_sequences() -> None:
     module = Classifies()
-    given = rows(30)
-    [found] = make_trainer().validate(module, THDDataModule(val=given, capacity=64), verbose=False)
-    whole = loss_of(module.model.eval(), **THDBatch.collate(given).hf_kwargs())
-    assert found["val/loss"] == pytest.approx(whole, rel=1e-6)
+    samples = rows(30)
+    [logged] = make_trainer().validate(module, THDDataModule(val=samples, capacity=64), verbose=False)
+    whole = loss_of(module.model.eval(), **THDBatch.collate(samples).hf_kwargs())
+    assert logged["val/loss"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_long_labelled_sequences_are_truncated_but_never_split() -> None:
-    given = [*rows(6), {"input_ids": [3] * 50, "label": 1}]
-    make_trainer().fit(Classifies(), THDDataModule(given, capacity=40, oversize="truncate"))
+    samples = [*rows(6), {"input_ids": [3] * 50, "label": 1}]
+    make_trainer().fit(Classifies(), THDDataModule(samples, capacity=40, oversize="truncate"))
     with pytest.raises(ValueError, match=r"50 tokens\) has a label: set oversize='truncate'"):
-        make_trainer().fit(Classifies(), THDDataModule(given, capacity=40, oversize="split"))
+        make_trainer().fit(Classifies(), THDDataModule(samples, capacity=40, oversize="split"))
 
 
 def test_an_empty_microbatch_of_labelled_data_has_a_loss_of_zero() -> None:
@@ -397,10 +397,10 @@ def test_an_empty_microbatch_of_labelled_data_has_a_loss_of_zero() -> None:
     from lightning_thd.data.store.index import build_index
     from lightning_thd.packing import Spans
 
-    given = rows(3)
+    samples = rows(3)
     nothing = np.empty(0, np.int64)
     spans = Spans(index=nothing, start=nothing, stop=nothing, continued=nothing.astype(bool))
-    batch = BatchMaker(dataset=given, index=build_index(given)).batch(spans)
+    batch = BatchMaker(dataset=samples, index=build_index(samples)).batch(spans)
     assert batch.hf_kwargs()["labels"].shape == (0,)
     loss = classifier("bert", 2)(**batch.hf_kwargs()).loss
     assert loss.item() == 0.0
@@ -415,9 +415,9 @@ def test_pooled_rows_are_those_of_every_sequence(how: Any, options: dict[str, An
     batch = THDBatch.collate([{"input_ids": ids} for ids in IDS], **options)
     x = torch.randn(len(batch.input_ids), 4, dtype=torch.float64, requires_grad=True)
     by_hand = {"last": lambda row: row[-1], "mean": lambda row: row.mean(0), "first": lambda row: row[0]}
-    wanted = torch.stack([by_hand[how](row) for row in batch.unpack(x)])
-    for given in (x, x[None]):
-        assert torch.allclose(batch.pool(given, how), wanted, rtol=1e-12)
+    expected = torch.stack([by_hand[how](row) for row in batch.unpack(x)])
+    for hidden in (x, x[None]):
+        assert torch.allclose(batch.pool(hidden, how), expected, rtol=1e-12)
     assert batch.pool(x.detach().bfloat16(), how).dtype == torch.bfloat16
     batch.pool(x, how).sum().backward()
     assert x.grad is not None

@@ -108,8 +108,8 @@ def test_hooks_of_the_users_module_run(mixed: bool) -> None:
         return module.outputs[0]
 
     with pytest.warns(UserWarning, match="on_before_batch_transfer"):  # Lightning's own
-        found = first_loss(Doubles())
-    assert found == pytest.approx(2 * first_loss(TinyModule()), rel=1e-12)
+        loss = first_loss(Doubles())
+    assert loss == pytest.approx(2 * first_loss(TinyModule()), rel=1e-12)
 
 
 def test_a_subclass_brings_loaders_of_its_own() -> None:
@@ -236,14 +236,14 @@ def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None
 
     module = TinyModule()
     whole = TinyModule()
-    given = data()
+    datamodule = data()
     trainer = make_trainer(max_epochs=-1, max_steps=2)
     for until in (2, 4, 5):
         trainer.fit_loop.epoch_loop.max_steps = until
-        trainer.fit(module, given)
+        trainer.fit(module, datamodule)
     make_trainer(max_epochs=-1, max_steps=5).fit(whole, data())
     assert module.seen == whole.seen
-    make_trainer(max_epochs=-1, max_steps=2).fit(module, given)
+    make_trainer(max_epochs=-1, max_steps=2).fit(module, datamodule)
     assert module.seen[5:] == whole.seen[:2]
 
 
@@ -286,7 +286,9 @@ def test_tokens_of_a_mixtures_sources_go_on_after_a_resume(streamed: bool, tmp_p
     assert min(whole.values()) > 0
 
 
-LENGTH, ROWS, EPOCHS = 4, 7, 2
+LENGTH = 4
+ROWS = 7
+EPOCHS = 2
 LIMITS = ("none", "below", "above", "not a multiple")
 
 
@@ -345,7 +347,7 @@ class Records(L.LightningModule):
         if self.folder is not None:
             path = self.folder / f"{name}{len(self.saved)}.ckpt"
             self.trainer.save_checkpoint(path)
-            whole = [at for at, event in enumerate(self.events, 1) if event == "step"]
+            whole = [number for number, event in enumerate(self.events, 1) if event == "step"]
             self.saved[path] = whole[-1] if whole else 0
 
     def configure_optimizers(self) -> Any:
@@ -390,11 +392,11 @@ def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[s
     for path, begun in whole.saved.items():
         if only and path.stem not in only:
             continue
-        for epochs, wanted in ((EPOCHS, whole.events), (EPOCHS + 1, longer.events)):
+        for epochs, expected in ((EPOCHS, whole.events), (EPOCHS + 1, longer.events)):
             resumed = Records()
             fit(resumed, kind, accumulate, limit, epochs=epochs, path=path)
-            assert resumed.events == wanted[begun:], f"{path.stem}, {epochs} epochs"
-            steps = range(wanted[:begun].count("step"), wanted.count("step"))
+            assert resumed.events == expected[begun:], f"{path.stem}, {epochs} epochs"
+            steps = range(expected[:begun].count("step"), expected.count("step"))
             assert resumed.logger_of_steps.steps == [*steps], f"{path.stem}, {epochs} epochs"
             tried += 1
     return tried
@@ -506,13 +508,13 @@ def fit_until_stopped(folder: str) -> tuple[dict[str, float], int, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_callbacks_stop_and_save_by_the_metric_of_a_named_set(ranks: int, tmp_path: Path) -> None:
-    wanted = {}
+    expected = {}
     with torch.no_grad():
         for name, rows in SETS.items():
             losses = [nll(TinyModule().model, row) for row in rows]
-            wanted[f"val/loss/{name}"] = float(sum(x for x, _ in losses)) / sum(n for _, n in losses)
+            expected[f"val/loss/{name}"] = float(sum(x for x, _ in losses)) / sum(n for _, n in losses)
     for metrics, epochs, kept in run_ranks(fit_until_stopped, ranks, str(tmp_path)):
-        assert metrics == pytest.approx(wanted, rel=1e-6)
+        assert metrics == pytest.approx(expected, rel=1e-6)
         assert epochs == 3  # the first and two that were no better
         assert kept == "best-epoch=0.ckpt"
 

@@ -109,9 +109,9 @@ def test_layers_that_share_keys_and_streams(family: str, change: str) -> None:
     model = meta_model(config)
     {**CHANGES, "lora": partial(add_lora, targets=ALL_PROJECTIONS)}[change](model)
     flops = FlopsModel.from_config(config, causal="full", router=True).for_module(model)
-    found = flops.training_flops(SeqStats.from_lengths([TOTAL], windows=flops.windows)).hardware
+    flops_of_step = flops.training_flops(SeqStats.from_lengths([TOTAL], windows=flops.windows)).hardware
     exact = change == "everything" or family == "gemma4_unified_text"
-    assert found == pytest.approx(torchs(model), rel=0 if exact else 0.03)
+    assert flops_of_step == pytest.approx(torchs(model), rel=0 if exact else 0.03)
 
 
 _ENCODER_PARTS = {  # in and out of the MLP, and out of attention

@@ -50,8 +50,10 @@ _ALWAYS = (
 
 
 def marked(families: Iterable[str]) -> list[Any]:
-    known = [family for family in families if family in CONFIG_MAPPING]  # transformers 5.19 lacks some
-    return [family if family in _ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in known]
+    present = [family for family in families if family in CONFIG_MAPPING]  # transformers 5.19 lacks some
+    return [
+        family if family in _ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in present
+    ]
 
 
 def forward_by_name(model: FlopsModel, total: int) -> dict[str, int]:
@@ -239,7 +241,11 @@ def test_gated_delta_net_equals_megatrons_formula() -> None:
     """6T[h(2qk + 2v + 2nv) + k(2qk + v) + 4 nv dv^2 + hv] where key and value heads are of one size."""
     from lightning_thd.flops.families.parts import gated_delta
 
-    hidden, qk_heads, v_heads, dim, kernel = 96, 2, 4, 14, 4
+    hidden = 96
+    qk_heads = 2
+    v_heads = 4
+    dim = 14
+    kernel = 4
     qk = qk_heads * dim
     value = v_heads * dim
     formula = (
@@ -283,8 +289,8 @@ def test_cross_attention_counts_queries_times_what_they_read() -> None:
     keys = [10, 4]
     flops = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=keys))
     pairs = sum(1 for q, k in zip(queries, keys, strict=True) for _ in range(q) for _ in range(k))
-    own = sum(n * (n + 1) // 2 for n in queries)
-    assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own)
+    own_pairs = sum(n * (n + 1) // 2 for n in queries)
+    assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own_pairs)
     no_image = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=[0, 0]))
     assert flops.linear - no_image.linear == 2 * 2 * 96 * 2 * 16 * sum(keys)
 

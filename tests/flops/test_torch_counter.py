@@ -39,7 +39,10 @@ def test_a_decoder_longer_than_the_batch_counts_all_its_pairs() -> None:
 
 def test_grouped_products_count_every_row_once() -> None:
     """torch's counter has no formula for them: a mixture of experts would count as its attention alone."""
-    rows, inner, out, groups = 12, 16, 24, 3
+    rows = 12
+    inner = 16
+    out = 24
+    groups = 3
     hidden = torch.randn(rows, inner, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(groups, inner, out, dtype=torch.bfloat16, requires_grad=True)
     offsets = torch.tensor([4, 5, 12], dtype=torch.int32)
@@ -68,13 +71,15 @@ def test_experts_that_transformers_groups_are_counted() -> None:
     counted = FlopsModel.from_module(model, step, stats=SeqStats.from_lengths([16]))
     experts = 2 * 2 * 3 * 32 * 48  # layers, experts of a token, products
     dense = sum(child.weight.numel() for child in model.modules() if isinstance(child, nn.Linear))
-    found = counted.training_flops(SeqStats.from_lengths([16]))
-    assert found.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02)
-    assert found.attention > 0
+    flops = counted.training_flops(SeqStats.from_lengths([16]))
+    assert flops.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02)
+    assert flops.attention > 0
 
 
 def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
-    heads, size, total = 2, 16, 32
+    heads = 2
+    size = 16
+    total = 32
     qkv = [torch.randn(1, heads, total, size, requires_grad=True) for _ in range(3)]
     weight = torch.randn(size, size)
 
@@ -83,15 +88,17 @@ def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
         (out @ weight).sum().backward()
 
     stats = SeqStats.from_lengths([total])
-    found = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
-    assert found.attention == 3 * 2 * heads * 2 * size * total**2 // 2
+    flops = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
+    assert flops.attention == 3 * 2 * heads * 2 * size * total**2 // 2
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_fused_loss_counts_its_gradients_once_however_often_they_are_computed(passes: int) -> None:
     from lightning_thd.loss import fused_linear_cross_entropy
 
-    tokens, size, vocabulary = 16, 8, 32
+    tokens = 16
+    size = 8
+    vocabulary = 32
     hidden = torch.randn(tokens, size, requires_grad=True)
     weight = nn.Parameter(torch.randn(vocabulary, size))
     targets = torch.randint(0, vocabulary, (tokens,))
@@ -109,7 +116,9 @@ def test_a_fused_loss_counts_its_gradients_once_however_often_they_are_computed(
 def test_our_cpu_kernel_counts_its_sequences_and_not_the_pack() -> None:
     from lightning_thd import varlen_attention
 
-    heads, size, lengths = 2, 16, [20, 12]
+    heads = 2
+    size = 16
+    lengths = [20, 12]
     qkv = [torch.randn(32, heads, size, requires_grad=True) for _ in range(3)]
     cu = torch.tensor([0, 20, 32], dtype=torch.int32)
     weight = torch.randn(size, size)
@@ -119,8 +128,8 @@ def test_our_cpu_kernel_counts_its_sequences_and_not_the_pack() -> None:
         (out @ weight).sum().backward()
 
     stats = SeqStats.from_lengths(lengths)
-    found = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
-    assert found.attention == 3 * 2 * heads * 2 * size * sum(n * n for n in lengths) // 2
+    flops = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
+    assert flops.attention == 3 * 2 * heads * 2 * size * sum(n * n for n in lengths) // 2
 
 
 WEIGHTS = [nn.Parameter(torch.eye(6) * (1 + i)) for i in range(3)]

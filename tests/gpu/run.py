@@ -51,9 +51,9 @@ class Waits:
             for frame in traceback.extract_stack()
             if frame.filename not in (__file__, warnings.__file__)
         ]
-        own = [x for x in frames if x.filename.startswith(_PACKAGE) or x.filename == self._script]
-        lines = [f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in (*own[-1:], *frames[-1:])]
-        package = "ours" if own and "/lightning_thd/" in own[-1].filename else "others"
+        of_script = [x for x in frames if x.filename.startswith(_PACKAGE) or x.filename == self._script]
+        lines = [f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in (*of_script[-1:], *frames[-1:])]
+        package = "ours" if of_script and "/lightning_thd/" in of_script[-1].filename else "others"
         self._rows.append((self.steps, f"{package}: {' < '.join(dict.fromkeys(lines))}"))
 
     def found(self) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def main() -> None:
         runpy.run_path(args.script, run_name="__main__")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        found = waits.found()
+        report = waits.found()
         if args.json:
-            Path(args.json).write_text(json.dumps(found))
-        sys.stdout.write(json.dumps(found, indent=1))
+            Path(args.json).write_text(json.dumps(report))
+        sys.stdout.write(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def test_example(name: str, tmp_path: Path) -> None:
     text = (EXAMPLES / name).read_text()
     arguments = ["--steps", str(STEPS)] if "--steps" in text else []
     arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
-    found = run(EXAMPLES / name, *arguments, out=tmp_path)
-    assert not ours(found, *WAITS.get(name, ())), found["waits"]
+    report = run(EXAMPLES / name, *arguments, out=tmp_path)
+    assert not ours(report, *WAITS.get(name, ())), report["waits"]
 
 
 @pytest.mark.parametrize("precision", [None, "32-true", "16-mixed", "bf16-true", "64-true"])
@@ -65,7 +65,7 @@ def test_readme(precision: str | None, tmp_path: Path) -> None:
     if precision:
         text = text.replace("L.Trainer(", f"L.Trainer(precision={precision!r}, ")
     (tmp_path / "readme.py").write_text(text)
-    found = run(tmp_path / "readme.py", out=tmp_path)
-    assert found["steps"] >= STEPS - 2 * (precision == "16-mixed")  # GradScaler leaves out steps
-    assert not ours(found), found["waits"]
-    assert precision or "precision='bf16-mixed'" in found["printed"]
+    report = run(tmp_path / "readme.py", out=tmp_path)
+    assert report["steps"] >= STEPS - 2 * (precision == "16-mixed")  # GradScaler leaves out steps
+    assert not ours(report), report["waits"]
+    assert precision or "precision='bf16-mixed'" in report["printed"]

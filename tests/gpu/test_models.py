@@ -20,7 +20,8 @@ from tests.models.families import FAMILIES
 from tests.models.matrix import thd_model
 
 pytestmark = ON_GPU
-RELATIVE, ABSOLUTE = 2e-4, 1e-6
+RELATIVE = 2e-4
+ABSOLUTE = 1e-6
 register_thd()
 
 
@@ -28,18 +29,18 @@ register_thd()
 def test_loss(make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given: Any) -> None:
     here = make()
     there = make().cuda()
-    wanted, gradients = run(here, loss, given)
+    expected, gradients = run(here, loss, given)
     moved = given.to("cuda")
     run(there, loss, moved)
     again = given.to("cuda")
     torch.cuda.synchronize()
     with no_waiting():
-        value, found = run(there, loss, again)
-    torch.testing.assert_close(value.cpu(), wanted, rtol=RELATIVE, atol=ABSOLUTE)
-    assert found.keys() == gradients.keys()
+        value, actual = run(there, loss, again)
+    torch.testing.assert_close(value.cpu(), expected, rtol=RELATIVE, atol=ABSOLUTE)
+    assert actual.keys() == gradients.keys()
     for name, gradient in gradients.items():
         near = {"rtol": RELATIVE, "atol": ABSOLUTE + RELATIVE * float(gradient.abs().max())}
-        torch.testing.assert_close(found[name].cpu(), gradient, **near)
+        torch.testing.assert_close(actual[name].cpu(), gradient, **near)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -52,13 +53,13 @@ def test_compiled_model(backend: str, dtype: torch.dtype) -> None:
     counters.clear()
     model = thd_model("qwen3").to("cuda", dtype).train()
     for batch in (pack.to("cuda") for pack in matrix.packs() * 2):
-        found = []
+        runs = []
         for way in (model, torch.compile(model, backend=backend)):
             model.zero_grad()
             loss = causal_lm_loss(way, batch)
             loss.backward()
-            found.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
-        errors = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+            runs.append([loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
+        errors = [float((a - b).norm() / a.norm()) for a, b in zip(*runs, strict=True)]
         assert max(errors) < (1e-5 if dtype is torch.float32 else 3e-2)
     assert all("_outside_compile" in place for place in counters["graph_break"])  # the head, by design
 
@@ -71,7 +72,7 @@ def test_family(name: str) -> None:
     for batch in (pack.to("cuda") for pack in matrix.packs()):
         logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
         targets += batch.unpack(batch.targets)
-    found = matrix.result_of(model, logits, targets)
-    gradients = {key: value.cpu() for key, value in found.gradients.items()}
-    here = matrix.Result([x.cpu() for x in found.logits], found.loss.cpu(), gradients)
+    result = matrix.result_of(model, logits, targets)
+    gradients = {key: value.cpu() for key, value in result.gradients.items()}
+    here = matrix.Result([x.cpu() for x in result.logits], result.loss.cpu(), gradients)
     matrix.assert_same(here, matrix.oracle(name)[1], tolerance=1e-5)

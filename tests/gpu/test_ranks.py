@@ -31,8 +31,8 @@ def train(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout(name: str) -> None:
-    found = run_ranks(train, LAYOUTS[name][1].world, name, kind="nccl", timeout_s=300.0)
-    check_layout(name, found, dtype_of(name))
+    ranks = run_ranks(train, LAYOUTS[name][1].world, name, kind="nccl", timeout_s=300.0)
+    check_layout(name, ranks, dtype_of(name))
 
 
 class Counted(jobs.Job):
@@ -49,11 +49,11 @@ class Counted(jobs.Job):
 
 def train_in_graphs() -> dict[str, Any]:
     graphs = CUDAGraphCallback(max_sequences=(12, 24), require=True)
-    found = jobs.train(*GRAPHS, {"callbacks": [graphs]}, Counted)
-    return {**found, "captured": graphs.stats.replays + graphs.stats.fallbacks["slower"]}
+    trained = jobs.train(*GRAPHS, {"callbacks": [graphs]}, Counted)
+    return {**trained, "captured": graphs.stats.replays + graphs.stats.fallbacks["slower"]}
 
 
 def test_graphs_on_two_ranks() -> None:
-    found = run_ranks(train_in_graphs, 2, kind="nccl", timeout_s=300.0)
-    check(*GRAPHS, found)
-    assert all(rank["captured"] > 0 for rank in found)
+    ranks = run_ranks(train_in_graphs, 2, kind="nccl", timeout_s=300.0)
+    check(*GRAPHS, ranks)
+    assert all(rank["captured"] > 0 for rank in ranks)

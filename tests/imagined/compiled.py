@@ -19,7 +19,8 @@ from lightning_thd.parallel.fsdp import layers_of
 from tests.cuda_graph.support import random_batch
 from tests.imagined.gpu import data, imagined_gpu
 
-PACKS, LAYERS = 40, 3
+PACKS = 40
+LAYERS = 3
 BUCKETS = make_buckets((8, 11, 14), slots=128, max_seqlen=24)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 RUNS: Counter[bool] = Counter()  # compiled graphs that ran, by whether a CUDA graph was being captured
@@ -43,7 +44,7 @@ def counted(graph: Any, inputs: Any) -> Any:
 
 
 def losses_and_gradients(step: Any, model: Any) -> list[torch.Tensor]:
-    found = []
+    tensors = []
     for seed in range(PACKS):
         batch = random_batch(seed).to("cuda")
         if batch.input_ids.numel() < 2:
@@ -51,8 +52,8 @@ def losses_and_gradients(step: Any, model: Any) -> list[torch.Tensor]:
         model.zero_grad()
         loss = step(batch)
         loss.backward()
-        found += [data(loss.detach()).clone(), *(data(p.grad).clone() for p in model.parameters())]
-    return found
+        tensors += [data(loss.detach()).clone(), *(data(p.grad).clone() for p in model.parameters())]
+    return tensors
 
 
 def main(dtype: torch.dtype) -> None:
@@ -61,13 +62,13 @@ def main(dtype: torch.dtype) -> None:
     config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=LAYERS)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="thd", dtype=dtype).train()
-    wanted = losses_and_gradients(lambda batch: causal_lm_loss(model, batch), model)
+    expected = losses_and_gradients(lambda batch: causal_lm_loss(model, batch), model)
     backend = Untimed(compiler=aot_autograd(fw_compiler=counted, bw_compiler=counted))
     options: Any = {"require": True, "compile_layers": True, "keep_gradients": False}
     step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS, backend=backend, **options)
-    found = losses_and_gradients(step, model)
-    largest = max(float(x.double().norm()) for x in wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = losses_and_gradients(step, model)
+    largest = max(float(x.double().norm()) for x in expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         error = float((ours.double() - theirs.double()).norm())
         assert error <= TOLERANCES[dtype] * max(float(theirs.double().norm()), 1e-2 * largest), error
     assert step.stats.replays > PACKS // 2, step.stats

@@ -36,7 +36,9 @@ class Log:
         self.uploads = []
         self.read_steps = []
         self.upload_steps = []
-        self.counting, self.sync_mode, self.step = True, 0, 0
+        self.counting = True
+        self.sync_mode = 0
+        self.step = 0
 
     def clear(self):
         for x in (self.reads, self.uploads, self.read_steps, self.upload_steps):
@@ -169,28 +171,32 @@ def _attend_backward(grad, q, k, v, out, lse, scale, seen):
     return torch.einsum("hqk,khd->qhd", ds, repeated), dk, dv
 
 
-def _sequences(cu_q, cu_k):
-    for i in range(len(cu_q) - 1):
-        yield i, slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+def _sequences(cu_seqlens_q, cu_seqlens_k):
+    for i in range(len(cu_seqlens_q) - 1):
+        yield (
+            i,
+            slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1])),
+            slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1])),
+        )
 
 
-def _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right):
+def _flash_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, left, right):
     """Check what CUDA's flash kernel checks, then give slices and mask of each sequence."""
     half = q.dtype in (torch.float16, torch.bfloat16) or os.environ.get("IMAGINED_FLASH_FP32")
     _demand(half, "FlashAttention only support fp16 and bf16 data type")
     _demand(q.dtype == k.dtype == v.dtype, "query and key must have the same dtype")
-    _demand(cu_q.dtype == cu_k.dtype == torch.int32, "cu_seqlens_q must have dtype int32")
+    _demand(cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32, "cu_seqlens_q must have dtype int32")
     _demand(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
-    _demand(cu_q.is_contiguous() and cu_k.is_contiguous(), "cu_seqlens_q must be contiguous")
+    _demand(cu_seqlens_q.is_contiguous() and cu_seqlens_k.is_contiguous(), "cu_seqlens_q must be contiguous")
     size = q.shape[-1]
     _demand(size <= 256 and size % 8 == 0 and size == v.shape[-1], f"head dimension {size}, {v.shape[-1]}")
     _demand(q.shape[1] % k.shape[1] == 0, "Number of heads in key/value must divide number of heads in query")
-    for cu, most, slots in ((cu_q, max_q, q.shape[0]), (cu_k, max_k, k.shape[0])):
+    for cu, most, slots in ((cu_seqlens_q, max_q, q.shape[0]), (cu_seqlens_k, max_k, k.shape[0])):
         lengths = cu.diff().tolist()
         assert min(lengths, default=0) >= 0, f"imagined CUDA: cu_seqlens falls: {cu.tolist()[:20]}"
         assert max(lengths, default=0) <= most, f"imagined CUDA: max_seqlen={most} is below the longest"
         assert int(cu[-1]) <= slots, "imagined CUDA: cu_seqlens reach beyond the tokens"
-    for _, a, b in _sequences(cu_q, cu_k):
+    for _, a, b in _sequences(cu_seqlens_q, cu_seqlens_k):
         n = a.stop - a.start
         m = b.stop - b.start
         away = torch.arange(m)[None] - torch.arange(n)[:, None] - m + n  # of a key from its query
@@ -202,7 +208,21 @@ def _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right):
         yield a, b, seen
 
 
-def _fa_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug_mask, *, scale=None, **others):
+def _fa_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    debug_mask,
+    *,
+    scale=None,
+    **others,
+):
     _outside("_flash_attention_forward")
     left = others.pop("window_size_left", None)
     right = others.pop("window_size_right", None)
@@ -212,17 +232,17 @@ def _fa_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug_m
     # The kernel writes no token outside of the sequences.
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.float32)
-    for a, b, seen in _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, left, right):
+    for a, b, seen in _flash_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, left, right):
         if a.start < a.stop:
-            found, lse[:, a] = _attend(q[a], k[b], v[b], scale, seen)
-            out[a] = found.to(q.dtype)
+            attended, lse[:, a] = _attend(q[a], k[b], v[b], scale, seen)
+            out[a] = attended.to(q.dtype)
     none = torch.zeros((), dtype=torch.uint64)
     return out, lse, torch.zeros(2, dtype=torch.uint64), none, torch.empty(0, dtype=q.dtype)
 
 
 def _fa_backward(
-    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng, unused, scale=None,
-    **windows,
+    grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, rng, unused,
+    scale=None, **windows,
 ):  # fmt: skip
     _outside("_flash_attention_backward")
     _demand(grad.dtype == q.dtype == out.dtype, "query and dout must have the same dtype")
@@ -231,30 +251,30 @@ def _fa_backward(
     right = windows.get("window_size_right")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=x.dtype) for x in (q, k, v))
-    for a, b, seen in _flash_parts(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, left, right):
-        found = _attend_backward(grad[a], q[a], k[b], v[b], out[a], lse[:, a], scale, seen)
-        dq[a], dk[b], dv[b] = (x.to(q.dtype) for x in found)
+    for a, b, seen in _flash_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, left, right):
+        gradients = _attend_backward(grad[a], q[a], k[b], v[b], out[a], lse[:, a], scale, seen)
+        dq[a], dk[b], dv[b] = (x.to(q.dtype) for x in gradients)
     return dq, dk, dv
 
 
-def _efficient_parts(q, k, v, cu_q, cu_k, max_q, max_k, mask_type, window):
+def _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask_type, window):
     """Check what CUDA's memory-efficient kernel checks, then give slices and mask of each sequence."""
     _demand(q.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0] == 1, "cu_seqlen only supports batch 1")
     alike = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]
     _demand(alike, "Query/Key/Value should have one number of heads, and query and key one head size")
-    known = q.dtype in (torch.float32, torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
-    _demand(known, f"Only fp32, half & bf16 supported, got {q.dtype}")
+    takes_dtype = q.dtype in (torch.float32, torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
+    _demand(takes_dtype, f"Only fp32, half & bf16 supported, got {q.dtype}")
     new = q.dtype != torch.bfloat16 or torch.cuda.get_device_capability() >= (8, 0)
     _demand(new, "bfloat16 is only supported on sm80+ here")
-    for x in (cu_q, cu_k):
+    for x in (cu_seqlens_q, cu_seqlens_k):
         fits = x is not None and x.dtype == torch.int32 and x.dim() == 1 and x.is_contiguous()
         _demand(fits, "cu_seqlens must be given, int32, contiguous")
-    given = len(cu_q) == len(cu_k) and max_q is not None and max_k is not None
-    _demand(given, "cu_seqlens_q and cu_seqlens_k must have one length, and both longest be given")
+    has_longest = len(cu_seqlens_q) == len(cu_seqlens_k) and max_q is not None and max_k is not None
+    _demand(has_longest, "cu_seqlens_q and cu_seqlens_k must have one length, and both longest be given")
     _demand(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
     windowed = window is not None and window > 0
     _demand(not windowed or mask_type, "window_size is used with causal masks only")
-    for i, a, b in _sequences(cu_q, cu_k):
+    for i, a, b in _sequences(cu_seqlens_q, cu_seqlens_k):
         n = a.stop - a.start
         m = b.stop - b.start
         _demand(n <= max_q and m <= max_k, "a sequence is longer than max_seqlen: rows would stay unwritten")
@@ -265,7 +285,20 @@ def _efficient_parts(q, k, v, cu_q, cu_k, max_q, max_k, mask_type, window):
 
 
 def _ea_forward(
-    q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout_p, mask, with_lse=False, *, scale=None, **others
+    q,
+    k,
+    v,
+    bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_q,
+    max_k,
+    dropout_p,
+    mask,
+    with_lse=False,
+    *,
+    scale=None,
+    **others,
 ):
     _outside("_efficient_attention_forward")
     window = others.pop("window_size", None)
@@ -275,29 +308,49 @@ def _ea_forward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype)
     rows = -(-max_q // 32) * 32 if with_lse else 0
-    lse = torch.full((len(cu_q) - 1, q.shape[2], rows), torch.inf)
-    for i, a, b, seen in _efficient_parts(q, k, v, cu_q, cu_k, max_q, max_k, mask, window):
+    lse = torch.full((len(cu_seqlens_q) - 1, q.shape[2], rows), torch.inf)
+    for i, a, b, seen in _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask, window):
         if a.start < a.stop:
-            found, total = _attend(q[0, a], k[0, b], v[0, b], scale, seen)
-            out[0, a] = found.to(q.dtype)
+            attended, total = _attend(q[0, a], k[0, b], v[0, b], scale, seen)
+            out[0, a] = attended.to(q.dtype)
             if rows:
                 lse[i, :, : a.stop - a.start] = total
     none = torch.zeros((), dtype=torch.int64)
     return out, lse, none, none.clone(), max_q, max_k
 
 
-def _ea_backward(grad, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout_p, *given, scale=None, **o):
+def _ea_backward(
+    grad,
+    q,
+    k,
+    v,
+    bias,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_q,
+    max_k,
+    lse,
+    dropout_p,
+    *given,
+    scale=None,
+    **o,
+):
     _outside("_efficient_attention_backward")
     *_, mask, bias_requires_grad = given
     assert bias is None
     assert dropout_p == 0
     assert not bias_requires_grad
     _demand(grad.dtype == q.dtype and grad.shape == out.shape, "grad_out must be as out")
-    fits = lse.dtype == torch.float32 and lse.shape == (len(cu_q) - 1, q.shape[2], -(-max_q // 32) * 32)
+    fits = lse.dtype == torch.float32 and lse.shape == (
+        len(cu_seqlens_q) - 1,
+        q.shape[2],
+        -(-max_q // 32) * 32,
+    )
     _demand(fits, f"logsumexp has {lse.dtype} {tuple(lse.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=x.dtype) for x in (q, k, v))
-    parts = _efficient_parts(q, k, v, cu_q, cu_k, max_q, max_k, mask, o.get("window_size"))
+    parts = _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask, o.get("window_size"))
     for i, a, b, seen in parts:
         here = (grad[0, a], q[0, a], k[0, b], v[0, b], out[0, a], lse[i, :, : a.stop - a.start])
         dq[0, a], dk[0, b], dv[0, b] = (x.to(q.dtype) for x in _attend_backward(*here, scale, seen))
@@ -441,7 +494,9 @@ class CUDAGraph:
     """Records the operators that ran on the device; a replay runs them again on the same memory."""
 
     def __init__(self, keep_graph=False):
-        self._graph, self._pool, self._begun = None, None, False
+        self._graph = None
+        self._pool = None
+        self._begun = False
 
     def capture_begin(self, pool=None, capture_error_mode="global", check_input_liveness=False, **_):
         assert capture_error_mode in ("global", "thread_local", "relaxed")
@@ -532,7 +587,10 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
     _lib.imagined_set_devices(devices)
     major, minor = capability
     props = types.SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
-    props.multi_processor_count, props.warp_size, props.gcnArchName, props.uuid = 132, 32, "", "imagined"
+    props.multi_processor_count = 132
+    props.warp_size = 32
+    props.gcnArchName = ""
+    props.uuid = "imagined"
     props.L2_cache_size = 50 << 20
     props.max_threads_per_multi_processor = 2048
     props.is_integrated = False

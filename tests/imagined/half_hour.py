@@ -45,8 +45,8 @@ def loss_big_head() -> None:
 
     sizes = {"TOKENS": 96, "WIDTH": 32, "VOCABULARY": 500}
     with mock.patch.multiple(gpu_loss, **sizes), kernels_forced(interpreted=False):  # type: ignore[arg-type]
-        found = rows_of(gpu_loss.big_head())
-    assert found["scalar loss: error of the loss"] < 1e-3, found
+        rows = rows_of(gpu_loss.big_head())
+    assert rows["scalar loss: error of the loss"] < 1e-3, rows
 
 
 def train_125m() -> None:
@@ -59,8 +59,8 @@ def train_125m() -> None:
 
     sizes: dict[str, Any] = {"SMALL": TINY, "VOCABULARY": 200, "STEPS": 6, "packs": small_packs}
     with mock.patch.multiple(gpu_end_to_end, **sizes), _compiled_without_triton():
-        found = rows_of(gpu_end_to_end.rates("125M", TINY, 64, 8))
-    assert len(found) == 15, found
+        rows = rows_of(gpu_end_to_end.rates("125M", TINY, 64, 8))
+    assert len(rows) == 15, rows
 
 
 def train_7b() -> None:
@@ -73,8 +73,8 @@ def train_7b() -> None:
     with mock.patch.multiple(gpu_end_to_end, **sizes):
         rows_of(gpu_end_to_end.train_large())
         with mock.patch.object(gpu_end_to_end, "LARGE_GIB", 10**6):
-            found = rows_of(gpu_end_to_end.train_large())
-    assert next(iter(found)).startswith("7B needs 1000000 GiB"), found
+            rows = rows_of(gpu_end_to_end.train_large())
+    assert next(iter(rows)).startswith("7B needs 1000000 GiB"), rows
 
 
 def lightning_1b() -> None:
@@ -82,8 +82,8 @@ def lightning_1b() -> None:
 
     case = {"tiny": (*TINY, 64, 12.0)}
     with mock.patch.multiple(gpu_lightning, CASES=case, VOCABULARY=200, WARM=2, STEPS=5):
-        found = rows_of(gpu_lightning.measured("tiny"))
-    assert len(found) > 5, found
+        rows = rows_of(gpu_lightning.measured("tiny"))
+    assert len(rows) > 5, rows
 
 
 def host_time() -> None:
@@ -116,13 +116,13 @@ def _say(line: str) -> None:
 
 def rows_of(rows: Iterator[Any]) -> dict[str, float]:
     """Print rows as they come, and return them by case."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for row in rows:
         _say(f"  {row.case}: {row.value:.4g} {row.unit} {row.goal}".rstrip())
         assert not math.isnan(row.value), row
-        found[row.case] = row.value
-    assert found
-    return found
+        values[row.case] = row.value
+    assert values
+    return values
 
 
 PARTS: dict[str, Callable[[], None]] = {

@@ -33,7 +33,11 @@ ext = _load()
 class Options:
     """ProcessGroupNCCL.Options: a bag of attributes."""
 
-    backend, group_name, group_desc, split_from, split_color = "nccl", "", "", None, None
+    backend = "nccl"
+    group_name = ""
+    group_desc = ""
+    split_from = None
+    split_color = None
 
     def __init__(self, is_high_priority_stream=False):
         self.is_high_priority_stream = is_high_priority_stream

@@ -13,7 +13,8 @@ from lightning_thd.models import prepare
 from tests.imagined.gpu import data, imagined_gpu
 from tests.tiny import largest_error, sequences
 
-LAYERS, HIDDEN = 8, 64
+LAYERS = 8
+HIDDEN = 64
 BATCH = THDBatch.collate(sequences(40, labels=True))
 
 
@@ -57,8 +58,8 @@ def compare() -> None:
             loss, held = after_forward(made, batch)
             loss.backward()
         results.append((data(loss), {n: data(p.grad) for n, p in made.named_parameters()}, held))
-    (wanted, gradients, most), (loss, found, least) = results
-    assert torch.equal(loss, wanted), (loss, wanted)
+    (expected, gradients, most), (loss, found, least) = results
+    assert torch.equal(loss, expected), (loss, expected)
     assert largest_error(found, gradients) == 0.0
     inputs = LAYERS * slots * HIDDEN * 4
     # The embedding's output, the input of the first layer, has another holder.

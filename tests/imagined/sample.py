@@ -83,7 +83,8 @@ def check_uploads(log: Any) -> None:
                 assert upload[1] <= MOST_BYTES_A_TOKEN * batch.stats.slots, (name, upload)
             fields = [name for name in THDBatch.__slots__ if name != "boundaries"]
             both = [(name, getattr(batch, name), getattr(there, name)) for name in fields]
-            ours, theirs = batch.boundaries, there.boundaries
+            ours = batch.boundaries
+            theirs = there.boundaries
             both += [(name, x, theirs.tensors()[name]) for name, x in ours.tensors().items()]
             host = ("slots", "longest", "max_seqlen", "lengths", "sequence_lengths")
             both += [(name, getattr(ours, name), getattr(theirs, name)) for name in host]
@@ -186,9 +187,9 @@ def check_module(log: Any) -> None:
 
 def check_precisions() -> None:
     """The fastest precision of a device is a fact of its tensor cores."""
-    for capability, wanted in (((9, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((6, 1), "32-true")):
+    for capability, expected in (((9, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((6, 1), "32-true")):
         with imagined_gpu(capability=capability):
-            assert fastest_precision() == wanted, capability
+            assert fastest_precision() == expected, capability
             assert fastest_precision("cpu") == "32-true"
 
 
@@ -205,7 +206,8 @@ class Module(L.LightningModule):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.losses = make_model(dtype), list[torch.Tensor]()
+        self.model = make_model(dtype)
+        self.losses = list[torch.Tensor]()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         loss = causal_lm_loss(self.model, batch)
@@ -237,14 +239,14 @@ def train(precision: str, accelerator: str) -> list[float]:
 
 def check_training(log: Any, precision: str) -> None:
     """The CPU's losses, no read by our code, one pinned upload a microbatch."""
-    wanted = train(precision, "cpu")
+    expected = train(precision, "cpu")
     log.clear()
     start = log.step
     found = train(precision, "gpu")
-    assert len(found) == len(wanted) > STEPS
-    away = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+    assert len(found) == len(expected) > STEPS
+    away = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     rounding = {"32-true": 1e-6, "64-true": 1e-9, "bf16-true": 2e-2}.get(precision, 5e-3)
-    assert away < rounding, (precision, away, found, wanted)
+    assert away < rounding, (precision, away, found, expected)
     reads = [r for r, at in zip(log.reads, log.read_steps, strict=True) if start + 1 < at < start + STEPS]
     scaler = ("item", "optimizer_step") if precision == "16-mixed" else None  # torch's GradScaler reads
     ours = [read for read in reads if scaler is None or any(word not in str(read) for word in scaler)]

@@ -69,7 +69,8 @@ def test_stages_that_balance_experts_do_not_wait_for_ever(monkeypatch: pytest.Mo
 
 
 EXPERTS = Layout(dp=2, options={"expert_parallel_size": 2})
-LAYERS, MICROBATCHES = 2, 2  # of a step
+LAYERS = 2  # of a step
+MICROBATCHES = 2
 
 
 class Grouped(jobs.Job):

@@ -217,8 +217,8 @@ class Job:
         """Return the newest complete checkpoint, one that has the file written last."""
         if self.out is None:
             return None
-        found = [f for f in (self.out / engine).glob("checkpoint-*") if (f / whole).exists()]
-        return max(found, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
+        checkpoints = [f for f in (self.out / engine).glob("checkpoint-*") if (f / whole).exists()]
+        return max(checkpoints, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
 
 
 def _meet() -> None:

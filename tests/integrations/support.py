@@ -14,7 +14,8 @@ from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.packing import PackPlanner
 from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
 
-CAPACITY, STEPS = 48, 5
+CAPACITY = 48
+STEPS = 5
 
 
 def make_data(step: Packs | Sequences | None) -> THDDataModule:

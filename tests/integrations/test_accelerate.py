@@ -24,24 +24,24 @@ def _tracked(folder: str) -> list[float]:
     accelerator = accelerate.Accelerator(cpu=True, log_with=["tensorboard"], project_dir=folder)
     accelerator.init_trackers("thd")
     _, loop = make_loop("accelerate", Sequences(12), host=accelerator, log_every_n_steps=2)
-    found = []
+    utilisations = []
     for batch, _ in zip(loop.loader, range(4), strict=False):
         loop.backward(batch)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         if loop.global_step % 2 == 0:
-            found.append(loop.latest[MFU])
+            utilisations.append(loop.latest[MFU])
     accelerator.end_training()
-    return found
+    return utilisations
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trackers' own making
 def test_trackers_keep_mfu(tmp_path: Path) -> None:
-    [wanted] = run_ranks(_tracked, 1, str(tmp_path))
-    assert len(wanted) == 2
-    assert all(value > 0 for value in wanted)
+    [expected] = run_ranks(_tracked, 1, str(tmp_path))
+    assert len(expected) == 2
+    assert all(value > 0 for value in expected)
     board = read_tensorboard(tmp_path)[MFU]
-    assert board == [(2, pytest.approx(wanted[0])), (4, pytest.approx(wanted[1]))]
+    assert board == [(2, pytest.approx(expected[0])), (4, pytest.approx(expected[1]))]
 
 
 def _sharded(accumulate: int, step: Any) -> Any:

@@ -20,7 +20,10 @@ from lightning_thd.integrations import packed_trainer, prepare_fabric
 from tests.ranks import run_ranks
 from tests.tiny import quiet_trainer, sequences
 
-STEPS, CAPACITY, CLASSES, LR = 3, 32, 3, 0.1
+STEPS = 3
+CAPACITY = 32
+CLASSES = 3
+LR = 0.1
 ROWS = [
     {**row, "label": i % CLASSES} for i, row in enumerate(sequences(60, seed=2)) if len(row["input_ids"]) > 1
 ]
@@ -148,15 +151,15 @@ HOSTS = {"lightning": in_lightning, "accelerate": in_accelerate, "fabric": in_fa
 
 def in_all() -> dict[str, Found]:
     """Run the hosts one after another, and put together which rows the ranks ran in every step."""
-    found = {}
+    results = {}
     for name, run in HOSTS.items():
         steps, weights, evaluated = run()
         of_ranks: list[Any] = [None, None]
         dist.all_gather_object(of_ranks, steps)
         assert of_ranks[0] != of_ranks[1]
         together = [sorted([*first, *second]) for first, second in zip(*of_ranks, strict=True)]
-        found[name] = together, weights, evaluated
-    return found
+        results[name] = together, weights, evaluated
+    return results
 
 
 def loss_alone(model: Any, rows: list[dict[str, Any]]) -> Tensor:
@@ -172,8 +175,8 @@ def test_two_ranks_equal_sequences_alone() -> None:
     with torch.no_grad():
         evaluated = [float(loss_alone(classifier(), val)) for val in VALS]
     for of_rank in run_ranks(in_all, 2, timeout_s=300):
-        for name, (steps, weights, found) in of_rank.items():
-            assert found == pytest.approx(evaluated, rel=1e-6), name  # Lightning's metrics are fp32
+        for name, (steps, weights, actual) in of_rank.items():
+            assert actual == pytest.approx(evaluated, rel=1e-6), name  # Lightning's metrics are fp32
             model = classifier()
             optimizer = sgd(model)
             assert len(steps) == STEPS, name
@@ -182,5 +185,5 @@ def test_two_ranks_equal_sequences_alone() -> None:
                 optimizer.zero_grad()
                 loss_alone(model, [TRAIN[i] for i in step]).backward()
                 optimizer.step()
-            for key, wanted in parameters(model).items():
-                torch.testing.assert_close(weights[key], wanted, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+            for key, expected in parameters(model).items():
+                torch.testing.assert_close(weights[key], expected, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")

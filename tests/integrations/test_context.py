@@ -43,12 +43,12 @@ def trained(engine: str, step: Any, options: dict[str, Any]) -> Any:
 def test_ranks_that_share_packs_equal_the_hand_loop(
     engine: str, world: int, step: Any, options: dict[str, Any]
 ) -> None:
-    given = {f"context_parallel_{name}": value for name, value in {"size": 2, **options}.items()}
-    ranks = run_ranks(trained, world, engine, step, given)
+    settings = {f"context_parallel_{name}": value for name, value in {"size": 2, **options}.items()}
+    ranks = run_ranks(trained, world, engine, step, settings)
     check_ranks(ranks, *by_hand(step, world // 2), 1e-12)
-    for params, _, _, found in ranks:
+    for params, _, _, logged in ranks:
         loss, tokens = mean_nll(sequences(20, labels=True, seed=5), params=params)
-        assert found == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
+        assert logged == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert first[1:3] == second[1:3]  # the same packs and their loss
     assert world == 2 or ranks[0][2] != ranks[-1][2]

@@ -33,10 +33,10 @@ def train(engine: str, step: Any, accumulate: int, max_sequences: Any) -> Any:
 def test_replayed_loops_equal_the_hand_loop(
     engine: str, step: Any, accumulate: int, ranks: int, max_sequences: Any
 ) -> None:
-    found = run_ranks(train, ranks, engine, step, accumulate, max_sequences)
-    wanted, losses = by_hand(step, ranks)
-    check_ranks(found, wanted, losses, 1e-12)
-    for _, _, replays, fallbacks in found:
+    of_ranks = run_ranks(train, ranks, engine, step, accumulate, max_sequences)
+    expected, losses = by_hand(step, ranks)
+    check_ranks(of_ranks, expected, losses, 1e-12)
+    for _, _, replays, fallbacks in of_ranks:
         assert replays > STEPS // 2 or fallbacks["num_sequences"] > 0
         assert replays + sum(fallbacks.values()) >= STEPS
 
@@ -48,8 +48,8 @@ def test_a_loop_with_compiled_layers_equals_the_hand_loop() -> None:
     graphed = loop.capture(max_sequences=24, backend=RecordingBackend(), compile_layers=True)
     assert graphed is not None
     params, losses, _ = run(loop, STEPS)
-    wanted, wanted_losses = by_hand(Packs(1), 1)
-    check_ranks([(params, losses)], wanted, wanted_losses, 1e-12)
+    expected, wanted_losses = by_hand(Packs(1), 1)
+    check_ranks([(params, losses)], expected, wanted_losses, 1e-12)
     assert graphed.stats.replays > 0
     assert counters["stats"]["unique_graphs"] > made
 

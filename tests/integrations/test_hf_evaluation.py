@@ -72,16 +72,16 @@ def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=best_token,
     )
-    wanted = theirs.predict(SAMPLES)
-    for found in run_ranks(evaluate, world, str(tmp_path)):
-        metrics = found["metrics"]
-        predicted = found["predicted"]
-        assert metrics["eval_first_accuracy"] == pytest.approx(wanted.metrics["test_accuracy"], rel=1e-12)
+    expected = theirs.predict(SAMPLES)
+    for of_rank in run_ranks(evaluate, world, str(tmp_path)):
+        metrics = of_rank["metrics"]
+        predicted = of_rank["predicted"]
+        assert metrics["eval_first_accuracy"] == pytest.approx(expected.metrics["test_accuracy"], rel=1e-12)
         assert metrics["eval_first_rows"] == len(SAMPLES)
         assert metrics["eval_other_rows"] == len(OTHER)
-        np.testing.assert_array_equal(predicted.label_ids, wanted.label_ids)
-        kept = wanted.label_ids != -100
-        np.testing.assert_array_equal(predicted.predictions[kept], wanted.predictions[kept])
+        np.testing.assert_array_equal(predicted.label_ids, expected.label_ids)
+        kept = expected.label_ids != -100
+        np.testing.assert_array_equal(predicted.predictions[kept], expected.predictions[kept])
         for name, samples in (("first", SAMPLES), ("other", OTHER)):
             assert metrics[f"eval_{name}_loss"] == pytest.approx(mean_nll(samples)[0], rel=1e-12)
         runtime = metrics["eval_first_runtime"]
@@ -91,16 +91,16 @@ def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
 
 def test_logits_come_back_a_row_a_sequence(tmp_path: Path) -> None:
     trainer = packed_trainer()(model=tiny_llama(), args=arguments(tmp_path), capacity=CAPACITY)
-    found = trainer.predict(SAMPLES)
-    assert found.predictions.shape[0] == len(SAMPLES)
-    for row, sample in zip(found.predictions, SAMPLES, strict=True):
+    output = trainer.predict(SAMPLES)
+    assert output.predictions.shape[0] == len(SAMPLES)
+    for row, sample in zip(output.predictions, SAMPLES, strict=True):
         ids = torch.as_tensor(sample["input_ids"])
         with torch.no_grad():
-            wanted = tiny_llama()(input_ids=ids[None]).logits[0]
-        np.testing.assert_allclose(row[: len(ids)], wanted.numpy(), rtol=1e-9, atol=1e-9)
+            expected = tiny_llama()(input_ids=ids[None]).logits[0]
+        np.testing.assert_allclose(row[: len(ids)], expected.numpy(), rtol=1e-9, atol=1e-9)
         assert (row[len(ids) :] == -100).all()
     packs = len(trainer.get_eval_dataloader(SAMPLES))
-    metrics = found.metrics
+    metrics = output.metrics
     rate = metrics["test_steps_per_second"] / metrics["test_samples_per_second"]
     assert rate * len(SAMPLES) == pytest.approx(packs, rel=0.01)
 
@@ -172,12 +172,12 @@ class Doubled(packed_trainer()):  # type: ignore[misc]
 
 
 def test_a_set_without_loss_tokens_has_no_loss_and_is_read_as_data_kwargs_say(tmp_path: Path) -> None:
-    given = {"model": tiny_llama(), "args": arguments(tmp_path), "capacity": CAPACITY}
-    found = packed_trainer()(**given).evaluate([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}])
-    assert np.isnan(found["eval_loss"])
-    assert found["eval_loss_tokens"] == 0
-    dropped = packed_trainer()(**given, data_kwargs={"empty": "drop"})
+    setup = {"model": tiny_llama(), "args": arguments(tmp_path), "capacity": CAPACITY}
+    metrics = packed_trainer()(**setup).evaluate([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}])
+    assert np.isnan(metrics["eval_loss"])
+    assert metrics["eval_loss_tokens"] == 0
+    dropped = packed_trainer()(**setup, data_kwargs={"empty": "drop"})
     rows = [*SAMPLES, {"input_ids": [], "labels": []}]
-    loss = packed_trainer()(**given).evaluate(SAMPLES)["eval_loss"]
+    loss = packed_trainer()(**setup).evaluate(SAMPLES)["eval_loss"]
     assert dropped.evaluate(rows)["eval_loss"] == loss
-    assert Doubled(**given).evaluate(SAMPLES)["eval_loss"] == 2 * loss  # a subclass's loss is evaluated too
+    assert Doubled(**setup).evaluate(SAMPLES)["eval_loss"] == 2 * loss  # a subclass's loss is evaluated too

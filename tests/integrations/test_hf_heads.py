@@ -21,7 +21,8 @@ from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.batch.noted import NotedBatch
 from lightning_thd.integrations import packed_trainer, prepare_fabric
 
-VOCAB, CLASSES = 40, 3
+VOCAB = 40
+CLASSES = 3
 LENGTHS = [5, 9, 2, 7, 4, 12, 3, 6]
 
 
@@ -36,12 +37,12 @@ def model_of(auto: Any) -> Any:
 
 def rows(per_token: bool) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(1)
-    found = []
+    samples = []
     for i, length in enumerate(LENGTHS):
         ids = torch.randint(5, VOCAB, (length,), generator=draw).tolist()
         labels = [-100, *torch.randint(0, CLASSES, (length - 1,), generator=draw).tolist()]
-        found.append({"input_ids": ids, **({"labels": labels} if per_token else {"label": i % CLASSES})})
-    return found
+        samples.append({"input_ids": ids, **({"labels": labels} if per_token else {"label": i % CLASSES})})
+    return samples
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
@@ -77,7 +78,7 @@ def test_a_pass_of_all_rows_equals_one_row_at_a_time(auto: Any, per_token: bool,
     model = model_of(auto)
     samples = rows(per_token)
     with torch.no_grad():
-        wanted = loss_alone(model, samples, per_token).item()
+        expected = loss_alone(model, samples, per_token).item()
     trainer = packed_trainer()(
         model=model,
         args=arguments(tmp_path, max_steps=1, gradient_accumulation_steps=1),
@@ -86,11 +87,11 @@ def test_a_pass_of_all_rows_equals_one_row_at_a_time(auto: Any, per_token: bool,
         capacity=24,
         peak=1e12,
     )
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-9)
-    found = trainer.predict(samples)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-9)
+    output = trainer.predict(samples)
     if not per_token:
-        assert found.predictions.shape == (len(samples), CLASSES)
-        assert found.label_ids.tolist() == [sample["label"] for sample in samples]
+        assert output.predictions.shape == (len(samples), CLASSES)
+        assert output.label_ids.tolist() == [sample["label"] for sample in samples]
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -142,7 +143,7 @@ def test_a_loop_evaluates_a_classifier_by_sequences() -> None:
     model = model_of(AutoModelForSequenceClassification)
     samples = rows(False)
     with torch.no_grad():
-        wanted = loss_alone(model, samples, False).item()
+        expected = loss_alone(model, samples, False).item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [THDBatch.collate(samples[:1]), THDBatch.collate(samples[1:])]
 
@@ -158,7 +159,7 @@ def test_a_loop_evaluates_a_classifier_by_sequences() -> None:
     for loss_fn in (own, documented):
         data = THDDataModule(samples, capacity=24)
         loop = prepare_fabric(host, model, data, optimizer, loss_fn=loss_fn, peak=1e12)
-        assert loop.evaluate(batches)["val/loss"] == pytest.approx(wanted, rel=1e-6)
+        assert loop.evaluate(batches)["val/loss"] == pytest.approx(expected, rel=1e-6)
     loop = prepare_fabric(host, model, THDDataModule(samples, capacity=24), optimizer, loss_fn=own, peak=1e12)
     step: Any = next(iter(loop.loader))
     with pytest.warns(UserWarning, match="loss_fn read no scale"):

@@ -107,14 +107,15 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a stand-in of liger-kernel with the names that transformers and packed_trainer take."""
 
     def to_instance(model: Any, **options: Any) -> None:
-        known = inspect.signature(apply_standin).parameters
-        apply_standin(model=model, **{name: value for name, value in options.items() if name in known})
+        parameters = inspect.signature(apply_standin).parameters
+        apply_standin(model=model, **{name: value for name, value in options.items() if name in parameters})
 
     APPLIED.clear()
     patch: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     patch.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_standin}
     package: Any = ModuleType("liger_kernel.transformers")
-    package.monkey_patch, package._apply_liger_kernel_to_instance = patch, to_instance
+    package.monkey_patch = patch
+    package._apply_liger_kernel_to_instance = to_instance
     for module in (ModuleType("liger_kernel"), package, patch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
@@ -197,7 +198,7 @@ def other_attention() -> Any:
 
 def test_what_a_constructor_refuses(tmp_path: Path) -> None:
     of_n: dict[str, Any] = {"data_kwargs": {"global_batch": Sequences(4)}}
-    for given, message in (
+    for arguments, message in (
         ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
         ({"data_collator": lambda rows: rows}, "would pad packs"),
         ({"data_kwargs": {"val": [{"input_ids": [1, 2]}]}}, "'val', which nothing would read. Pass eval_"),
@@ -217,7 +218,7 @@ def test_what_a_constructor_refuses(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            make(tmp_path, **given)  # type: ignore[arg-type]
+            make(tmp_path, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -315,9 +316,9 @@ def test_label_smoothing_and_weights_of_rows_change_the_loss(tmp_path: Path) -> 
     labels = torch.cat([torch.as_tensor(s["labels"])[1:] for s in samples]).long()
     losses = cross_entropy(torch.cat(logits), labels, label_smoothing=0.1, reduction="none")
     weights = torch.cat([torch.full((len(s["labels"]) - 1,), s["weights"]) for s in samples]) * (labels >= 0)
-    wanted = (losses * weights).sum() / weights.sum()
-    wanted.backward()
-    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
-    for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-9, atol=1e-12)
-    assert trainer.evaluate(samples)["eval_loss"] == pytest.approx(float(wanted.detach()), rel=1e-12)
+    expected = (losses * weights).sum() / weights.sum()
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    for actual, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-9, atol=1e-12)
+    assert trainer.evaluate(samples)["eval_loss"] == pytest.approx(float(expected.detach()), rel=1e-12)

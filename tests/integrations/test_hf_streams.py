@@ -69,17 +69,17 @@ def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     assert len(set(first)) >= len(first) - 8  # a pass of 60 sequences, and the beginning of the next
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    wanted, _ = train_alone(model, samples_of(samples, steps), optimizer)
+    expected, _ = train_alone(model, samples_of(samples, steps), optimizer)
     for parameters, _ in more:
-        assert largest_error(parameters, wanted) < 1e-10
+        assert largest_error(parameters, expected) < 1e-10
 
 
 def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
     rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
-    given = Dataset.from_list(rows).to_iterable_dataset()
+    source = Dataset.from_list(rows).to_iterable_dataset()
     trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
-    found = streamed_dataset(given, trl_like)
-    (record,) = list(found)
+    stream = streamed_dataset(source, trl_like)
+    (record,) = list(stream)
     assert list(record["labels"]) == [-100, 6, 7]
     for row in ({"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [5, 6]}):  # without masks
         (record,) = list(streamed_dataset(Dataset.from_list([row]).to_iterable_dataset(), trl_like))
@@ -88,7 +88,7 @@ def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
         streamed_dataset(Stream("x"), trl_like)
     assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
     assert not any(map(is_streamed, ({"a": ("x.jsonl", 1)}, sequences(2), None)))
-    (step,) = THDDataModule(found, capacity=16, global_batch=Packs(1)).train_steps()
+    (step,) = THDDataModule(stream, capacity=16, global_batch=Packs(1)).train_steps()
     assert step.microbatches[0].targets.tolist() == [6, 7, -100]
 
 
@@ -114,9 +114,9 @@ def test_a_checkpoint_inside_a_step_resumes_at_the_step(tmp_path: Path, accumula
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(InterruptedError):
         train(str(tmp_path), accumulate, 6, callback=SavesInside())
-    found, rest = train(str(tmp_path), accumulate, 6, resume=True)
+    resumed, rest = train(str(tmp_path), accumulate, 6, resume=True)
     assert rest == seen[2 * accumulate :]
-    assert largest_error(found, whole) == 0.0
+    assert largest_error(resumed, whole) == 0.0
 
 
 class AsksForALoader(TrainerCallback):
@@ -147,11 +147,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def planned(out: Path, **changes: Any) -> Any:
-    given: dict[str, Any] = {"train_dataset": sequences(30), "capacity": 48}
-    given |= {name: changes.pop(name) for name in list(changes) if name in given}
+    arguments: dict[str, Any] = {"train_dataset": sequences(30), "capacity": 48}
+    arguments |= {name: changes.pop(name) for name in list(changes) if name in arguments}
     options: dict[str, Any] = {"max_steps": 3, "save_steps": 2, "report_to": [], "use_cpu": True, **changes}
     args = TrainingArguments(output_dir=str(out), disable_tqdm=True, **options)
-    return packed_trainer()(model=tiny_llama(), args=args, peak=1e9, **given)
+    return packed_trainer()(model=tiny_llama(), args=args, peak=1e9, **arguments)
 
 
 def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: Path) -> None:

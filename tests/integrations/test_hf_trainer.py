@@ -70,8 +70,8 @@ def train(
 def check_training(ranks: list[dict[str, Any]], step: Packs | Sequences) -> None:
     """Compare parameters, losses and evaluation with a loop over sequences that are never packed."""
     wanted, losses = by_hand(step, len(ranks), STEPS)
-    for found in ranks:
-        assert largest_error(strip(found["params"]), wanted) < 1e-12
+    for of_rank in ranks:
+        assert largest_error(strip(of_rank["params"]), wanted) < 1e-12
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
     expected, _ = mean_nll(sequences(60, labels=True)[:20], params=ranks[0]["params"])
     assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)
@@ -94,7 +94,7 @@ def test_steps_of_packs_equal_the_hand_loop(tmp_path: Path, world: int, accumula
 def test_steps_of_n_sequences_equal_the_hand_loop(tmp_path: Path, world: int) -> None:
     ranks = run_ranks(train, world, str(tmp_path), 1, None, Sequences(10))
     check_training(ranks, Sequences(10))
-    assert sum(len(ids) for found in ranks for ids in found["seen"]) == 60  # one epoch, each once
+    assert sum(len(ids) for of_rank in ranks for ids in of_rank["seen"]) == 60  # one epoch, each once
     assert len(ranks[0]["seen"]) > STEPS  # several packs a step
     [runtime] = [row for row in ranks[0]["logs"] if "train_samples_per_second" in row]
     assert runtime["train_samples_per_second"] == pytest.approx(60 / runtime["train_runtime"], rel=0.01)
@@ -115,16 +115,16 @@ def test_thawed_weights_count_from_their_step(tmp_path: Path) -> None:
     trainer.add_callback(Thaws())
     trainer.train()
     samples = sequences(60, labels=True)
-    wanted = 0
+    expected = 0
     model = tiny_llama()
     for step, ids in enumerate(trainer.seen):
         Thaws().on_step_begin(None, type("", (), {"global_step": step}), None, model=model)
         flops = FlopsModel.from_config(model.config).for_module(model)
         stats = SeqStats.from_lengths([len(samples[i]["input_ids"]) for i in ids], windows=flops.windows)
-        wanted += flops.training_flops(stats).model
-    assert trainer.state.total_flos == pytest.approx(wanted, rel=1e-9)
+        expected += flops.training_flops(stats).model
+    assert trainer.state.total_flos == pytest.approx(expected, rel=1e-9)
     metered = trainer._meter.state()["flops"]
-    assert sum(metered.values()) - metered["recompute"] == pytest.approx(wanted, rel=1e-9)
+    assert sum(metered.values()) - metered["recompute"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_resume_goes_on_with_what_was_left(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama
 
 JOB = "tests.integrations.test_kill"
-SEQUENCES, STEPS = 120, 40  # several epochs, and more than three killed runs get through
+SEQUENCES = 120  # several epochs, and more than three killed runs get through
+STEPS = 40
 
 
 def job_of(engine: str, ranks: int, out: Path | None, file: Path | None) -> Job:
@@ -84,18 +85,18 @@ def survive(engine: str, out: Path, kills: int) -> None:
     job = start(JOB, out, 2, "last", engine)
     assert job.wait(240) == 0, (out / "last.log").read_text()
 
-    found = run_ranks(undisturbed, 2, engine, 2)
-    wanted: dict[int, list[int]] = {}
-    for _, steps in found:
+    of_ranks = run_ranks(undisturbed, 2, engine, 2)
+    expected: dict[int, list[int]] = {}
+    for _, steps in of_ranks:
         for step, ids in steps.items():
-            wanted.setdefault(step, []).extend(ids)
+            expected.setdefault(step, []).extend(ids)
     survived = surviving_line(out, names)
     assert sorted(survived) == list(range(STEPS))
     assert {step: sorted(ids) for step, ids in survived.items()} == {
-        step: sorted(ids) for step, ids in wanted.items()
+        step: sorted(ids) for step, ids in expected.items()
     }
     # fp64: other ranks add the same gradients in another order, nothing else differs.
-    assert largest_error(torch.load(out / "final.pt"), found[0][0]) < 1e-10
+    assert largest_error(torch.load(out / "final.pt"), of_ranks[0][0]) < 1e-10
 
 
 @pytest.mark.slow

@@ -66,12 +66,12 @@ def run_shared(engine: str) -> Any:
 
 def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
     """Every step has all sequences, so that the order of the plan does not matter."""
-    found = run_ranks(in_both, 2, run_shared)
+    of_engines = run_ranks(in_both, 2, run_shared)
     samples = prefixed()
     planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
     with nothing_narrower():
         params, expected = train_by_hand(samples, planner, 2)
-    for ranks in zip(*found, strict=True):
+    for ranks in zip(*of_engines, strict=True):
         check_ranks(ranks, strip(params), expected, 1e-9)
 
 
@@ -126,7 +126,7 @@ def test_a_step_that_was_fetched_but_not_run_is_the_next_one(engine: str, stream
     whole = loop()
     stopped = loop()
     states = []
-    *_, wanted = run(whole, 4)
+    *_, expected = run(whole, 4)
     for k, step in enumerate(stopped.loader):
         if k == 2:
             states.append(stopped.loader.state_dict())
@@ -135,9 +135,9 @@ def test_a_step_that_was_fetched_but_not_run_is_the_next_one(engine: str, stream
     for state in (*states, stopped.loader.state_dict()):
         again = loop()
         again.loader.load_state_dict(state)
-        assert run(again, 2)[2] == wanted[2:]
+        assert run(again, 2)[2] == expected[2:]
     if streamed:  # its next iteration continues
-        assert run(stopped, 2)[2] == wanted[2:]
+        assert run(stopped, 2)[2] == expected[2:]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.save of a scheduler warns
@@ -214,9 +214,9 @@ def _all_refused(kinds: list[str]) -> dict[str, str]:
 
 
 def test_what_would_leak_skip_steps_or_change_the_loss_is_refused() -> None:
-    [found] = run_ranks(_all_refused, 1, [*REFUSED])
-    assert [kind for kind, message in REFUSED.items() if message not in found[kind]] == [], found
-    assert found["scheduler"] == found["after it"] == ""
+    [messages] = run_ranks(_all_refused, 1, [*REFUSED])
+    assert [kind for kind, message in REFUSED.items() if message not in messages[kind]] == [], messages
+    assert messages["scheduler"] == messages["after it"] == ""
     for rank in run_ranks(_all_refused, 2, ["scheduler"]):
         assert "scheduler was prepared by Accelerate, which steps it 2" in rank["scheduler"]
 
@@ -251,14 +251,14 @@ def _model_parallel(dp: int, tp: int, kind: str) -> Any:
     def optimizer(module: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(module.parameters(), lr=TinyModule().lr, momentum=0.9, foreach=False)
 
-    given: Any = optimizer
+    optimizers: Any = optimizer
     if kind == "prepared":
         model = fabric.setup_module(model)
-        given = fabric.setup_optimizers(optimizer(model))
+        optimizers = fabric.setup_optimizers(optimizer(model))
     elif kind == "stale":
-        given = optimizer(model)
+        optimizers = optimizer(model)
     try:
-        loop = prepare_fabric(fabric, model, make_data(Sequences(12)), given, peak=1e9)
+        loop = prepare_fabric(fabric, model, make_data(Sequences(12)), optimizers, peak=1e9)
     except ValueError as err:
         return str(err)
     losses = []
@@ -281,8 +281,8 @@ def test_fabric_model_parallel_equals_the_hand_loop_and_takes_no_optimizer_of_re
     *trained, stale = zip(*run_ranks(_every_model_parallel, 2), strict=True)
     for dp, ranks in zip((1, 2), trained, strict=True):
         check_ranks(ranks, *by_hand(Sequences(12), dp), 1e-12)
-    for found in stale:
-        assert "parameters that are not the prepared model's: ModelParallelStrategy has replaced" in found
+    for message in stale:
+        assert "parameters that are not the prepared model's: ModelParallelStrategy has replaced" in message
 
 
 def _evaluate(engine: str) -> Any:
@@ -324,18 +324,18 @@ def test_parts_that_were_frozen_in_evaluation_mode_stay_in_it() -> None:
 
 def _several_optimizers(engine: str) -> float:
     """Train three steps with two optimizers, which share the parameters, and with one of all of them."""
-    found = []
+    trained = []
     for parts in (1, 2):
         model = tiny_llama()
         parameters = list(model.parameters())
         halves = [parameters] if parts == 1 else [parameters[:5], parameters[5:]]
         optimizers: Any = [torch.optim.SGD(half, lr=0.5, momentum=0.9) for half in halves]
-        given = optimizers if parts == 2 else optimizers[0]
+        chosen = optimizers if parts == 2 else optimizers[0]
         if engine == "accelerate":
-            loop = prepare_thd(accelerate.Accelerator(cpu=True), model, make_data(None), given, peak=1e9)
+            loop = prepare_thd(accelerate.Accelerator(cpu=True), model, make_data(None), chosen, peak=1e9)
         else:
             fabric = L.Fabric(accelerator="cpu", devices=1)
-            loop = prepare_fabric(fabric, model, make_data(None), given, peak=1e9)
+            loop = prepare_fabric(fabric, model, make_data(None), chosen, peak=1e9)
         prepared = loop.optimizer if parts == 2 else [loop.optimizer]
         assert len(prepared) == parts
         for _, step in zip(range(3), loop.loader, strict=False):
@@ -343,9 +343,9 @@ def _several_optimizers(engine: str) -> float:
             for each in prepared:
                 each.step()
                 each.zero_grad()
-        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    assert largest_error(found[0], dict(tiny_llama().named_parameters())) > 1e-3
-    return largest_error(*found)
+        trained.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert largest_error(trained[0], dict(tiny_llama().named_parameters())) > 1e-3
+    return largest_error(*trained)
 
 
 def test_several_optimizers_step_like_one() -> None:
@@ -363,6 +363,6 @@ def _accumulation_changed() -> list[dict[str, torch.Tensor]]:
 
 
 def test_gradients_do_not_follow_an_accumulation_that_is_changed_later() -> None:
-    [(found, wanted)] = run_ranks(_accumulation_changed, 1)
-    assert largest_error(found, wanted) < 1e-12
-    assert max(float(gradient.norm()) for gradient in wanted.values()) > 1e-3
+    [(actual, expected)] = run_ranks(_accumulation_changed, 1)
+    assert largest_error(actual, expected) < 1e-12
+    assert max(float(gradient.norm()) for gradient in expected.values()) > 1e-3

@@ -54,9 +54,9 @@ def test_adapters_on_a_quantised_base_learn_the_same_from_packs(quantization: An
         assert check_packing(model).ok
 
     def gradients() -> dict[str, torch.Tensor]:
-        found = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
         model.zero_grad()
-        return found
+        return grads
 
     samples = [sample for sample in sequences(12) if len(sample["input_ids"]) > 1]
     targets = [len(sample["input_ids"]) - 1 for sample in samples]
@@ -69,6 +69,6 @@ def test_adapters_on_a_quantised_base_learn_the_same_from_packs(quantization: An
         alone.backward()
         total += float(alone.detach())
     assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
-    for name, wanted in gradients().items():
-        assert float((packed[name] - wanted).abs().max()) < 1e-4 * float(wanted.abs().max()), name
+    for name, expected in gradients().items():
+        assert float((packed[name] - expected).abs().max()) < 1e-4 * float(expected.abs().max()), name
     assert len(packed) == len(weights)

@@ -13,7 +13,8 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama
 
 # fp64: what is left is the order of sums, of microbatches and of ranks.
-TOLERANCE, STEPS = 1e-11, 6
+TOLERANCE = 1e-11
+STEPS = 6
 
 
 def train_in_all(engines: list[str], step: Any, accumulate: int, ranks: int) -> dict[str, Any]:
@@ -36,12 +37,12 @@ def train_in_all(engines: list[str], step: Any, accumulate: int, ranks: int) -> 
 def test_the_same_steps(step: Any, accumulate: int, ranks: int) -> None:
     engines = [engine for engine in ENGINES if engine != "trainer" or isinstance(step, Packs)]
     of_ranks = run_ranks(train_in_all, ranks, engines, step, accumulate, ranks, timeout_s=900)
-    found = {engine: [rank[engine] for rank in of_ranks] for engine in engines}
-    wanted, losses = found["lightning"][0]
+    by_engine = {engine: [rank[engine] for rank in of_ranks] for engine in engines}
+    expected, losses = by_engine["lightning"][0]
     assert len(losses) == STEPS
-    means = [sum(row) / ranks for row in zip(*(rank[1] for rank in found["lightning"]), strict=True)]
+    means = [sum(row) / ranks for row in zip(*(rank[1] for rank in by_engine["lightning"]), strict=True)]
     for engine in engines[1:]:
-        for parameters, _ in found[engine]:
-            assert largest_error(parameters, wanted) < TOLERANCE, engine
-        shares = zip(*(rank[1] for rank in found[engine]), strict=True)
+        for parameters, _ in by_engine[engine]:
+            assert largest_error(parameters, expected) < TOLERANCE, engine
+        shares = zip(*(rank[1] for rank in by_engine[engine]), strict=True)
         assert [sum(row) / ranks for row in shares] == pytest.approx(means, rel=TOLERANCE), engine

@@ -23,7 +23,8 @@ trl = pytest.importorskip("trl")
 SFTConfig = trl.SFTConfig
 SFTTrainer = trl.SFTTrainer
 
-CAPACITY, STEPS = 64, 4
+CAPACITY = 64
+STEPS = 4
 QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
 
 
@@ -77,7 +78,9 @@ def train(out: str, kind: str) -> dict[str, Any]:
 @torch.no_grad()
 def token_metrics(model: Any, samples: list[dict[str, Any]]) -> tuple[float, float]:
     """Return mean entropy and accuracy in front of the learned tokens, sequence by sequence."""
-    entropy, right, count = 0.0, 0, 0
+    entropy = 0.0
+    right = 0
+    count = 0
     for sample in samples:
         ids = torch.as_tensor(sample["input_ids"]).long()
         labels = torch.as_tensor(sample.get("labels", ids)).long()[1:]
@@ -93,8 +96,8 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("completion", "a
 
 @pytest.mark.parametrize("kind", ["assistant", *SLOW])
 def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
-    [found] = run_ranks(train, 1, str(tmp_path), kind)
-    samples = found["samples"]
+    [result] = run_ranks(train, 1, str(tmp_path), kind)
+    samples = result["samples"]
     learned = [sum(int(x) != -100 for x in s.get("labels", s["input_ids"])) for s in samples]
     whole = [len(s["input_ids"]) for s in samples]
     assert all(0 < a < b for a, b in zip(learned, whole, strict=True)) == (kind != "all")
@@ -116,17 +119,17 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
         metrics.append(seen)
-    wanted = {n: p.detach() for n, p in model.named_parameters()}
-    assert largest_error(found["params"], wanted) < 1e-12
-    logged = [row["loss"] for row in found["logs"] if "loss" in row]
+    expected = {n: p.detach() for n, p in model.named_parameters()}
+    assert largest_error(result["params"], expected) < 1e-12
+    logged = [row["loss"] for row in result["logs"] if "loss" in row]
     assert logged == pytest.approx(losses, rel=1e-3)  # Trainer rounds what it logs
-    assert any("device/mfu" in row for row in found["logs"])
-    assert ("own_loss" in found["own"], "own_entropy" in found["own"]) == (True, False)
+    assert any("device/mfu" in row for row in result["logs"])
+    assert ("own_loss" in result["own"], "own_entropy" in result["own"]) == (True, False)
     for key, values in zip(("entropy", "mean_token_accuracy"), zip(*metrics, strict=True), strict=True):
-        assert [row[key] for row in found["logs"] if "loss" in row] == pytest.approx(values, rel=1e-9)
-        [last] = [row[f"eval_{key}"] for row in found["logs"] if "eval_loss" in row]
-        assert last == pytest.approx(found["evaluated"][key], rel=1e-9)
-    tokens = [row["num_tokens"] for row in found["logs"] if "loss" in row]
+        assert [row[key] for row in result["logs"] if "loss" in row] == pytest.approx(values, rel=1e-9)
+        [last] = [row[f"eval_{key}"] for row in result["logs"] if "eval_loss" in row]
+        assert last == pytest.approx(result["evaluated"][key], rel=1e-9)
+    tokens = [row["num_tokens"] for row in result["logs"] if "loss" in row]
     used = [planner.step(*divmod(k, len(planner)), 1).indices_by_rank()[0][0] for k in range(STEPS)]
     assert tokens[-1] == sum(whole[int(i)] for ids in used for i in ids)
 
@@ -141,11 +144,11 @@ def balance(out: str) -> tuple[float, float]:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     factor: dict[str, Any] = {"router_aux_loss_coef": 0.5}
     # TRL 1.0 has no such option: its trainer balances experts as the model's config says.
-    own = {} if "router_aux_loss_coef" in fields_of(SFTConfig) else factor | {"output_router_logits": True}
-    config = MixtralConfig(**sizes, **heads, **own)
+    option = {} if "router_aux_loss_coef" in fields_of(SFTConfig) else factor | {"output_router_logits": True}
+    config = MixtralConfig(**sizes, **heads, **option)
     trainer = packed_trainer(SFTTrainer)(
         model=AutoModelForCausalLM.from_config(config, attn_implementation="thd"),
-        args=SFTConfig(output_dir=out, max_length=None, **({} if own else factor), **QUIET),
+        args=SFTConfig(output_dir=out, max_length=None, **({} if option else factor), **QUIET),
         train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
         processing_class=tokenizer,
         capacity=CAPACITY,
@@ -153,12 +156,12 @@ def balance(out: str) -> tuple[float, float]:
     )
     inputs = next(iter(trainer.get_train_dataloader()))
     batch = inputs["batch"]
-    found = trainer.model(**batch.hf_kwargs())
-    losses = torch.nn.functional.cross_entropy(found.logits[0], batch.targets, reduction="sum")
-    wanted = losses / batch.loss_tokens + 0.5 * found.aux_loss
-    return trainer.compute_loss(trainer.model, inputs).item(), wanted.item()
+    output = trainer.model(**batch.hf_kwargs())
+    losses = torch.nn.functional.cross_entropy(output.logits[0], batch.targets, reduction="sum")
+    expected = losses / batch.loss_tokens + 0.5 * output.aux_loss
+    return trainer.compute_loss(trainer.model, inputs).item(), expected.item()
 
 
 def test_the_balance_of_experts_weighs_what_sft_config_says(tmp_path: Path) -> None:
-    [(found, wanted)] = run_ranks(balance, 1, str(tmp_path))
-    assert found == pytest.approx(wanted, rel=1e-5)
+    [(actual, expected)] = run_ranks(balance, 1, str(tmp_path))
+    assert actual == pytest.approx(expected, rel=1e-5)

@@ -16,7 +16,9 @@ from lightning_thd.integrations import ThroughputCallback, packed_trainer, prepa
 from tests.integrations.support import make_loop, run
 from tests.tiny import sequences, tiny_llama
 
-VOCAB, N, PEAK = 31, 8, 1e9
+VOCAB = 31
+N = 8
+PEAK = 1e9
 LENGTHS = [[5, 3], [1, 8], [4, 4], [8, 2]]
 
 
@@ -78,13 +80,13 @@ def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loop = prepare_fabric(host, model, data, optimizer, loss_fn=loss_fn, peak=PEAK, log_every_n_steps=1)
     flops = FlopsModel.from_config(model.config)
-    wanted = 0
+    expected = 0
     for number, step in zip(range(4), loop.loader, strict=False):
         loop.backward(step)
         stats = step.stats
-        wanted += (flops if number < 2 else flops.for_module(model)).training_flops(stats).model
-        wanted += flops.forward_flops(stats).model
-        assert loop.latest["train/total_flops"] == wanted, number
+        expected += (flops if number < 2 else flops.for_module(model)).training_flops(stats).model
+        expected += flops.forward_flops(stats).model
+        assert loop.latest["train/total_flops"] == expected, number
         if number == 1:
             model.model.requires_grad_(False)  # type: ignore[operator, union-attr]
 
@@ -199,10 +201,10 @@ def test_a_packed_trainer_counts_a_shared_prefix_once(tmp_path: Path) -> None:
         data_kwargs={"share_prefixes": True},
     )
     trainer.train()
-    wanted = FlopsModel.from_config(model.config).training_flops(seen).model
+    expected = FlopsModel.from_config(model.config).training_flops(seen).model
     assert seen.shared_tokens
-    assert [entry["total_flops"] for entry in trainer.state.log_history if "loss" in entry][-1] == wanted
-    assert trainer.state.total_flos == wanted
+    assert [entry["total_flops"] for entry in trainer.state.log_history if "loss" in entry][-1] == expected
+    assert trainer.state.total_flos == expected
 
 
 class OwnModel(torch.nn.Module):
@@ -211,7 +213,8 @@ class OwnModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = torch.nn.Embedding(VOCAB, 16)
-        self.layer, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, VOCAB)
+        self.layer = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, VOCAB)
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, Any]:
         logits = self.head(self.layer(self.tokens(input_ids)).relu())
@@ -228,5 +231,5 @@ def test_transformers_trainer_counts_a_model_of_ones_own(tmp_path: Path, accumul
     measure = ThroughputCallback(peak=PEAK)
     rows = [row(length) for length in flat]
     Trainer(model=OwnModel(), args=arguments, train_dataset=rows, callbacks=[measure]).train()
-    wanted = 2 * 6 * (16 * 16 + 16 * VOCAB) * sum(flat)
-    assert measure.monitor.latest["train/total_flops"] == pytest.approx(wanted, rel=1e-9)
+    expected = 2 * 6 * (16 * 16 + 16 * VOCAB) * sum(flat)
+    assert measure.monitor.latest["train/total_flops"] == pytest.approx(expected, rel=1e-9)

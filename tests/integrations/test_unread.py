@@ -262,8 +262,14 @@ class OwnTrainer(packed_trainer(Trainer)):  # type: ignore[misc]
 def own_trainer(folder: Path, ported: bool, **options: Any) -> Any:
     arguments = TrainingArguments(str(folder), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
     rows = sequences(40)
-    given: Any = {"train_dataset": rows, "eval_dataset": rows, "capacity": CAPACITY, "peak": 1e9, **options}
-    return OwnTrainer(model=Own(ported), args=arguments, **given)
+    setup: Any = {
+        "train_dataset": rows,
+        "eval_dataset": rows,
+        "capacity": CAPACITY,
+        "peak": 1e9,
+        **options,
+    }
+    return OwnTrainer(model=Own(ported), args=arguments, **setup)
 
 
 def test_packed_trainer_refuses_the_first_step_and_evaluations(tmp_path: Path) -> None:
@@ -286,12 +292,14 @@ def run_loop(ported: bool, *, steps: bool = True, stream: bool = False, **option
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = sequences(40)
     source: Any = (lambda: iter(rows)) if stream else rows
-    given = THDDataModule(source, capacity=CAPACITY, global_batch=Sequences(12) if steps else None, **options)
-    given.attach(model=model)
-    given.setup("fit")
+    datamodule = THDDataModule(
+        source, capacity=CAPACITY, global_batch=Sequences(12) if steps else None, **options
+    )
+    datamodule.attach(model=model)
+    datamodule.setup("fit")
     monitor = Monitor(peak=1e9)
     monitor.watch(model, capacity=CAPACITY)
-    for number, step in enumerate(given.train_steps() if steps else given.train_dataloader()):
+    for number, step in enumerate(datamodule.train_steps() if steps else datamodule.train_dataloader()):
         with monitor.step(step):
             batches = step.to("cpu").microbatches if steps else [step.to("cpu")]
             for batch in batches:
@@ -323,11 +331,11 @@ def test_the_weights_do_not_move_before_the_refusal() -> None:
     model = Own(False)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters())
-    given = data()
-    given.setup("fit")
+    datamodule = data()
+    datamodule.setup("fit")
 
     def train() -> None:
-        for number, batch in enumerate(given.train_dataloader()):
+        for number, batch in enumerate(datamodule.train_dataloader()):
             loss_of(model, batch).backward()
             if number == 1:  # gradients of two packs are added up
                 optimizer.step()
@@ -344,12 +352,12 @@ def test_the_weights_do_not_move_before_the_refusal() -> None:
 def test_an_optimizer_that_runs_a_closure_is_refused_in_its_first_step() -> None:
     model = Own(False)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
-    given = data()
-    given.setup("fit")
+    datamodule = data()
+    datamodule.setup("fit")
     ran = []
 
     def train() -> None:
-        for batch in given.train_dataloader():
+        for batch in datamodule.train_dataloader():
 
             def closure(batch: THDBatch = batch) -> torch.Tensor:
                 ran.append(len(batch))
@@ -367,29 +375,29 @@ def test_an_optimizer_that_runs_a_closure_is_refused_in_its_first_step() -> None
 
 def test_loops_that_train_nothing_are_not_judged() -> None:
     """They look at batches, while something else may be trained before and after them."""
-    given = data()
-    given.setup("fit")
+    datamodule = data()
+    datamodule.setup("fit")
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    for batch in given.train_dataloader():
+    for batch in datamodule.train_dataloader():
         assert batch.input_ids.numel()
         assert batch.targets.numel()
-    first = next(iter(given.train_dataloader()))
+    first = next(iter(datamodule.train_dataloader()))
     assert first.input_ids.numel()
     model(torch.ones(1)).backward()
     optimizer.step()
 
 
 def test_the_step_of_a_noted_microbatch_is_found() -> None:
-    given = data(global_batch=Sequences(30))
-    given.setup("fit")
-    step = next(iter(given.train_steps()))
+    datamodule = data(global_batch=Sequences(30))
+    datamodule.setup("fit")
+    step = next(iter(datamodule.train_steps()))
     assert len(step) > 1
     moved = step.to("cpu")
     for place, batch in enumerate(moved.microbatches):
-        found, number = batch.step
+        own_step, number = batch.step
         assert number == place
-        assert unnoted(found.microbatches[place]).input_ids is unnoted(batch).input_ids
+        assert unnoted(own_step.microbatches[place]).input_ids is unnoted(batch).input_ids
     again = pickle.loads(pickle.dumps(step))
     assert [list(batch.lengths) for batch in again.microbatches] == [
         list(batch.lengths) for batch in step.microbatches

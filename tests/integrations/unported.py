@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from lightning_thd import THDBatch, varlen_attention
 
-VOCAB, SIZE, HEADS = 64, 16, 2  # the vocabulary of tests.tiny.sequences
+VOCAB = 64  # the vocabulary of tests.tiny.sequences
+SIZE = 16
+HEADS = 2
 
 
 class Own(nn.Module):

@@ -74,28 +74,28 @@ def kernel_report(
 
 
 def main() -> None:
-    found: dict[str, dict[str, int]] = {}
+    reports: dict[str, dict[str, int]] = {}
     for columns in (1000, 151_936):
         for cap in (False, True):
             title = f"{columns}{', softcap' if cap else ''}"
-            found[f"loss, {title}"] = kernel_report(rows._nll, columns, CAP=cap)
-            found[f"loss with penalties and bias, {title}"] = kernel_report(
+            reports[f"loss, {title}"] = kernel_report(rows._nll, columns, CAP=cap)
+            reports[f"loss with penalties and bias, {title}"] = kernel_report(
                 rows._nll, columns, CAP=cap, BIAS=True, TOTAL=True
             )
-            found[f"statistics, {title}"] = kernel_report(
+            reports[f"statistics, {title}"] = kernel_report(
                 rows._statistics, columns, CAP=cap, ENTROPY=True, TOTAL=True
             )
-            found[f"gradient, {title}"] = kernel_report(rows._gradient, columns, CAP=cap, SLOPE=True)
+            reports[f"gradient, {title}"] = kernel_report(rows._gradient, columns, CAP=cap, SLOPE=True)
             for kind, number in rows.KINDS.items():
                 options: dict[str, Any] = {"rows_at_once": 2, "KIND": number, "CAP": cap, "TAUGHT_CAP": cap}
                 if kind != "kl":
-                    found[f"divergence {kind}, {title}"] = kernel_report(
+                    reports[f"divergence {kind}, {title}"] = kernel_report(
                         rows._divergence_terms, columns, **options
                     )
-                found[f"gradient of {kind}, {title}"] = kernel_report(
+                reports[f"gradient of {kind}, {title}"] = kernel_report(
                     rows._divergence_gradient, columns, **options
                 )
-    json.dump(found, sys.stdout)
+    json.dump(reports, sys.stdout)
 
 
 if __name__ == "__main__":

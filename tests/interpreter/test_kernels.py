@@ -54,13 +54,13 @@ def compare(
     kernel: Callable[..., Tensor], oracle: Callable[..., Tensor], leaves: list[Tensor]
 ) -> tuple[float, float]:
     """Errors of the result and of all gradients against an oracle in fp64."""
-    found = kernel(*leaves)
-    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(7))
-    got = torch.autograd.grad(found, leaves, grad)
+    output = kernel(*leaves)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    got = torch.autograd.grad(output, leaves, grad)
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    wanted = oracle(*wide)
-    want = torch.autograd.grad(wanted, wide, grad.double())
-    return worst([found], [wanted]), worst(list(got), list(want))
+    expected = oracle(*wide)
+    want = torch.autograd.grad(expected, wide, grad.double())
+    return worst([output], [expected]), worst(list(got), list(want))
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

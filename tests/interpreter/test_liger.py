@@ -72,14 +72,14 @@ def test_layers_patched_by_liger_are_exact_on_packs(
     name: str, built: bool, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     plain = build(name, "thd").train()
-    wanted = []
+    expected = []
     batches = [random_batch(seed, count=3, longest=8) for seed in (1, 2)]
     for batch in batches:
         loss = causal_lm_loss(plain, batch)
-        wanted.append((float(loss.detach()), [x.clone() for x in gradients(plain, loss)]))
+        expected.append((float(loss.detach()), [x.clone() for x in gradients(plain, loss)]))
     model = patched(name, plain, monkeypatch, built=built)
     assert "Liger" in model.model.norm._get_name()
-    for batch, (value, of_plain) in zip(batches, wanted, strict=True):
+    for batch, (value, of_plain) in zip(batches, expected, strict=True):
         loss = causal_lm_loss(model, batch)
         assert float(loss.detach()) == pytest.approx(value, rel=TOLERANCE)
         error = worst(gradients(model, loss), of_plain)
@@ -95,8 +95,8 @@ def test_the_loss_of_packs_takes_the_place_of_ligers(built: bool, monkeypatch: p
 
     plain = build("qwen3", "thd").train()
     batch = random_batch(1, count=3)
-    wanted = causal_lm_loss(plain, batch)
-    of_plain = [x.clone() for x in gradients(plain, wanted)]
+    expected = causal_lm_loss(plain, batch)
+    of_plain = [x.clone() for x in gradients(plain, expected)]
     whole: Any = modeling_qwen3.Qwen3ForCausalLM
     monkeypatch.setattr(whole, "forward", whole.forward)
     layers = {"rope": False, "rms_norm": False, "swiglu": False}
@@ -108,5 +108,5 @@ def test_the_loss_of_packs_takes_the_place_of_ligers(built: bool, monkeypatch: p
         model = build("qwen3", "thd").train()
         model.load_state_dict(plain.state_dict())
     loss = causal_lm_loss(model, batch)
-    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert worst(gradients(model, loss), of_plain) < TOLERANCE

@@ -22,9 +22,9 @@ def test_kernels_compile_without_spills_and_with_wide_loads() -> None:
     command = [sys.executable, "-m", "tests.interpreter.compile_rows"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert len(found) == 36
-    for name, kernel in found.items():
+    reports = json.loads(ran.stdout)
+    assert len(reports) == 36
+    for name, kernel in reports.items():
         assert kernel["spills"] == 0, (name, kernel)
         # two programs of a multiprocessor hide the latency of each other's loads
         assert 2 * kernel["threads"] * kernel["registers"] <= REGISTERS, (name, kernel)

@@ -79,7 +79,8 @@ def logits_of(raw: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tens
 def draw(columns: int, *, infinite: bool = False) -> tuple[Tensor, Tensor]:
     """Return raw products and targets; some columns are -inf, but not the targets'."""
     torch.manual_seed(columns)
-    raw, targets = torch.randn(ROWS, columns) * 4, torch.randint(0, columns, (ROWS,))
+    raw = torch.randn(ROWS, columns) * 4
+    targets = torch.randint(0, columns, (ROWS,))
     if infinite:
         raw[:, ::5] = -torch.inf
         raw[:, -1] = 1.0
@@ -105,34 +106,37 @@ def test_losses_and_gradients(
 ) -> None:
     options = MAPS[name]
     raw, targets = draw(columns, infinite=extra == "-inf")
-    weights, bias = torch.rand(ROWS), torch.randn(columns) if extra == "bias" else None
-    given = raw.clone()
+    weights = torch.rand(ROWS)
+    bias = torch.randn(columns) if extra == "bias" else None
+    products = raw.clone()
     if extra == "ignored":
         targets[::3] = -100
-        given[0] = torch.nan  # a row that does not count
+        products[0] = torch.nan  # a row that does not count
 
     leaf = raw.double().requires_grad_()
     z = logits_of(leaf, bias, options)
-    lse, smoothing = z.logsumexp(1), options.get("smoothing", 0.0)
+    lse = z.logsumexp(1)
+    smoothing = options.get("smoothing", 0.0)
     at_target = z.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
     loss = (1.0 - smoothing) * (lse - at_target) + options.get("z_loss", 0.0) * lse.square()
     if smoothing:
         loss = loss + smoothing * (lse - z.mean(1))
-    wanted = torch.where(targets != -100, weights.double() * loss, 0.0)
-    (gradient,) = torch.autograd.grad(wanted.sum(), leaf)
-    wanted = wanted.detach()
+    expected = torch.where(targets != -100, weights.double() * loss, 0.0)
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    expected = expected.detach()
 
-    buffer, losses = filled(given), torch.full((ROWS,), torch.nan)
+    buffer = filled(products)
+    losses = torch.full((ROWS,), torch.nan)
     nll_of_rows(
         buffer.memory(ROWS), losses, targets, weights, bias, compute, columns, -100,
         smoothing, options.get("z_loss", 0.0), *numbers(options),
     )  # fmt: skip
-    found = buffer.gradient(ROWS, columns, compute)
-    assert found.dtype == compute
-    assert float(((losses.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max()) < 2e-6
-    assert error(found, gradient) < TOLERANCE[compute]
+    dx = buffer.gradient(ROWS, columns, compute)
+    assert dx.dtype == compute
+    assert float(((losses.double() - expected).abs() / expected.abs().clamp_min(1.0)).max()) < 2e-6
+    assert error(dx, gradient) < TOLERANCE[compute]
     if columns == 1031 and compute == torch.float32:
-        report(f"gradient of rows, {name}{extra and ', '}{extra}", error(found, gradient))
+        report(f"gradient of rows, {name}{extra and ', '}{extra}", error(dx, gradient))
 
 
 @pytest.mark.parametrize("columns", [1000, pytest.param(1031, marks=pytest.mark.slow)])
@@ -150,40 +154,45 @@ def test_statistics_and_gradients_over_tiles_of_the_vocabulary(
     ]  # fmt: skip
     upstream = torch.randn(4, ROWS, dtype=torch.float64)
     summed = sum((g * output).sum() for g, output in zip(upstream, outputs, strict=True))
-    (wanted,) = torch.autograd.grad(summed, leaf)
+    (expected,) = torch.autograd.grad(summed, leaf)
     outputs = [output.detach() for output in outputs]
 
     edges = [round(columns * k / tiles) for k in range(tiles + 1)]
     parts = [slice(*pair) for pair in itertools.pairwise(edges)]
     stats = blank_statistics(raw, ROWS, torch.float32)
     for part in parts:
-        buffer, width = filled(raw[:, part]), part.stop - part.start
+        buffer = filled(raw[:, part])
+        width = part.stop - part.start
         statistics_of_rows(
             buffer.memory(ROWS), stats, targets, None, width, part.start, True, True, *numbers(options)
         )
     log_mass = stats[SUM].log()
-    lse, entropy = stats[MAX] + log_mass, log_mass - stats[WEIGHTED] / stats[SUM]
-    found = (stats[TARGET] - lse, entropy, lse, stats[TOTAL] / columns)
-    for mine, oracle in zip(found, outputs, strict=True):
+    lse = stats[MAX] + log_mass
+    entropy = log_mass - stats[WEIGHTED] / stats[SUM]
+    actual = (stats[TARGET] - lse, entropy, lse, stats[TOTAL] / columns)
+    for mine, oracle in zip(actual, outputs, strict=True):
         assert float((mine.double() - oracle).abs().max()) < 1e-5
 
     g_logp, g_entropy, g_lse, g_mean = upstream.float()
     direct = g_lse - g_logp - g_entropy * entropy
     factors = torch.stack([lse, direct, -g_entropy, g_logp, g_mean / columns])
     for part, compute in itertools.product(parts, TOLERANCE):
-        buffer, width = filled(raw[:, part]), part.stop - part.start
+        buffer = filled(raw[:, part])
+        width = part.stop - part.start
         gradient_of_rows(
             buffer.memory(ROWS), factors, targets, None, compute, width, part.start, True, *numbers(options)
         )
-        worst = (buffer.gradient(ROWS, width, compute).double() - wanted[:, part]).abs().max()
-        assert float(worst / wanted.abs().max()) < TOLERANCE[compute]
-    report(f"log-probabilities of rows, {columns} columns, {tiles} tiles", error(found[0], outputs[0]))
+        worst = (buffer.gradient(ROWS, width, compute).double() - expected[:, part]).abs().max()
+        assert float(worst / expected.abs().max()) < TOLERANCE[compute]
+    report(f"log-probabilities of rows, {columns} columns, {tiles} tiles", error(actual[0], outputs[0]))
 
 
 def divergence_of(z: Tensor, u: Tensor, kind: str, beta: float) -> Tensor:
     """Return the divergence of every row in fp64, from student logits ``z`` and teacher logits ``u``."""
-    s, t = z.log_softmax(1), u.log_softmax(1)
-    p, q = s.exp(), t.exp()
+    s = z.log_softmax(1)
+    t = u.log_softmax(1)
+    p = s.exp()
+    q = t.exp()
     m = (beta * q + (1.0 - beta) * p).log()
 
     def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -212,49 +221,55 @@ def test_divergences_and_gradients(
     beta = 0.3
     ours: dict[str, Any] = {"temperature": 1.0}
     theirs: dict[str, Any] = {"temperature": 1.0}
-    bias, taught_bias = None, None
+    bias = None
+    taught_bias = None
     if extra == "maps":
         ours = {"softcap": 20.0, "scale": 1.5, "temperature": 0.8}
         theirs = {"softcap": 15.0, "scale": 0.5, "temperature": 0.8}
-        bias, taught_bias = torch.randn(columns), torch.randn(columns)
+        bias = torch.randn(columns)
+        taught_bias = torch.randn(columns)
     raw, targets = draw(columns, infinite=extra == "-inf")
     torch.manual_seed(1)
-    taught_raw, weights = torch.randn(ROWS, columns) * 3, torch.rand(ROWS)
+    taught_raw = torch.randn(ROWS, columns) * 3
+    weights = torch.rand(ROWS)
     if extra == "-inf":
         taught_raw[:, :-1:5] = -torch.inf
-    given = raw.clone()
+    products = raw.clone()
     if extra == "ignored":
         targets[::3] = -100
-        given[0] = torch.nan  # a row that does not count
+        products[0] = torch.nan  # a row that does not count
 
     leaf = raw.double().requires_grad_()
     z = logits_of(leaf, bias, ours)
     u = logits_of(taught_raw.double(), taught_bias, theirs)
     real = u.isfinite().all(0)  # autograd has NaN for columns without probability, which get no gradient
-    wanted = torch.where(targets != -100, divergence_of(z[:, real], u[:, real], kind, beta), 0.0)
-    (gradient,) = torch.autograd.grad((wanted * weights.double()).sum(), leaf)
-    wanted = wanted.detach()
+    expected = torch.where(targets != -100, divergence_of(z[:, real], u[:, real], kind, beta), 0.0)
+    (gradient,) = torch.autograd.grad((expected * weights.double()).sum(), leaf)
+    expected = expected.detach()
 
-    buffer, teacher = filled(given), filled(taught_raw)
+    buffer = filled(products)
+    teacher = filled(taught_raw)
     memory = buffer.memory(ROWS), teacher.memory(ROWS)
     lse = [x.detach().logsumexp(1).float() for x in (z, u)]
     factors = torch.stack([*lse, torch.zeros(ROWS)])
-    sums, losses = torch.full((2, ROWS), torch.nan), torch.full((ROWS,), torch.nan)
+    sums = torch.full((2, ROWS), torch.nan)
+    losses = torch.full((ROWS,), torch.nan)
     maps = (*numbers(ours)[:2], *numbers(theirs))
     rest = (bias, taught_bias)
     if kind != "kl":
         divergence_terms_of_rows(*memory, sums, factors, targets, *rest, columns, -100, kind, beta, *maps)
-        losses, factors[2] = sums[0], sums[1]
+        losses = sums[0]
+        factors[2] = sums[1]
     divergence_gradient_of_rows(
         *memory, losses, factors, targets, weights, *rest, compute, columns, -100, kind, beta, *maps
     )  # fmt: skip
-    found = buffer.gradient(ROWS, columns, compute)
-    assert found.dtype == compute
-    assert float(((losses.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max()) < 5e-6
+    dx = buffer.gradient(ROWS, columns, compute)
+    assert dx.dtype == compute
+    assert float(((losses.double() - expected).abs() / expected.abs().clamp_min(1.0)).max()) < 5e-6
     # If one token has nearly all the probability, its g and the sum of e^s g cancel (4.6e-5 at worst).
-    assert error(found, gradient) < max(TOLERANCE[compute], 1e-4)
+    assert error(dx, gradient) < max(TOLERANCE[compute], 1e-4)
     if columns == 1031 and compute == torch.float32:
-        report(f"gradient of {kind}{extra and ', '}{extra}", error(found, gradient))
+        report(f"gradient of {kind}{extra and ', '}{extra}", error(dx, gradient))
 
 
 def test_what_is_not_a_number_shows() -> None:
@@ -262,7 +277,8 @@ def test_what_is_not_a_number_shows() -> None:
     raw, targets = draw(64)
     raw[1, 5] = torch.nan
     raw[2] = -torch.inf
-    buffer, losses = filled(raw), torch.zeros(ROWS)
+    buffer = filled(raw)
+    losses = torch.zeros(ROWS)
     nll_of_rows(
         buffer.memory(ROWS), losses, targets, torch.ones(ROWS), None, torch.bfloat16, 64, -100, 0.0, 0.0,
         1.0, None, 1.0,
@@ -279,13 +295,14 @@ def test_each_logit_is_loaded_twice_and_stored_once(monkeypatch: pytest.MonkeyPa
 
     moved = {"load": 0, "store": 0}
     builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load = builder.create_masked_load
+    store = builder.create_masked_store
 
     def counted_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        found = load(self, pointers, mask, *rest)
+        loaded = load(self, pointers, mask, *rest)
         if mask.data.size > 1:
-            moved["load"] += int(mask.data.sum()) * found.data.itemsize
-        return found
+            moved["load"] += int(mask.data.sum()) * loaded.data.itemsize
+        return loaded
 
     def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         if mask.data.size > 1:

@@ -102,11 +102,11 @@ def loss_by_hand(
             positives = [d for owner, positive, d in documents if owner == i and positive]
             others = [score(query, d) for owner, positive, d in documents if owner != i or not positive]
             for document in positives:
-                own = score(query, document)
-                loss = torch.stack([own, *others]).logsumexp(0) - own
+                similarity = score(query, document)
+                loss = torch.stack([similarity, *others]).logsumexp(0) - similarity
                 if symmetric:
                     back = torch.stack([score(other, document) for other in queries])
-                    loss = (loss + back.logsumexp(0) - own) / 2
+                    loss = (loss + back.logsumexp(0) - similarity) / 2
                 total = total + loss / len(positives) / len(queries)
     return total
 

@@ -25,16 +25,18 @@ def nll(
     columns: int, ignore: int, smoothing: float, z_loss: float, *logit_map: float | None,
 ) -> None:  # fmt: skip
     logits, bend = mapped(z, bias, columns, *logit_map)
-    lse, counts, index = logits.logsumexp(1), targets != ignore, targets.clamp_min(0)[:, None]
+    lse = logits.logsumexp(1)
+    counts = targets != ignore
+    index = targets.clamp_min(0)[:, None]
     loss = (1.0 - smoothing) * (lse - logits.gather(1, index).squeeze(1)) + z_loss * lse.square()
     if smoothing:
         loss = loss + smoothing * (lse - logits.mean(1))
     losses.copy_(torch.where(counts, weights * loss, 0.0))
 
     p = (logits - lse[:, None]).exp()
-    found = p * (1.0 + 2.0 * z_loss * lse)[:, None] - smoothing / columns
-    found.scatter_add_(1, index, torch.full_like(lse, smoothing - 1.0)[:, None])
-    out[:, :columns] = torch.where(counts[:, None], found * weights[:, None] * bend, 0.0)
+    gradient = p * (1.0 + 2.0 * z_loss * lse)[:, None] - smoothing / columns
+    gradient.scatter_add_(1, index, torch.full_like(lse, smoothing - 1.0)[:, None])
+    out[:, :columns] = torch.where(counts[:, None], gradient * weights[:, None] * bend, 0.0)
 
 
 def statistics(
@@ -43,8 +45,8 @@ def statistics(
 ) -> None:  # fmt: skip
     logits, _ = mapped(z, bias, columns, *logit_map)
     here = (targets >= start) & (targets < start + columns)
-    found = logits.gather(1, (targets - start).clamp(0, columns - 1)[:, None]).squeeze(1)
-    stats[TARGET] = torch.where(here, found, stats[TARGET].double())
+    target_logits = logits.gather(1, (targets - start).clamp(0, columns - 1)[:, None]).squeeze(1)
+    stats[TARGET] = torch.where(here, target_logits, stats[TARGET].double())
     if total:
         stats[TOTAL] += logits.sum(1)
     largest = torch.maximum(stats[MAX].double(), logits.amax(1))
@@ -65,9 +67,9 @@ def gradient(
     lse, direct, log_factor, target, flat = factors.double()[:, :, None]
     logits, bend = mapped(z, bias, columns, *logit_map)
     log_p = (logits - lse).clamp_min(-1e4)
-    found = log_p.exp() * (direct + (log_factor * log_p if slope else 0.0)) + flat
+    of_softmax = log_p.exp() * (direct + (log_factor * log_p if slope else 0.0)) + flat
     onehot = torch.arange(start, start + columns, device=z.device) == targets[:, None]
-    out[:, :columns] = (found + onehot * target) * bend
+    out[:, :columns] = (of_softmax + onehot * target) * bend
 
 
 def log_probabilities(
@@ -79,16 +81,17 @@ def log_probabilities(
 
 def parts_of(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
     """Each column's part of the divergence, and g of ``tiles/divergence.py``."""
-    p, q = s.exp(), t.exp()
+    p = s.exp()
+    q = t.exp()
     if kind == "kl":
         return torch.where(q == 0, 0.0, q * (t - s)), torch.zeros_like(s)
     if kind == "reverse_kl":
         return torch.where(p == 0, 0.0, p * (s - t)), s - t
     m = (beta * q + (1.0 - beta) * p).log()
-    found = beta * torch.where(q == 0, 0.0, q * (t - m)) + (1.0 - beta) * torch.where(
+    divergence = beta * torch.where(q == 0, 0.0, q * (t - m)) + (1.0 - beta) * torch.where(
         p == 0, 0.0, p * (s - m)
     )
-    return found, (1.0 - beta) * (s - m)
+    return divergence, (1.0 - beta) * (s - m)
 
 
 def divergence_terms(
@@ -98,9 +101,9 @@ def divergence_terms(
 ) -> None:  # fmt: skip
     s, _ = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
     t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
-    found, g = parts_of(s, t, kind, beta)
+    divergence, g = parts_of(s, t, kind, beta)
     inner = torch.where(s.exp() == 0, 0.0, s.exp() * g).sum(1)
-    sums.copy_(torch.where(targets != ignore, torch.stack([found.sum(1), inner]), 0.0))
+    sums.copy_(torch.where(targets != ignore, torch.stack([divergence.sum(1), inner]), 0.0))
 
 
 def divergence_gradient(
@@ -111,10 +114,10 @@ def divergence_gradient(
 ) -> None:  # fmt: skip
     s, bend = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
     t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
-    found, g = parts_of(s, t, kind, beta)
+    divergence, g = parts_of(s, t, kind, beta)
     counts = targets != ignore
     if kind == "kl":
-        losses.copy_(torch.where(counts, found.sum(1), 0.0))
+        losses.copy_(torch.where(counts, divergence.sum(1), 0.0))
         gradient = s.exp() - t.exp()
     else:
         gradient = torch.where(s.exp() == 0, 0.0, s.exp() * (g - factors[2].double()[:, None]))

@@ -54,15 +54,15 @@ def test_every_family_equals_its_own_logits(name: str) -> None:
 def test_logprobs_follow_the_models_scale_then_the_temperature(name: str) -> None:
     model = build(name)
     batch = make_batch(ignored=0.4)
-    found = causal_lm_logprobs(model, batch, temperature=0.5)
+    logprobs = causal_lm_logprobs(model, batch, temperature=0.5)
     log_p = (model(**batch.hf_kwargs()).logits[0] / 0.5).log_softmax(-1)
     counts = batch.targets != -100
     expected = log_p.gather(1, batch.targets.clamp_min(0)[:, None]).squeeze(1) * counts
     entropy = -(log_p.exp() * log_p).sum(-1) * counts
-    torch.testing.assert_close((found.logp, found.entropy), (expected, entropy))
+    torch.testing.assert_close((logprobs.logp, logprobs.entropy), (expected, entropy))
     assert causal_lm_logprobs(model, batch, entropy=False).entropy is None
     weights = torch.randn(len(counts), dtype=torch.float64)
-    ours = gradients(model, (found.logp * weights + 0.1 * found.entropy).sum())
+    ours = gradients(model, (logprobs.logp * weights + 0.1 * logprobs.entropy).sum())
     torch.testing.assert_close(ours, gradients(model, (expected * weights + 0.1 * entropy).sum()))
 
 
@@ -71,14 +71,14 @@ def test_statistics_are_those_of_whole_logits_and_the_loss_is_the_same(smoothing
     model = build("Llama")
     batch = make_batch(ignored=0.4)
     loss, stats = causal_lm_loss_and_stats(model, batch, label_smoothing=smoothing)
-    wanted = causal_lm_loss(model, batch, label_smoothing=smoothing)
-    assert torch.equal(loss, wanted)
-    torch.testing.assert_close(gradients(model, loss), gradients(model, wanted), rtol=0, atol=0)
-    known = batch.targets != -100
-    logp = model(**batch.hf_kwargs()).logits[0][known].log_softmax(-1).detach()
+    expected = causal_lm_loss(model, batch, label_smoothing=smoothing)
+    assert torch.equal(loss, expected)
+    torch.testing.assert_close(gradients(model, loss), gradients(model, expected), rtol=0, atol=0)
+    has_target = batch.targets != -100
+    logp = model(**batch.hf_kwargs()).logits[0][has_target].log_softmax(-1).detach()
     assert float(stats.entropy) == pytest.approx(float(-(logp * logp.exp()).sum()), rel=1e-12)
-    assert int(stats.correct) == int((logp.argmax(-1) == batch.targets[known]).sum())
-    assert int(stats.tokens) == int(known.sum()) == batch.loss_tokens
+    assert int(stats.correct) == int((logp.argmax(-1) == batch.targets[has_target]).sum())
+    assert int(stats.tokens) == int(has_target.sum()) == batch.loss_tokens
     loss, stats = causal_lm_loss_and_stats(model, make_batch(ignored=1.1))
     assert [float(value.detach()) for value in (loss, *stats)] == [0.0] * 4
 
@@ -100,8 +100,8 @@ def test_padding_for_alignment_changes_nothing(family: str) -> None:
         aligned = THDBatch.collate(samples, align=Alignment.for_(**setting))
         padded += len(aligned.input_ids) > len(bare.input_ids)
         losses = [causal_lm_loss(model, batch) for batch in (aligned, bare)]
-        found, wanted = ({"loss": loss.detach(), **gradients(model, loss)} for loss in losses)
-        assert largest_error(found, wanted) < 1e-12, setting
+        actual, expected = ({"loss": loss.detach(), **gradients(model, loss)} for loss in losses)
+        assert largest_error(actual, expected) < 1e-12, setting
     assert padded > 2
 
 
@@ -182,16 +182,16 @@ def test_dft_weighs_each_tokens_loss_by_its_probability(share_prefixes: bool) ->
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 1], [2, 3]]
     samples = [{"input_ids": row, "weights": 0.5 + i} for i, row in enumerate(rows)]
     batch = THDBatch.collate(samples, share_prefixes=share_prefixes)
-    found = dft_loss(causal_lm_logprobs(model, batch).logp, batch)
-    wanted = torch.zeros((), dtype=torch.float64)
+    loss_of_batch = dft_loss(causal_lm_logprobs(model, batch).logp, batch)
+    expected = torch.zeros((), dtype=torch.float64)
     for i, row in enumerate(rows):
         logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
         picked = logp.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
-        wanted = wanted - (0.5 + i) * (picked * picked.detach().exp()).sum()
-    wanted = wanted / sum((0.5 + i) * (len(row) - 1) for i, row in enumerate(rows))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+        expected = expected - (0.5 + i) * (picked * picked.detach().exp()).sum()
+    expected = expected / sum((0.5 + i) * (len(row) - 1) for i, row in enumerate(rows))
+    torch.testing.assert_close(loss_of_batch, expected, rtol=1e-9, atol=0)
     head = model.lm_head.weight  # below it Llama's norms round gradients to fp32
-    [one], [other] = (torch.autograd.grad(loss, [head]) for loss in (found, wanted))
+    [one], [other] = (torch.autograd.grad(loss, [head]) for loss in (loss_of_batch, expected))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 

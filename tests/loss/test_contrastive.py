@@ -40,18 +40,18 @@ def by_hand(
 
     losses = []
     for q, d in pairs:
-        own = score(queries[q], documents[d])
+        of_positive = score(queries[q], documents[d])
         taken = {b for a, b in pairs if a == q}
-        total = own.exp()
+        total = of_positive.exp()
         for i, document in enumerate(documents):
             total = total + (0.0 if i in taken else score(queries[q], document).exp())
-        loss = total.log() - own
+        loss = total.log() - of_positive
         if symmetric:
             taken = {a for a, b in pairs if b == d}
-            total = own.exp()
+            total = of_positive.exp()
             for i, query in enumerate(queries):
                 total = total + (0.0 if i in taken else score(query, documents[d]).exp())
-            loss = (loss + total.log() - own) / 2
+            loss = (loss + total.log() - of_positive) / 2
         losses.append(loss)
     return torch.stack(losses)
 
@@ -62,33 +62,37 @@ def by_hand(
     ids=["plain", "warm", "symmetric", "dot"],
 )
 def test_losses_and_gradients_of_pairs_are_those_of_a_loop(options: dict[str, Any]) -> None:
-    queries, documents = embeddings(4), embeddings(9, seed=1)
+    queries = embeddings(4)
+    documents = embeddings(9, seed=1)
     losses = pair_losses(queries, documents, PAIRS, **options)
     gradients = torch.autograd.grad(losses.square().sum(), [queries, documents])
     wanted = by_hand(queries, documents, PAIRS, **options)
     assert torch.allclose(losses, wanted, rtol=1e-9, atol=1e-12)
-    for found, right in zip(
+    for actual, expected in zip(
         gradients, torch.autograd.grad(wanted.square().sum(), [queries, documents]), strict=True
     ):
-        assert torch.allclose(found, right, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_document_of_two_queries_is_no_negative_of_either() -> None:
-    queries, documents = embeddings(3), embeddings(3, seed=1)
+    queries = embeddings(3)
+    documents = embeddings(3, seed=1)
     pairs = [(0, 0), (1, 0), (2, 2)]
     losses = pair_losses(queries, documents, pairs, symmetric=True)
     assert torch.allclose(losses, by_hand(queries, documents, pairs, symmetric=True), rtol=1e-9)
 
 
 def test_sizes_of_embeddings_add_their_weighted_losses() -> None:
-    queries, documents = embeddings(4), embeddings(9, seed=1)
+    queries = embeddings(4)
+    documents = embeddings(9, seed=1)
     losses = pair_losses(queries, documents, PAIRS, dims=(8, 2), dim_weights=(1.0, 0.3))
     short = by_hand(queries[:, :2], documents[:, :2], PAIRS)
     assert torch.allclose(losses, by_hand(queries, documents, PAIRS) + 0.3 * short, rtol=1e-9)
 
 
 def test_pairs_without_negatives_have_loss_zero_and_gradient_zero() -> None:
-    queries, documents = embeddings(1), embeddings(2, seed=1)
+    queries = embeddings(1)
+    documents = embeddings(2, seed=1)
     losses = pair_losses(queries, documents, [(0, 0), (0, 1)])
     losses.sum().backward()
     assert losses.tolist() == [0.0, 0.0]
@@ -98,14 +102,16 @@ def test_pairs_without_negatives_have_loss_zero_and_gradient_zero() -> None:
 
 def test_the_mean_is_the_ranking_loss_with_multiple_negatives() -> None:
     """The formula of sentence-transformers 6.2's MultipleNegativesRankingLoss, in fp32, written out."""
-    queries, documents = embeddings(5).float(), embeddings(10, seed=1).float()  # 5 positives, 5 negatives
+    queries = embeddings(5).float()  # 5 positives, 5 negatives
+    documents = embeddings(10, seed=1).float()
     scores = F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T * 20.0
-    wanted = -(scores.diagonal() - scores.logsumexp(1)).mean()
-    assert pair_losses(queries, documents).mean().item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected = -(scores.diagonal() - scores.logsumexp(1)).mean()
+    assert pair_losses(queries, documents).mean().item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_half_precision_is_compared_in_fp32() -> None:
-    queries, documents = embeddings(4).bfloat16(), embeddings(4, seed=1).bfloat16()
+    queries = embeddings(4).bfloat16()
+    documents = embeddings(4, seed=1).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         losses = pair_losses(queries, documents)
     assert losses.dtype == torch.float32
@@ -157,14 +163,15 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])
 @pytest.mark.parametrize("family", ["qwen3", "bert", "modernbert", "embeddinggemma"])
 def test_a_pack_equals_texts_alone(family: str, pooling: Any) -> None:
-    model, stock = encoder(family), encoder(family, attention="sdpa")
+    model = encoder(family)
+    stock = encoder(family, attention="sdpa")
     batch = THDBatch.collate(EXAMPLES)
     loss = info_nce(model, batch, pooling=pooling)
-    wanted = loss_by_hand(stock, EXAMPLES, pooling=pooling)
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    expected = loss_by_hand(stock, EXAMPLES, pooling=pooling)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     # Gemma computes its norms in fp32, also in a model of fp64.
     tolerance = 1e-7 if family == "embeddinggemma" else 1e-9
-    assert largest_difference(gradients(model, loss), gradients(stock, wanted)) < tolerance
+    assert largest_difference(gradients(model, loss), gradients(stock, expected)) < tolerance
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -184,7 +191,7 @@ def test_a_step_of_several_microbatches_equals_one_batch(capacity: int, dropout:
         loss = info_nce(model, batch.to("cpu"), **options)
         (loss / len(step)).backward()
         losses.append(loss.detach())
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    accumulated = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     if dropout:
         torch.manual_seed(3)
         whole = torch.cat([embed(model, batch, pooling="mean") for batch in step.microbatches])
@@ -193,12 +200,12 @@ def test_a_step_of_several_microbatches_equals_one_batch(capacity: int, dropout:
         assert [row.tolist() for row in together.unpack(together.input_ids)] == [
             x.tolist() for x in sequences
         ]
-        wanted = info_nce(whole, together, **options)
+        expected = info_nce(whole, together, **options)
     else:
         model = encoder("bert", attention="sdpa")
-        wanted = loss_by_hand(model, EXAMPLES, **options)
-    assert torch.stack(losses).mean().item() == pytest.approx(wanted.item(), rel=1e-9)
-    assert largest_difference(found, gradients(model, wanted)) < 1e-9
+        expected = loss_by_hand(model, EXAMPLES, **options)
+    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-9)
+    assert largest_difference(accumulated, gradients(model, expected)) < 1e-9
 
 
 def _order(step: THDStep) -> list[int]:
@@ -206,17 +213,18 @@ def _order(step: THDStep) -> list[int]:
 
 
 def test_functions_and_embeddings_serve_as_models() -> None:
-    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    model = encoder("qwen3")
+    batch = THDBatch.collate(EXAMPLES)
     head = torch.nn.Linear(32, 16, dtype=torch.float64)
 
     def project(batch: THDBatch) -> Tensor:
         return head(embed(model, batch))
 
-    wanted = info_nce(project(batch), batch)
-    assert torch.equal(info_nce(project, batch), wanted)
+    expected = info_nce(project(batch), batch)
+    assert torch.equal(info_nce(project, batch), expected)
     step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
     halves = [info_nce(project, part) for part in step.microbatches]
-    assert torch.stack(halves).mean().item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert torch.stack(halves).mean().item() == pytest.approx(expected.item(), rel=1e-12)
     with pytest.raises(ValueError, match="embeddings of one of 2 microbatches.*Pass the model"):
         info_nce(project(step.microbatches[0]), step.microbatches[0])
 
@@ -224,16 +232,16 @@ def test_functions_and_embeddings_serve_as_models() -> None:
 def test_a_second_call_and_a_second_run_of_a_step_have_caches_of_their_own() -> None:
     model = encoder("qwen3")
     step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
-    wanted = [info_nce(model, part).item() for part in step.microbatches]
-    found = [
+    expected = [info_nce(model, part).item() for part in step.microbatches]
+    values = [
         (info_nce(model, part).item(), info_nce(model, part, temperature=1.0).item())
         for part in step.microbatches
     ]
-    assert [first for first, _ in found] == wanted
+    assert [first for first, _ in values] == expected
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    assert info_nce(model, step.microbatches[0]).item() != wanted[0]
+    assert info_nce(model, step.microbatches[0]).item() != expected[0]
 
 
 @pytest.mark.parametrize("kind", ["closure", "default", "partial"])
@@ -254,10 +262,10 @@ def test_two_models_behind_one_kind_of_function_have_caches_of_their_own(kind: s
         return partial(embed, model, pooling="mean")
 
     step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
-    wanted = [[info_nce(m, part, pooling="mean").item() for part in step.microbatches] for m in models]
+    expected = [[info_nce(m, part, pooling="mean").item() for part in step.microbatches] for m in models]
     both = [[info_nce(function_of(m), part).item() for m in models] for part in step.microbatches]
-    assert abs(wanted[0][1] - wanted[1][1]) > 1e-3, "the models are alike, so the test shows nothing"
-    assert torch.allclose(torch.tensor(both).T, torch.tensor(wanted), rtol=1e-5)
+    assert abs(expected[0][1] - expected[1][1]) > 1e-3, "the models are alike, so the test shows nothing"
+    assert torch.allclose(torch.tensor(both).T, torch.tensor(expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize("gradients_on", [True, False])
@@ -278,7 +286,8 @@ def test_a_function_whose_option_changes_between_microbatches_is_refused(gradien
 
 
 def test_validation_gives_the_mean_over_queries() -> None:
-    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    model = encoder("qwen3")
+    batch = THDBatch.collate(EXAMPLES)
     with torch.no_grad():
         assert info_nce(model, batch).item() == pytest.approx(info_nce(model, batch).item(), rel=1e-12)
         assert info_nce(model, THDBatch.collate([])).item() == 0.0
@@ -286,13 +295,14 @@ def test_validation_gives_the_mean_over_queries() -> None:
 
 def test_an_empty_microbatch_gives_every_parameter_a_zero_gradient() -> None:
     model = encoder("qwen3")
-    found = gradients(model, info_nce(model, THDBatch.collate([])))
-    assert set(found) == {name for name, _ in model.named_parameters()}
-    assert all(not gradient.any() for gradient in found.values())
+    of_empty = gradients(model, info_nce(model, THDBatch.collate([])))
+    assert set(of_empty) == {name for name, _ in model.named_parameters()}
+    assert all(not gradient.any() for gradient in of_empty.values())
 
 
 def test_bad_calls_are_named() -> None:
-    model, batch = encoder("qwen3"), THDBatch.collate(EXAMPLES)
+    model = encoder("qwen3")
+    batch = THDBatch.collate(EXAMPLES)
     step = THDStep([THDBatch.collate(EXAMPLES[:4]), THDBatch.collate(EXAMPLES[4:])])
     cases: list[tuple[Any, THDBatch, dict[str, Any], str]] = [
         (model, THDBatch.collate([{"input_ids": [1, 2]}]), {}, "1 sequences without roles.*'query'"),

@@ -152,9 +152,9 @@ def test_flops_and_epoch_means_count_each_microbatch_once() -> None:
     lengths = [length for each in texts for length in each]
     flops = FlopsModel.from_config(module.model.config)
     counted = flops.training_flops(SeqStats.from_lengths(lengths))
-    wanted = counted.model - counted.logits  # the model has no head
+    expected = counted.model - counted.logits  # the model has no head
     assert len(module.seen) > 3  # several microbatches
-    assert float(trainer.callback_metrics["train/total_flops"]) == pytest.approx(wanted, rel=1e-6)
+    assert float(trainer.callback_metrics["train/total_flops"]) == pytest.approx(expected, rel=1e-6)
     mean = sum(module.losses) / 3  # all steps have ten queries
     assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(mean, rel=1e-6)
 
@@ -178,11 +178,11 @@ def test_a_loop_of_accelerate_equals_texts_alone() -> None:
     members = sorted({i for batch in step.microbatches for i in batch.sequence_ids})
     loss = loop.backward(step)
     stock = encoder("qwen3", attention="sdpa")
-    wanted = loss_by_hand(stock, [EXAMPLES[i] for i in members], **OPTIONS)
-    wanted.backward()
-    found = {name: p.grad for name, p in loop.model.named_parameters()}
-    assert largest_difference(found, {name: p.grad for name, p in stock.named_parameters()}) < 1e-9
-    assert float(loss) == pytest.approx(wanted.item(), rel=1e-6)
+    expected = loss_by_hand(stock, [EXAMPLES[i] for i in members], **OPTIONS)
+    expected.backward()
+    of_loop = {name: p.grad for name, p in loop.model.named_parameters()}
+    assert largest_difference(of_loop, {name: p.grad for name, p in stock.named_parameters()}) < 1e-9
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
 
 
 def validate(capacity: int) -> float:

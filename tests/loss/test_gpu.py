@@ -32,9 +32,9 @@ def test_values_and_gradients(dtype: torch.dtype, kind: str, softcap: float | No
     taught = tuple(x.cuda() for x in case.teacher())
     loss = fused(kind, leaves, targets, taught, **case.kwargs(leaves))
     leaves64 = wide(leaves)
-    wanted = whole(kind, case, leaves64, targets, tuple(x.double() for x in taught))
-    assert relative(loss, wanted) < max(1e-2 if dtype.itemsize == 2 else 0.0, TOLERANCE[dtype])
-    theirs = torch.autograd.grad(wanted / case.tokens, leaves64)
+    expected = whole(kind, case, leaves64, targets, tuple(x.double() for x in taught))
+    assert relative(loss, expected) < max(1e-2 if dtype.itemsize == 2 else 0.0, TOLERANCE[dtype])
+    theirs = torch.autograd.grad(expected / case.tokens, leaves64)
     for a, b in zip(torch.autograd.grad(loss / case.tokens, leaves), theirs, strict=True):
         assert relative(a, b) < TOLERANCE[dtype]
 

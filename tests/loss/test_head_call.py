@@ -97,11 +97,11 @@ def test_what_cannot_be_followed_gets_zeros_and_is_noted(name: str) -> None:
     logits = carry_values(torch.ones(1), SHAPE)
     function = NOT_FOLLOWED[name]
     assert not logits.lost
-    found = function(logits)
-    wanted = function(torch.zeros(SHAPE))
+    actual = function(logits)
+    expected = function(torch.zeros(SHAPE))
     assert logits.lost
-    if wanted is not None:
-        torch.testing.assert_close(found, wanted, equal_nan=True)
+    if expected is not None:
+        torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 WHOLE = r"causal_lm_loss computes the logits of \w+ whole.* because "
@@ -110,12 +110,12 @@ WHOLE = r"causal_lm_loss computes the logits of \w+ whole.* because "
 def compare(model: nn.Module, other: nn.Module | None = None) -> None:
     """Compare loss, gradients and log-probabilities with those of the model's own logits."""
     batch = random_batch(1)
-    found = causal_lm_loss(model, batch)
+    loss = causal_lm_loss(model, batch)
     logits = (other or model)(**batch.hf_kwargs()).logits[0]
-    wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
-    torch.testing.assert_close(found, wanted)
-    ours = gradients(model, found)
-    theirs = gradients(other or model, wanted)
+    expected = F.cross_entropy(logits, batch.targets, ignore_index=-100)
+    torch.testing.assert_close(loss, expected)
+    ours = gradients(model, loss)
+    theirs = gradients(other or model, expected)
     assert ours.keys() == theirs.keys()
     for key, gradient in theirs.items():
         torch.testing.assert_close(ours[key], gradient, msg=key)
@@ -178,8 +178,8 @@ def test_log_probabilities_and_statistics_of_whole_logits() -> None:
         torch.testing.assert_close(*(causal_lm_loss(m, batch, **options) for m in (model, plain)))
     with static_shapes():  # as recorded steps run
         torch.testing.assert_close(*(causal_lm_loss(m, batch) for m in (model, plain)))
-    found, wanted = (causal_lm_logprobs(m, batch, temperature=0.7) for m in (model, plain))
-    torch.testing.assert_close(tuple(found), tuple(wanted))
+    actual, expected = (causal_lm_logprobs(m, batch, temperature=0.7) for m in (model, plain))
+    torch.testing.assert_close(tuple(actual), tuple(expected))
     stats = [causal_lm_loss_and_stats(m, batch)[1] for m in (model, plain)]
     torch.testing.assert_close(*stats)
     samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 9]}]
@@ -190,9 +190,9 @@ def test_log_probabilities_and_statistics_of_whole_logits() -> None:
 def test_a_head_that_was_patched_is_run_as_it_is() -> None:
     model = tiny_llama(torch.float64)
     head: Any = model.lm_head
-    own = head.forward
+    original = head.forward
     more = nn.Parameter(torch.zeros_like(head.weight))
-    head.forward = lambda hidden: own(hidden) + hidden @ more.T
+    head.forward = lambda hidden: original(hidden) + hidden @ more.T
     with pytest.warns(UserWarning, match=WHOLE + "its head"):
         causal_lm_loss(model, random_batch(1)).backward()
     torch.testing.assert_close(more.grad, head.weight.grad)
@@ -361,15 +361,15 @@ def test_a_plain_call_in_another_thread_gets_logits_and_leaves_the_loss_alone(ro
     model = build("Mixtral")
     batch, other = (THDBatch.collate([{"input_ids": ids}]) for ids in ([3, 4, 5], [8, 9, 7, 6]))
     alone = causal_lm_loss(model, batch, router_balance=router_balance)
-    wanted = model(**other.hf_kwargs())
-    found: list[Any] = []
+    expected = model(**other.hf_kwargs())
+    outputs: list[Any] = []
 
     def beside(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             with ThreadPoolExecutor(1) as pool:
-                found.append(pool.submit(model, **other.hf_kwargs()).result())
+                outputs.append(pool.submit(model, **other.hf_kwargs()).result())
 
     model.get_submodule("model.layers.1").register_forward_hook(beside)
     assert causal_lm_loss(model, batch, router_balance=router_balance).item() == alone.item()
-    assert torch.equal(found[0].logits, wanted.logits)
-    assert found[0].aux_loss.item() == wanted.aux_loss.item()
+    assert torch.equal(outputs[0].logits, expected.logits)
+    assert outputs[0].aux_loss.item() == expected.aux_loss.item()

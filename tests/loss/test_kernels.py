@@ -89,10 +89,10 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype, chunk: object, voca
     with torch.no_grad():
         leaves[0][targets == -100] = 0.0
     leaves64 = wide(leaves)
-    wanted = whole(kind, case, leaves64, targets, taught)
-    theirs = torch.autograd.grad(wanted, leaves64)
+    expected = whole(kind, case, leaves64, targets, taught)
+    theirs = torch.autograd.grad(expected, leaves64)
     # The teacher's states are rounded to the student's bf16.
-    assert relative(loss, wanted) < (2e-4 if kind in DIVERGENCES and dtype == torch.bfloat16 else 2e-5)
+    assert relative(loss, expected) < (2e-4 if kind in DIVERGENCES and dtype == torch.bfloat16 else 2e-5)
     for mine, oracle in zip(ours, theirs, strict=True):
         assert relative(mine, oracle) < TOLERANCE[dtype]
 
@@ -150,14 +150,15 @@ def over_ranks() -> list[float]:
                 vocabulary=100, dtype=torch.float32, ignored=0.4, softcap=5.0, temperature=0.7, bias=True
             )
             full, targets = case.tensors()
-            local, taught = shards(full), case.teacher()
-            own = (taught[0], taught[1].chunk(2)[dist.get_rank()])
-            loss = fused(kind, local, targets, own, **case.kwargs(local), tp_group=dist.group.WORLD)
+            local = shards(full)
+            taught = case.teacher()
+            of_rank = (taught[0], taught[1].chunk(2)[dist.get_rank()])
+            loss = fused(kind, local, targets, of_rank, **case.kwargs(local), tp_group=dist.group.WORLD)
             ours = torch.autograd.grad(loss, local)
             leaves64 = wide(full)
-            wanted = whole(kind, case, leaves64, targets, taught)
-            theirs = shards(list(torch.autograd.grad(wanted, leaves64)))
-            errors += [relative(a, b) for a, b in zip([loss, *ours], [wanted, *theirs], strict=True)]
+            expected = whole(kind, case, leaves64, targets, taught)
+            theirs = shards(list(torch.autograd.grad(expected, leaves64)))
+            errors += [relative(a, b) for a, b in zip([loss, *ours], [expected, *theirs], strict=True)]
         assert set(calls) == {"statistics", "gradient", "divergence_terms", "divergence_gradient"}
         errors += [1e-6 * error for error in at_the_edges()]  # in fp64, which stays with torch's operators
     return errors

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_thd.loss import PackedRollouts, policy
 
-ROWS, COLUMNS, PROMPT = 4, 9, 2
+ROWS = 4
+COLUMNS = 9
+PROMPT = 2
 
 
 def make_rollouts() -> tuple[PackedRollouts, Tensor]:

@@ -53,7 +53,8 @@ def trl_trainer(**settings: Any) -> MagicMock:
 def test_dpo_equals_trl(kind: str) -> None:
     trainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
     generator = torch.Generator().manual_seed(0)
-    pairs, columns = 3, 7
+    pairs = 3
+    columns = 7
     policy, reference = (-torch.rand(2 * pairs, columns, generator=generator) * 2 for _ in range(2))
     mask = torch.ones(2 * pairs, columns + 1, dtype=torch.long)
     for row, length in enumerate((7, 3, 5, 2, 6, 4)):
@@ -165,14 +166,14 @@ LOSSES: dict[str, Any] = {
 
 
 def settings_of(name: str, count: int) -> dict[str, Any]:
-    given = dict(LOSSES[name][2])
+    settings = dict(LOSSES[name][2])
     if name in ("ipo", "sigmoid_norm"):
-        given |= {"chosen_tokens": torch.full((count,), 3), "rejected_tokens": torch.full((count,), 2)}
+        settings |= {"chosen_tokens": torch.full((count,), 3), "rejected_tokens": torch.full((count,), 2)}
     if name in SMOOTH:
-        given["label_smoothing"] = 0.1
+        settings["label_smoothing"] = 0.1
     if name == "kto":
-        given["desirable"] = torch.arange(count) % 2 == 0
-    return given
+        settings["desirable"] = torch.arange(count) % 2 == 0
+    return settings
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in SORTED])
@@ -183,19 +184,19 @@ def test_weights_and_scale_are_those_of_single_pairs_and_no_weight_touches_nothi
     function, rows, _ = LOSSES[name]
     clean = numbers(4)[:rows]
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5]).double()
-    given = settings_of(name, 4)
-    one = [{k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in given.items()} for i in range(4)]
+    settings = settings_of(name, 4)
+    one = [{k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in settings.items()} for i in range(4)]
     each = torch.stack([function(*(row[i : i + 1] for row in clean), **one[i]) for i in range(4)])
-    torch.testing.assert_close(function(*clean, **given), each.mean())
+    torch.testing.assert_close(function(*clean, **settings), each.mean())
     leaves = [torch.where(weights == 0, poison, row.detach()).requires_grad_() for row in clean]
     for how, divisor in (({}, weights.sum()), ({"scale": 0.25}, 4.0)):
-        ours = function(*leaves, weights=weights, **given, **how)
+        ours = function(*leaves, weights=weights, **settings, **how)
         wanted = (each * weights).sum() / divisor
         torch.testing.assert_close(ours, wanted)
-        found = torch.autograd.grad(ours, leaves, materialize_grads=True)
+        gradients = torch.autograd.grad(ours, leaves, materialize_grads=True)
         expected = torch.autograd.grad(wanted, clean, retain_graph=True, materialize_grads=True)
-        torch.testing.assert_close(found, expected)
-        assert not any(gradient[1] for gradient in found)
+        torch.testing.assert_close(gradients, expected)
+        assert not any(gradient[1] for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", LOSSES)

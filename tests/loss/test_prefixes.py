@@ -114,10 +114,10 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
         same, summed = measured(llama, shared, **options)
         assert abs(float(same - loss)) <= TOLERANCE
         assert largest_difference(summed, gradients) <= 1e-6  # norms are in fp32
-    for found, wanted in zip(
+    for actual, expected in zip(
         causal_lm_logprobs(llama, shared), causal_lm_logprobs(llama, plain), strict=True
     ):
-        assert torch.allclose(found, wanted, rtol=0, atol=1e-7)
+        assert torch.allclose(actual, expected, rtol=0, atol=1e-7)
     sums = [sequence_sums(causal_lm_logprobs(llama, batch).logp, batch) for batch in (shared, plain)]
     assert torch.allclose(*sums, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="its own loss would count the slots of a prefix only once"):
@@ -126,8 +126,8 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*rows, strict=True))
     slots, targets, weights = shared.predictions
     assert len(set(zip(slots.tolist(), targets.tolist(), strict=True))) == len(slots)
-    known = 1.0 if plain.weights is None else plain.weights
-    assert float(weights.sum()) == pytest.approx(float(((plain.targets != -100) * known).sum()))
+    token_weights = 1.0 if plain.weights is None else plain.weights
+    assert float(weights.sum()) == pytest.approx(float(((plain.targets != -100) * token_weights).sum()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -164,25 +164,25 @@ def test_compiled_layers_are_exact_and_their_graphs_bounded() -> None:
 
 def test_the_trees_hold_all_that_may_meet() -> None:
     """Without this the tests above could pass on trees that share hardly anything."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for seed in [sum(map(ord, name)) for name in QUICK]:
         samples = tree(seed)
         rows = [tuple(sample["input_ids"].tolist()) for sample in samples]
         shared = THDBatch.collate(samples, share_prefixes=True).prefixes
         begins = [[other for other in rows if other and row[: len(other)] == other != row] for row in rows]
         labels = [np.asarray(sample.get("labels", sample["input_ids"])) for sample in samples]
-        found["nested turns"] += any(len(set(each)) >= 2 for each in begins)
-        found["duplicates"] += len(set(rows)) < len(rows)
-        found["a prefix of another"] += any(begins)
-        found["no prefix"] += any(  # its first token is that of no other
+        counts["nested turns"] += any(len(set(each)) >= 2 for each in begins)
+        counts["duplicates"] += len(set(rows)) < len(rows)
+        counts["a prefix of another"] += any(begins)
+        counts["no prefix"] += any(  # its first token is that of no other
             sum(other[0] == row[0] for other in rows) == 1 for row in rows
         )
         held = list(zip(labels, shared.prefix_lengths, strict=True))
-        found["labels inside"] += any((x[1:n] != -100).any() for x, n in held)
-        found["no labels inside"] += any(n > 1 and (x[1:n] == -100).any() for x, n in held)
-        found["weights"] += any("weights" in sample for sample in samples)
-    assert min(found.values()) >= 2, found
-    assert len(found) == 7
+        counts["labels inside"] += any((x[1:n] != -100).any() for x, n in held)
+        counts["no labels inside"] += any(n > 1 and (x[1:n] == -100).any() for x, n in held)
+        counts["weights"] += any("weights" in sample for sample in samples)
+    assert min(counts.values()) >= 2, counts
+    assert len(counts) == 7
 
 
 def test_a_pad_at_the_end_and_fields_of_slots() -> None:
@@ -223,10 +223,10 @@ def test_pinning_and_moving_keep_a_batch(share_prefixes: bool, monkeypatch: pyte
 def test_fabric_converts_inputs_of_a_shared_batch() -> None:
     batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True)
     model = build("llama", "thd")
-    wanted = float(causal_lm_loss(model.double(), batch).detach())
+    expected = float(causal_lm_loss(model.double(), batch).detach())
     fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
     loss = causal_lm_loss(fabric.setup(model), batch).detach()
-    assert float(loss) == pytest.approx(wanted, rel=1e-9)
+    assert float(loss) == pytest.approx(expected, rel=1e-9)
 
 
 def test_values_of_slots_or_of_tokens_are_not_guessed() -> None:

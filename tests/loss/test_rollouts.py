@@ -73,30 +73,30 @@ def test_sums_of_long_responses_lose_no_small_values(dtype: torch.dtype, rtol: f
     mask = torch.ones(likely.shape, dtype=torch.long)
     packed = PackedRollouts.from_padded(torch.zeros_like(mask), mask)
     values = packed.pack(-likely.to(dtype))
-    wanted = -likely.to(dtype)[:, 1:].double().sum(1)
-    for found in (packed.sums(values), sequence_sums(values, packed.batch)):
-        torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0.0)
+    expected = -likely.to(dtype)[:, 1:].double().sum(1)
+    for sums in (packed.sums(values), sequence_sums(values, packed.batch)):
+        torch.testing.assert_close(sums.double(), expected, rtol=rtol, atol=0.0)
 
 
 def test_model_in_one_call_equals_each_row_by_itself() -> None:
     model = build("Granite")
     ids, mask, response = random_rows(4)
     packed = PackedRollouts.from_padded(ids, mask, response_mask=response)
-    found = packed.logprobs(model, temperature=0.7)
+    logprobs = packed.logprobs(model, temperature=0.7)
     expected = torch.zeros(ids.shape, dtype=torch.float64)
     entropy = torch.zeros_like(expected)
     for b in range(len(ids)):
-        at = mask[b].nonzero().flatten()
-        if not len(at):
+        slots = mask[b].nonzero().flatten()
+        if not len(slots):
             continue
-        logits = model(input_ids=ids[b, at][None], use_cache=False).logits[0] / 0.7
+        logits = model(input_ids=ids[b, slots][None], use_cache=False).logits[0] / 0.7
         log_p = logits.log_softmax(-1)
-        expected[b, at[1:]] = log_p[:-1].gather(1, ids[b, at[1:]][:, None]).squeeze(1)
-        entropy[b, at[1:]] = -(log_p.exp() * log_p).sum(-1)[:-1]
+        expected[b, slots[1:]] = log_p[:-1].gather(1, ids[b, slots[1:]][:, None]).squeeze(1)
+        entropy[b, slots[1:]] = -(log_p.exp() * log_p).sum(-1)[:-1]
     counted = predictable(mask, response)
     assert counted.any()
-    torch.testing.assert_close(found.logp, expected * counted)
-    torch.testing.assert_close(found.entropy, entropy * counted)
+    torch.testing.assert_close(logprobs.logp, expected * counted)
+    torch.testing.assert_close(logprobs.entropy, entropy * counted)
     total = packed.sequence_logprobs(model, temperature=0.7)
     torch.testing.assert_close(total, (expected * counted).sum(1))
     mean = packed.sequence_logprobs(model, temperature=0.7, mean=True)
@@ -104,7 +104,7 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
     # a policy loss through the unpacked values, against the same through the oracle
     advantages = torch.randn(ids.shape, dtype=torch.float64)
     ours = torch.autograd.grad(
-        (found.logp * advantages - 0.1 * found.entropy).sum(), list(model.parameters())
+        (logprobs.logp * advantages - 0.1 * logprobs.entropy).sum(), list(model.parameters())
     )
     theirs = torch.autograd.grad(
         ((expected * advantages - 0.1 * entropy) * counted).sum(), list(model.parameters())

@@ -33,7 +33,8 @@ SAMPLES = [
     {"input_ids": one["input_ids"] % 63 + 1, "labels": one["labels"]} for one in sequences(7, labels=True)
 ]
 TOKENS = sum(len(sample["input_ids"]) for sample in SAMPLES)
-COEFFICIENT, Z = 0.7, 0.3
+COEFFICIENT = 0.7
+Z = 0.3
 
 
 def expert_model(family: str) -> Any:
@@ -108,16 +109,16 @@ def one_at_a_time(model: Any, samples: Sequence[dict[str, Any]], *, z: float = 0
 
 
 def grads(model: Any) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_a_step_does_not_depend_on_its_packing(family: str) -> None:
     model = expert_model(family)
-    wanted = one_at_a_time(model, SAMPLES, z=Z)
-    wanted.backward()
+    expected = one_at_a_time(model, SAMPLES, z=Z)
+    expected.backward()
     gradients = grads(model)
     rng = np.random.default_rng(0)
     targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in SAMPLES)
@@ -138,25 +139,25 @@ def test_a_step_does_not_depend_on_its_packing(family: str) -> None:
             loss = causal_lm_loss(model, batch, router_balance="sequence", router_z_loss=Z) / microbatches
             loss.backward()
             total += float(loss.detach())
-        assert total == pytest.approx(float(wanted.detach()), rel=1e-9)
+        assert total == pytest.approx(float(expected.detach()), rel=1e-9)
         assert largest_error(grads(model), gradients) < 1e-9
 
 
 def test_routers_of_families_without_a_balancing_loss_by_the_scores_they_compare() -> None:
     model = expert_model("deepseek_v3")
     with torch.no_grad():
-        wanted = one_at_a_time(model, SAMPLES[:3], sigmoid=True)
-        found = causal_lm_loss(model, THDBatch.collate(SAMPLES[:3]), router_balance="sequence")
-    assert float(found) == pytest.approx(float(wanted), rel=1e-9)
+        expected = one_at_a_time(model, SAMPLES[:3], sigmoid=True)
+        loss = causal_lm_loss(model, THDBatch.collate(SAMPLES[:3]), router_balance="sequence")
+    assert float(loss) == pytest.approx(float(expected), rel=1e-9)
 
 
 @torch.no_grad()
 def test_the_model_adds_nothing_of_its_own_beside() -> None:
     model = expert_model("qwen3_moe")
     batch = THDBatch.collate(SAMPLES)
-    wanted = causal_lm_loss(model, batch, router_balance="sequence")
+    expected = causal_lm_loss(model, batch, router_balance="sequence")
     model.config.output_router_logits = True
-    assert causal_lm_loss(model, batch, router_balance="sequence") == wanted
+    assert causal_lm_loss(model, batch, router_balance="sequence") == expected
     # The z-loss leaves the balance as it is.
     with_z = causal_lm_loss(model, batch, router_z_loss=Z) - causal_lm_loss(model, batch)
     model.config.output_router_logits = False
@@ -193,14 +194,14 @@ def over_a_step(model: Any, microbatches: Sequence[Sequence[dict[str, Any]]]) ->
     top_k = model.config.num_experts_per_tok
     tokens = sum(len(s["input_ids"]) for m in microbatches for s in m)
     seen = 0
-    found = list[Tensor]()
+    balances = list[Tensor]()
     for part in microbatches:
         logits = [alone(model, sample) for sample in part]
         likely = torch.cat([layer for layers in logits for layer in layers]).softmax(-1)
         seen = seen + torch.zeros_like(likely).scatter(1, likely.topk(top_k).indices, 1.0).sum(0)
         share = seen / (seen.sum() / top_k)
-        found.append(COEFFICIENT * len(share) * (share * likely.sum(0)).sum() / len(logits[0]) / tokens)
-    return found
+        balances.append(COEFFICIENT * len(share) * (share * likely.sum(0)).sum() / len(logits[0]) / tokens)
+    return balances
 
 
 @torch.no_grad()
@@ -209,14 +210,14 @@ def test_a_step_is_balanced_over_its_tokens_so_far() -> None:
     parts = (SAMPLES[:3], SAMPLES[3:])
     packs = [THDBatch.collate(part, loss_scale=0.0, token_scale=2 / TOKENS) for part in parts]
     packs = [pack.replace(microbatch=i) for i, pack in enumerate(packs)]
-    found = []
+    balances = []
     for pack in packs:
-        found.append(float(causal_lm_loss(model, pack, router_balance="step")) / 2)
+        balances.append(float(causal_lm_loss(model, pack, router_balance="step")) / 2)
         # Lightning may evaluate inside an accumulated step
         causal_lm_loss(model, THDBatch.collate(SAMPLES, token_scale=0.0), router_balance="step")
-    assert found == pytest.approx([float(x) for x in over_a_step(model, parts)], rel=1e-9)
+    assert balances == pytest.approx([float(x) for x in over_a_step(model, parts)], rel=1e-9)
     again = float(causal_lm_loss(model, packs[0], router_balance="step")) / 2
-    assert again == found[0]  # a step begins with its first microbatch
+    assert again == balances[0]  # a step begins with its first microbatch
     whole = THDBatch.collate(SAMPLES, loss_scale=0.0, token_scale=1 / TOKENS)
     one = causal_lm_loss(model, whole, router_balance="step")
     logits = [layer for sample in SAMPLES for layer in alone(model, sample)]
@@ -228,11 +229,11 @@ def test_sequences_that_share_slots() -> None:
     model = expert_model("qwen3_moe")
     begin = SAMPLES[0]["input_ids"]
     samples = [{"input_ids": np.concatenate([begin, one["input_ids"]])} for one in SAMPLES[1:4]]
-    found = [
+    balances = [
         float(causal_lm_loss(model, batch, router_balance="sequence", router_z_loss=Z))
         for batch in (THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True))
     ]
-    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    assert balances[1] == pytest.approx(balances[0], rel=1e-9)
 
 
 @torch.no_grad()
@@ -241,9 +242,9 @@ def test_evaluations_leave_it_out() -> None:
     batch = THDBatch.collate(SAMPLES)
     model.config.output_router_logits = True
     for mode in ("sequence", "step"):
-        found = causal_lm_loss(model, batch.replace(token_scale=0.0), router_balance=mode, router_z_loss=Z)
+        loss = causal_lm_loss(model, batch.replace(token_scale=0.0), router_balance=mode, router_z_loss=Z)
         model.config.output_router_logits = False
-        assert float(found) == pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-12)
+        assert float(loss) == pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-12)
 
 
 def test_refusals() -> None:
@@ -289,10 +290,10 @@ def test_recomputed_layers_are_balanced_once() -> None:
     model = expert_model("qwen3_moe")
     batch = THDBatch.collate(SAMPLES)
     causal_lm_loss(model, batch, router_balance="sequence").backward()
-    wanted = grads(model)
+    expected = grads(model)
     checkpoint_activations(model, use_reentrant=False)
     causal_lm_loss(model, batch, router_balance="sequence").backward()
-    assert largest_error(grads(model), wanted) < 1e-9
+    assert largest_error(grads(model), expected) < 1e-9
 
 
 @pytest.mark.parametrize("router_balance", ["sequence", "step"])
@@ -306,9 +307,9 @@ def test_half_precision_rounds_no_sum_of_the_balance(router_balance: Any, dtype:
         routers: Any = routers_for(HeadCall.of(model), batch, router_balance)
     sums = torch.rand(len(SAMPLES) + 1, 2 * routers.experts.number + 1) * 1e5
     with torch.autocast("cpu", dtype):
-        found = routers._of_sums(sums, torch.tensor(TOKENS))
-    wanted = routers._of_sums(sums.double(), torch.tensor(TOKENS))
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0.0)
+        balance = routers._of_sums(sums, torch.tensor(TOKENS))
+    expected = routers._of_sums(sums.double(), torch.tensor(TOKENS))
+    torch.testing.assert_close(balance.double(), expected, rtol=1e-5, atol=0.0)
 
 
 class Weighs(torch.nn.Module):

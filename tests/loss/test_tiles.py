@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from lightning_thd.loss import fused_linear_logprobs
 from lightning_thd.loss.tiles import products
 
-TOKENS, WIDTH, COLUMNS = 200, 128, 6000
+TOKENS = 200
+WIDTH = 128
+COLUMNS = 6000
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-9, 1e9])

@@ -115,11 +115,11 @@ def run_tensor_parallel(style: str) -> tuple[float, float]:
     loss = causal_lm_loss(model, batch)
     loss.backward()
     assert isinstance(model.lm_head.weight, DTensor)
-    found = {}
+    of_shards = {}
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return abs(loss.item() - total.item()), worst(found, expected)
+        of_shards[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return abs(loss.item() - total.item()), worst(of_shards, expected)
 
 
 def test_tensor_parallel_heads() -> None:
@@ -199,19 +199,19 @@ def test_autocast_and_checkpointing() -> None:
 def test_composable_checkpoints_of_parts_are_exact_and_of_the_whole_model_refused() -> None:
     model = build("Qwen3")
     batch = make_batch()
-    wanted = gradients(model, causal_lm_loss(model, batch))
+    expected = gradients(model, causal_lm_loss(model, batch))
     for names in (["model"], ["model.layers.0", "model.layers.1.mlp"]):
         checkpointed = build("Qwen3")
         for name in names:
             checkpoint(checkpointed.get_submodule(name))
-        found = gradients(checkpointed, causal_lm_loss(checkpointed, batch))
-        assert worst(found, wanted) < 1e-12
+        recomputed = gradients(checkpointed, causal_lm_loss(checkpointed, batch))
+        assert worst(recomputed, expected) < 1e-12
     whole = build("Qwen3")
     checkpoint(whole)
     with pytest.raises(ValueError, match="is checkpointed as a whole by torch's composable checkpoint"):
         causal_lm_loss(whole, batch)
     outputs = whole(**batch.hf_kwargs(), labels=batch.targets[None], shift_labels=batch.targets[None])
-    assert worst(gradients(whole, outputs.loss), wanted) < 1e-5  # transformers computes its loss in fp32
+    assert worst(gradients(whole, outputs.loss), expected) < 1e-5  # transformers computes its loss in fp32
 
 
 def test_copies_and_pickles_of_a_used_model_work() -> None:
@@ -249,12 +249,12 @@ def test_a_loss_is_not_rounded_by_an_output_dtype_nor_positions_by_narrow_buffer
     model = build("Llama").train()
     batch = make_batch(lengths=LENGTHS[1])
     loss = causal_lm_loss(model, batch)
-    wanted = gradients(model, loss)
+    expected = gradients(model, loss)
     model.model.rotary_emb.to(torch.bfloat16)  # FSDP1 does so to all buffers of its mixed precision
     rounded = causal_lm_loss(RoundsOutputs(model), batch)
     assert torch.equal(loss, rounded)
-    found = gradients(model, rounded)
-    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    of_rounded = gradients(model, rounded)
+    assert all(torch.equal(of_rounded[name], gradient) for name, gradient in expected.items())
 
 
 def test_an_error_inside_the_model_leaves_it_as_it_was() -> None:
@@ -290,7 +290,7 @@ def test_compiled_models(how: str) -> None:
             layer.compile(backend="aot_eager")
     for lengths in [(5, 9, 1, 13), (4, 10, 2, 12), (3, 11, 2, 12), (6, 10, 1, 11), (5, 9, 1, 13)]:
         batch = make_batch(lengths=lengths)
-        found = gradients(model, causal_lm_loss(compiled, batch))
-        assert worst(found, gradients(plain, oracle(plain, batch))) < 1e-5
+        of_compiled = gradients(model, causal_lm_loss(compiled, batch))
+        assert worst(of_compiled, gradients(plain, oracle(plain, batch))) < 1e-5
     assert not torch._dynamo.utils.counters["recompile_limit"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (12 if how == "regions" else 4)

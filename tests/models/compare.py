@@ -178,8 +178,8 @@ def run_family(family: str, wanted: Callable[[str], bool]) -> dict[str, Outcome]
             ranks = run_ranks(run_shard, RANKS, family, ways)
         except RankError as error:
             ranks = [dict.fromkeys(map(name_of_shard, ways), str(error))]
-        for rank, found in enumerate(ranks):
-            outcomes.update({f"{layout}, rank {rank}": outcome for layout, outcome in found.items()})
+        for rank, of_rank in enumerate(ranks):
+            outcomes.update({f"{layout}, rank {rank}": outcome for layout, outcome in of_rank.items()})
     return outcomes
 
 

@@ -63,16 +63,16 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def test_adapters_of_single_tokens_are_exact(kind: str) -> None:
     model = adapted(kind, EXACT[kind])
     results = [nll(model, sample) for sample in SAMPLES]
-    wanted = torch.stack([total for total, _ in results]).sum() / sum(count for _, count in results)
-    expected = gradients(model, wanted)
+    stock = torch.stack([total for total, _ in results]).sum() / sum(count for _, count in results)
+    expected = gradients(model, stock)
     head = "lm_head" in EXACT[kind]["target_modules"]
     with pytest.warns(UserWarning, match="logits .* whole") if head else contextlib.nullcontext():
         loss = causal_lm_loss(model, THDBatch.collate(SAMPLES))
-    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
-    found = gradients(model, loss)
-    assert found.keys() == expected.keys()
+    assert float(loss.detach()) == pytest.approx(float(stock.detach()), rel=1e-12)
+    actual = gradients(model, loss)
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
@@ -95,9 +95,9 @@ def test_a_disabled_adapter_takes_no_part(kind: str, options: dict[str, Any], me
     """DPO's reference is a policy with its adapter disabled."""
     model: Any = adapted(kind, options)
     batch = THDBatch.collate(SAMPLES)
-    wanted = causal_lm_loss(tiny_llama(), batch).detach()
+    expected = causal_lm_loss(tiny_llama(), batch).detach()
     with model.disable_adapter():
-        torch.testing.assert_close(causal_lm_loss(model, batch).detach(), wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(causal_lm_loss(model, batch).detach(), expected, rtol=1e-12, atol=0)
         logits = model(**batch.hf_kwargs()).logits
     torch.testing.assert_close(logits, tiny_llama()(**batch.hf_kwargs()).logits, rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match=message):
@@ -120,6 +120,6 @@ def test_an_inactive_adapter_takes_no_part(kind: str, options: dict[str, Any], m
             causal_lm_loss(model, batch)
         return
     model.double()
-    wanted = [nll(model, sample) for sample in SAMPLES]
-    mean = torch.stack([total for total, _ in wanted]).sum() / sum(count for _, count in wanted)
+    expected = [nll(model, sample) for sample in SAMPLES]
+    mean = torch.stack([total for total, _ in expected]).sum() / sum(count for _, count in expected)
     torch.testing.assert_close(causal_lm_loss(model, batch), mean, rtol=1e-12, atol=0)

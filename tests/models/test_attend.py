@@ -107,15 +107,15 @@ def test_rows_are_one_sequence_each_and_masks_asked_for_say_what_layers_see(
 def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_their_own_kernel() -> None:
     q, k, v = (x.float() for x in qkv(1, 7))
     batch = batch_of(4, 3)
-    told = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": 4}
+    offsets = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": 4}
     kinds: list[dict[str, Any]] = [{}, {"sliding_window": 2}, {"is_causal": False}]
     block = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3)).bool()
-    wanted = [thd_attention(Layer(), q, k, v, None, **told, **kind)[0] for kind in kinds]
-    torch.testing.assert_close(wanted[0], oracle(q, k, v, block.tril()))
-    torch.testing.assert_close(wanted[2], oracle(q, k, v, block))
+    expected = [thd_attention(Layer(), q, k, v, None, **offsets, **kind)[0] for kind in kinds]
+    torch.testing.assert_close(expected[0], oracle(q, k, v, block.tril()))
+    torch.testing.assert_close(expected[2], oracle(q, k, v, block))
     with packed(batch):
         for _ in range(2):
-            for kind, want in zip(kinds, wanted, strict=True):  # as arguments, and of the layer itself
+            for kind, want in zip(kinds, expected, strict=True):  # as arguments, and of the layer itself
                 assert torch.equal(thd_attention(Layer(), q, k, v, None, **kind)[0], want)
                 assert torch.equal(thd_attention(Layer(**kind), q, k, v, None)[0], want)
         with torch.autocast("cpu", torch.bfloat16):
@@ -126,7 +126,7 @@ def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_the
         rows = qkv(2, 5)  # beside a pack of two padded sequences, as an encoder's are
         beside = thd_attention(Layer(is_causal=False), *rows, None)[0]
     torch.testing.assert_close(beside, oracle(*rows, torch.ones(5, 5, dtype=torch.bool)))
-    assert not torch.allclose(thd_attention(Layer(), q, k, v, None)[0], wanted[0])
+    assert not torch.allclose(thd_attention(Layer(), q, k, v, None)[0], expected[0])
 
 
 MASK = torch.zeros(1, 1, 3, 3)

@@ -48,8 +48,8 @@ def test_families_that_were_wrong_or_refused_for_a_false_reason(
 ) -> None:
     if family not in families(kind):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    found, detail = compare(kind, family, families(kind)[family])
-    assert found == verdict
+    outcome, detail = compare(kind, family, families(kind)[family])
+    assert outcome == verdict
     if reason in ("adds to its mask", "chooses the keys of every token by an index") and EARLY:
         return  # refused too, by what those releases hand to the attention
     assert reason in detail
@@ -60,16 +60,16 @@ def test_families_that_were_wrong_or_refused_for_a_false_reason(
 def test_the_families_whose_turn_is_today_are_exact_or_refused(vary: bool) -> None:
     pairs = [(kind, name) for kind in KINDS for name in families(kind) if kind == "causal" or not vary]
     of = 160 if vary else 90
-    found = {
+    verdicts = {
         (kind, name): compare(kind, name, families(kind)[name], draw(TODAY, name) if vary else None)
         for i, (kind, name) in enumerate(pairs)
         if i % of == TODAY % of
     }
-    bad = {pair: verdict for pair, verdict in found.items() if verdict[0] in ("wrong", "crash")}
+    bad = {pair: verdict for pair, verdict in verdicts.items() if verdict[0] in ("wrong", "crash")}
     kinds, names = (",".join(sorted({pair[i] for pair in bad})) for i in (0, 1))
     again = f"python -m benchmarks.families --kinds {kinds} --only {names}" + f" --vary {TODAY}" * vary
     assert not bad, f"turn {TODAY % of} of {of}, whatever the day: {again}\n{bad}"
-    assert vary or "exact" in [verdict for verdict, _ in found.values()]
+    assert vary or "exact" in [verdict for verdict, _ in verdicts.values()]
 
 
 @FAMILIES_WARN

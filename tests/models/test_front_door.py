@@ -213,19 +213,19 @@ def test_a_forward_called_past_the_hooks_announces_the_pack_itself(way: str) -> 
 def test_arguments_given_by_position_are_looked_at_too() -> None:
     stock, model = (families.build("llama", "LlamaForCausalLM", x) for x in ("eager", "thd"))
     batch = pack()
-    given = batch.hf_kwargs()
-    ids = given.pop("input_ids")
-    positions = given.pop("position_ids")
-    given = {name: value for name, value in given.items() if name not in ("use_cache", "attention_mask")}
+    kwargs = batch.hf_kwargs()
+    ids = kwargs.pop("input_ids")
+    positions = kwargs.pop("position_ids")
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("use_cache", "attention_mask")}
     labels = batch.input_ids[None]
-    got = model(ids, None, positions, None, None, labels, **given)
+    got = model(ids, None, positions, None, None, labels, **kwargs)
     torch.testing.assert_close(got.loss, loss_alone(stock), rtol=2e-5, atol=0)
     assert torch.equal(model(ids, None, positions).logits, got.logits)  # a pack by its positions
     assert torch.equal(model(ids, None, positions.to(torch.uint16)).logits, got.logits)
     with pytest.raises(ValueError, match=r"got a pack and an attention_mask"):
-        model(ids, torch.ones_like(ids), positions, **given)
+        model(ids, torch.ones_like(ids), positions, **kwargs)
     with pytest.raises(TypeError, match="multiple values"):
-        model(ids, input_ids=ids, position_ids=positions, **given)
+        model(ids, input_ids=ids, position_ids=positions, **kwargs)
 
 
 def test_layers_of_an_unpickled_model_know_packs() -> None:
@@ -285,7 +285,7 @@ ONE_ROW = {
     ],
 )
 def test_stock_heads_of_one_row_are_refused_compiled_or_not(family: str, compiled: bool) -> None:
-    name, given, message = ONE_ROW[family]
+    name, labels, message = ONE_ROW[family]
     model = families.build(family, name, "thd")
     with pytest.raises(ValueError, match=message):
-        called(model, compiled)(**pack().hf_kwargs(), **given)
+        called(model, compiled)(**pack().hf_kwargs(), **labels)

@@ -55,12 +55,12 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same_step(model: Any, plain: Any, batch: THDBatch) -> None:
-    wanted = causal_lm_loss(plain, batch)
+    expected = causal_lm_loss(plain, batch)
     RAN.clear()
-    found = causal_lm_loss(model, batch)
+    loss = causal_lm_loss(model, batch)
     assert set(RAN) == {"norm", "gated"}
-    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=TOLERANCE)
-    assert worst(gradients(model, found), gradients(plain, wanted)) < TOLERANCE
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=TOLERANCE)
+    assert worst(gradients(model, loss), gradients(plain, expected)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
@@ -75,7 +75,7 @@ def test_a_model_switched_to_kernels_trains_exactly_on_packs(name: str) -> None:
 def test_a_model_loaded_with_kernels_trains_exactly_on_packs(tmp_path: Path) -> None:
     plain: Any = build("llama", "thd")
     plain.save_pretrained(tmp_path)
-    given: Any = {"attn_implementation": "thd", "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, use_kernels=True, **given)
+    options: Any = {"attn_implementation": "thd", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, use_kernels=True, **options)
     assert model.use_kernels
     assert_same_step(model.train(), plain.train(), random_batch(1, count=5))

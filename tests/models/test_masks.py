@@ -40,10 +40,13 @@ def causal(window: int | None = None, attention: str = "thd", **arguments: Any) 
 
 
 def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_alone() -> None:
-    for given in ({"position_ids": torch.arange(6)[None]}, {"attention_mask": torch.ones(1, 6)}):
-        assert causal(**given) is None
-    for given in ({}, {"block_sequence_ids": NO_BLOCKS}):  # transformers may not leave it out: see UnreadMask
-        assert isinstance(causal(**given), masks.UnreadMask)
+    for kwargs in ({"position_ids": torch.arange(6)[None]}, {"attention_mask": torch.ones(1, 6)}):
+        assert causal(**kwargs) is None
+    for kwargs in (
+        {},
+        {"block_sequence_ids": NO_BLOCKS},
+    ):  # transformers may not leave it out: see UnreadMask
+        assert isinstance(causal(**kwargs), masks.UnreadMask)
     assert not causal(attention="sdpa")[0, 0, 2, 1]
 
 

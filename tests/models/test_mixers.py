@@ -91,9 +91,9 @@ NAMES = ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")
 def test_kernels_run_where_all_is_well(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], recorded: bool, usable: set[Any]
 ) -> None:
-    found = {"transformers": "5.23.0", "fla-core": "0.6.0", "mamba-ssm": "2.3.2", "triton": "3.7.1"}
-    found |= installed
-    reading = functools.partial(known_problems, version_of=found.get)
+    versions = {"transformers": "5.23.0", "fla-core": "0.6.0", "mamba-ssm": "2.3.2", "triton": "3.7.1"}
+    versions |= installed
+    reading = functools.partial(known_problems, version_of=versions.get)
     fakes = {"_on_gpu": lambda _: True, "available": lambda _: True, "_capability": lambda _: 9}
     for name, fake in {**fakes, "known_problems": reading}.items():
         monkeypatch.setattr(recurrent, name, fake)
@@ -120,18 +120,18 @@ def test_every_kernel_of_a_layer_is_told_the_boundaries(monkeypatch: pytest.Monk
     """transformers drops keywords that a kernel does not take, so a wrong name would mix the sequences."""
     batch, _ = matrix.packs()
     model = build(name, "thd")
-    told = []
+    calls = []
     module = sys.modules[type(model).__module__]
     for kernel in (x for x in _KERNELS if hasattr(getattr(module, x, None), "__wrapped__")):
-        monkeypatch.setattr(module, kernel, recorded(getattr(module, kernel), told))
+        monkeypatch.setattr(module, kernel, recorded(getattr(module, kernel), calls))
     monkeypatch.setattr(recurrent, "can_run", lambda kernels, tokens: kernels is not None)
     model(**batch.hf_kwargs())
-    for kernel, ids, offsets, on_host in told:
+    for kernel, ids, offsets, on_host in calls:
         if "delta" in kernel:
             assert on_host.tolist() == offsets.tolist() == batch.cu_seqlens.tolist()
         else:
             assert ids.tolist() == [[0] * 7 + [1] + [2] * 16 + [3] * 3 + [4] * 8]
-    assert len({kernel for kernel, *_ in told}) > 1
+    assert len({kernel for kernel, *_ in calls}) > 1
 
 
 # ---- Padded groups

@@ -55,9 +55,9 @@ def test_no_token_sees_the_padding_behind_it(family: str) -> None:
         got = batch.unpack(ours(**kwargs).logits)
         assert max(relative_error(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
     with packed(batch):
-        told = ours(**batch.hf_kwargs()).logits
-    torch.testing.assert_close(torch.cat(batch.unpack(told)), torch.cat(want), rtol=1e-4, atol=1e-5)
-    torch.cat(batch.unpack(told)).sum().backward()
+        logits = ours(**batch.hf_kwargs()).logits
+    torch.testing.assert_close(torch.cat(batch.unpack(logits)), torch.cat(want), rtol=1e-4, atol=1e-5)
+    torch.cat(batch.unpack(logits)).sum().backward()
     torch.cat(want).sum().backward()
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
         assert b.grad is None or relative_error(a.grad, b.grad, max(1e-2, float(b.grad.abs().max()))) <= 1e-4

@@ -90,15 +90,15 @@ def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch
     rows = [torch.tensor([9, 1, 11, 1, 7]), torch.tensor([1, 9, 1])]
     align = Alignment.for_(cp=2)
     batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align, pad_to=64)
-    given = batch.input_ids[None], batch.position_ids[None]
-    wanted = roberta.padded_positions(*given, 1, batch.boundaries)
-    assert int(wanted.max()) == 6  # padding needs no larger table
+    inputs = batch.input_ids[None], batch.position_ids[None]
+    expected = roberta.padded_positions(*inputs, 1, batch.boundaries)
+    assert int(expected.max()) == 6  # padding needs no larger table
     monkeypatch.setattr(roberta, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
     for rank in range(2):
         shard = shard_batch(batch, group=None, cp=2, rank=rank)
-        given = shard.input_ids[None], shard.position_ids[None]
-        got = roberta.padded_positions(*given, 1, shard.boundaries)
-        assert torch.equal(got, wanted[:, shard.boundaries.layout.own])
+        inputs = shard.input_ids[None], shard.position_ids[None]
+        got = roberta.padded_positions(*inputs, 1, shard.boundaries)
+        assert torch.equal(got, expected[:, shard.boundaries.layout.own])
 
 
 # ---- Releases that take what we hand over under other names

@@ -123,14 +123,18 @@ class Own(nn.Module):
 
     def __init__(self, leak: str | None = None) -> None:
         super().__init__()
-        self.embed, self.mix = nn.Embedding(32, 16), nn.Linear(16, 48)
-        self.leak, self.after = leak, Shift(active=leak == "shift")
+        self.embed = nn.Embedding(32, 16)
+        self.mix = nn.Linear(16, 48)
+        self.leak = leak
+        self.after = Shift(active=leak == "shift")
 
     def forward(self, batch: THDBatch) -> Tensor:
         q, k, v = self.mix(self.embed(batch.input_ids)).view(-1, 3, 2, 8).unbind(1)
-        cu, longest = batch.cu_seqlens, batch.max_seqlen
+        cu = batch.cu_seqlens
+        longest = batch.max_seqlen
         if self.leak == "attention":
-            cu, longest = cu[[0, -1]], int(cu[-1])
+            cu = cu[[0, -1]]
+            longest = int(cu[-1])
         out = varlen_attention(q, k, v, cu, cu, longest, longest).flatten(1)
         if self.leak == "nan" and batch.lengths == (7,):  # in one run of many
             out = out * float("nan")
@@ -183,7 +187,8 @@ class Gated(Own):
 def test_the_probe_seeds_no_gpu_that_the_model_is_not_on(monkeypatch: Patch) -> None:
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    model, before = Gated(None), torch.get_rng_state()
+    model = Gated(None)
+    before = torch.get_rng_state()
     check_packing(model, vocab_size=32)
     assert not seeded
     assert torch.equal(torch.get_rng_state(), before)
@@ -207,7 +212,8 @@ class Averaging(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.unused = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+        self.norm = nn.BatchNorm1d(16)
+        self.unused = nn.BatchNorm1d(16)
 
     def forward(self, batch: THDBatch) -> Tensor:
         return self.norm(super().forward(batch))
@@ -360,27 +366,32 @@ def test_right_as_it_is_and_caught_with_its_fix_off(case: str, monkeypatch: Patc
 FAR = {"floor_scale": 8192, "attention_chunk_size": 8192, "no_rope_layers": [0, 1]}
 
 
+def scaled_by_the_row(embeds: Tensor, masked: Tensor, _: Any) -> Tensor:
+    """Scale embeddings by the masked tokens of the whole row."""
+    return embeds * (1 - masked.float().mean())
+
+
 @pytest.mark.parametrize("what", ["Llama 4's scales", "ESM's masked tokens"])
 def test_what_depends_on_the_row_is_seen_behind_far_limits(what: str, monkeypatch: Patch) -> None:
     if what == "ESM's masked tokens":
         model: Any = build_tiny("esm", "EsmForMaskedLM", "thd", {"token_dropout": True, "mask_token_id": 4})
-        where, name, wrong = (
-            roberta,
-            "_without_masked",
-            lambda embeds, masked, _: embeds * (1 - masked.float().mean()),
-        )
+        module = roberta
+        name = "_without_masked"
+        wrong: Any = scaled_by_the_row
     else:
         model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", FAR)
-        where, name = llama4, "starts_at_zero"
+        module = llama4
+        name = "starts_at_zero"
         wrong = along_the_row
     assert check_packing(model).ok
-    monkeypatch.setattr(where, name, wrong)
+    monkeypatch.setattr(module, name, wrong)
     with pytest.raises(PackingLeakError):
         check_packing(model)
 
 
 REFUSED = "config of (Gemma2|OlmoHybrid)ForCausalLM was changed"
-FULL, STATES = ["full_attention"] * 2, ["linear_attention"] * 2
+FULL = ["full_attention"] * 2
+STATES = ["linear_attention"] * 2
 CHANGED: dict[str, tuple[str, Callable[[Any], None], str | None]] = {
     "window": ("gemma2", lambda config: setattr(config, "sliding_window", 3), REFUSED),
     "layers": ("gemma2", lambda config: setattr(config, "layer_types", FULL), REFUSED),
@@ -405,8 +416,8 @@ def test_a_config_changed_after_construction_is_followed_or_refused(name: str) -
             models[1](**batch.hf_kwargs())
         return
     for ids, ours in zip(docs, batch.unpack(models[1](**batch.hf_kwargs()).logits), strict=True):
-        wanted = models[0](input_ids=ids[None], use_cache=False).logits[0]
-        torch.testing.assert_close(ours.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
+        expected = models[0](input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(ours.view_as(expected), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_put_on_a_layer_is_refused() -> None:

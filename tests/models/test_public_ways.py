@@ -109,10 +109,10 @@ WORKING = set(WAYS) - {"config_switched_by_hand"}
 def error_of(model: Any, name: str) -> float:
     """Return the largest relative difference of a pack's logits from those of the sequences, each alone."""
     batch, *_ = matrix.packs()
-    wanted = matrix.oracle(name)[1].logits
+    expected = matrix.oracle(name)[1].logits
     with torch.no_grad():
         logits = model(**batch.hf_kwargs()).logits
-    pairs = list(zip(batch.unpack(logits), wanted, strict=False))
+    pairs = list(zip(batch.unpack(logits), expected, strict=False))
     assert len(pairs) == len(batch.lengths)
     return max(matrix.relative_error(ours.float(), theirs) for ours, theirs in pairs)
 
@@ -122,7 +122,8 @@ def error_of(model: Any, name: str) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_built_in_a_public_way_is_exact_or_refused(name: str, way: str, tmp_path: Path) -> None:
     model = WAYS[way](name, tmp_path).eval()
-    error, refusal = 0.0, ""
+    error = 0.0
+    refusal = ""
     try:
         error = error_of(model, name)
     except ValueError as raised:
@@ -138,5 +139,5 @@ def test_a_family_built_in_a_public_way_is_exact_or_refused(name: str, way: str,
         # A family without attention never meets the attention function. The loss notices it: it prepares the
         # model or refuses it.
         batch = matrix.packs()[0]
-        wanted = causal_lm_loss(from_config(name, tmp_path).eval(), batch)
-        assert torch.equal(causal_lm_loss(model, batch), wanted), f"{name}, {way}: the loss differs"
+        expected = causal_lm_loss(from_config(name, tmp_path).eval(), batch)
+        assert torch.equal(causal_lm_loss(model, batch), expected), f"{name}, {way}: the loss differs"

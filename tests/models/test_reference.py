@@ -12,7 +12,14 @@ from torch.nn import functional as F
 from lightning_thd import THDBatch, check_packing, varlen_attention
 from lightning_thd.models.probe_report import PackingLeakError
 
-VOCAB, SIZE, HEADS, GROUPS, HEAD, WINDOW, CAP, SCALE = 40, 16, 4, 2, 4, 20, 2.0, 0.7
+VOCAB = 40
+SIZE = 16
+HEADS = 4
+GROUPS = 2
+HEAD = 4
+WINDOW = 20
+CAP = 2.0
+SCALE = 0.7
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

@@ -162,20 +162,20 @@ def test_what_needs_whole_sequences_refuses_a_shard(
     family: str, name: str, labels: bool, message: str
 ) -> None:
     part = shard_batch(pack(align=Alignment.for_(cp=2)), group=None, cp=2, rank=0)
-    given = {"labels": part.input_ids[None]} if labels else {}
+    extra = {"labels": part.input_ids[None]} if labels else {}
     with pytest.raises(ValueError, match=message):
-        tiny(family, name, "thd")(**part.hf_kwargs(), **given)
+        tiny(family, name, "thd")(**part.hf_kwargs(), **extra)
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 60], [0, 30, 20, 38], [5, 43]])
 def test_offsets_that_do_not_end_with_the_pack(offsets: list[int]) -> None:
     model = tiny("llama", "LlamaForSequenceClassification", "thd")
-    given = pack().hf_kwargs()
-    given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
+    kwargs = pack().hf_kwargs()
+    kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(
         ValueError, match=r"cu_seq_lens_q runs from \[\d\] to \[\d+\], but must run from 0 to 38, the slots"
     ):
-        model(**given)
+        model(**kwargs)
 
 
 class Scores(transformers.LlamaPreTrainedModel):  # type: ignore[misc]
@@ -215,8 +215,8 @@ def test_an_ignored_label_of_another_number_stays_ignored() -> None:
     labels = torch.where(ids % 3 == 0, 9, ids)
     got = model(**batch.hf_kwargs(), labels=labels[None], ignore_index=9).loss
     targets = torch.tensor([*labels[1:7], 9, *labels[8:], 9])
-    wanted = F.cross_entropy(model(**batch.hf_kwargs()).logits[0].float(), targets, ignore_index=9)
-    torch.testing.assert_close(got, wanted)
+    expected = F.cross_entropy(model(**batch.hf_kwargs()).logits[0].float(), targets, ignore_index=9)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_batch_in_place_of_ids_says_what_to_write() -> None:

@@ -52,21 +52,21 @@ def test_tiles_give_the_loss_and_gradients_of_one_call(family: str, checkpointed
     prepare(tiled, mlp_tile=TILE)
 
     assert BATCH.input_ids.shape[-1] % TILE
-    wanted, gradients = loss_and_gradients(whole)
-    loss, found = loss_and_gradients(tiled)
-    assert torch.equal(loss, wanted)
-    assert found.keys() == gradients.keys()
-    assert largest_error(found, gradients) < 1e-12
+    expected, gradients = loss_and_gradients(whole)
+    loss, actual = loss_and_gradients(tiled)
+    assert torch.equal(loss, expected)
+    assert actual.keys() == gradients.keys()
+    assert largest_error(actual, gradients) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_sums_in_fp32_round_in_another_order(family: str) -> None:
     whole = build(family, "thd").train()
     tiled = prepare(copy.deepcopy(whole), mlp_tile=TILE)
-    wanted, gradients = loss_and_gradients(whole)
-    loss, found = loss_and_gradients(tiled)
-    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
-    assert largest_error(found, gradients) < 1e-6
+    expected, gradients = loss_and_gradients(whole)
+    loss, actual = loss_and_gradients(tiled)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert largest_error(actual, gradients) < 1e-6
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].experts])
@@ -81,8 +81,8 @@ def test_an_evaluation_keeps_nothing_and_gives_the_same_logits() -> None:
     whole = tiny_llama()
     tiled = prepare(copy.deepcopy(whole), mlp_tile=TILE)
     with torch.no_grad():
-        wanted, logits = (model(**BATCH.hf_kwargs()).logits for model in (whole, tiled))
-    torch.testing.assert_close(logits, wanted, rtol=1e-12, atol=1e-12)
+        expected, logits = (model(**BATCH.hf_kwargs()).logits for model in (whole, tiled))
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_inside_an_mlp_is_drawn_again_for_its_tile() -> None:
@@ -93,14 +93,14 @@ def test_dropout_inside_an_mlp_is_drawn_again_for_its_tile() -> None:
     prepare(model, mlp_tile=TILE)
     weight = model.transformer.h[0].mlp.c_fc.weight
     _, gradients = loss_and_gradients(model)
-    wanted = gradients["transformer.h.0.mlp.c_fc.weight"][0, 0]
+    expected = gradients["transformer.h.0.mlp.c_fc.weight"][0, 0]
 
     values = []
     for shift in (1e-5, -2e-5):
         with torch.no_grad():
             weight[0, 0] += shift
         values.append(loss_and_gradients(model)[0])
-    torch.testing.assert_close((values[0] - values[1]) / 2e-5, wanted, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close((values[0] - values[1]) / 2e-5, expected, rtol=1e-5, atol=1e-9)
 
 
 def kept_bytes(model: nn.Module) -> int:
@@ -121,7 +121,9 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def test_an_mlp_keeps_its_input_only() -> None:
-    hidden, inner, layers = 32, 128, 2
+    hidden = 32
+    inner = 128
+    layers = 2
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,

@@ -20,7 +20,10 @@ from tests.models.matrix import Result, assert_same, checkpoint, result_of
 from tests.wide import nothing_narrower
 
 register_thd()
-IMAGE, VIDEO, START, END = 60, 61, 62, 63
+IMAGE = 60
+VIDEO = 61
+START = 62
+END = 63
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
@@ -165,7 +168,7 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
 def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None:
     model = build(name, "thd").double().train()
     patches = list[int]()
-    found = []
+    results = []
     tower = model.model.visual.patch_embed
     tower.register_forward_pre_hook(lambda _, given: patches.append(given[0].shape[0]))
     rows = rows_with_shared_images(model)
@@ -176,12 +179,12 @@ def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None
             loss = causal_lm_loss(model, batch)
             loss.backward()
             gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            found.append([loss.detach(), *gradients])
+            results.append([loss.detach(), *gradients])
     # A conversation with one picture more than another shares none: they are in one tensor.
     assert patches == [3 * (48 + 32 + 48) + 64, 48 + 32 + 48 + 64]
     assert batch.stats.vision_patches == patches[1]
-    scale = max(float(x.abs().max()) for x in found[0])
-    for a, b in zip(*found, strict=True):
+    scale = max(float(x.abs().max()) for x in results[0])
+    for a, b in zip(*results, strict=True):
         assert float((a - b).abs().max()) <= 1e-9 * scale
 
 

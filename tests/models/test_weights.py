@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers under all of their names."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    return {**found, **dict(model.named_buffers(remove_duplicate=False))}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def on_meta(family: str) -> nn.Module:
@@ -46,24 +46,24 @@ def test_a_stage_draws_what_the_whole_model_draws(family: str) -> None:
     before = torch.get_rng_state()
     draw_weights(whole, CPU, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
-    wanted = tensors(whole)
+    expected = tensors(whole)
     for name, value in host.named_buffers():  # no checkpoint holds the frequencies of a rope
-        assert torch.equal(value, wanted[name]), name
+        assert torch.equal(value, expected[name]), name
     for name, value in host.named_parameters():  # other numbers of the same distribution
         spread = float(value.detach().std()) if value.numel() > 1_000 else 0.0
-        assert float(wanted[name].detach().std()) == pytest.approx(spread, rel=0.2) or not spread, name
+        assert float(expected[name].detach().std()) == pytest.approx(spread, rel=0.2) or not spread, name
     seen = 0
     for rank in range(2):
         part = stage(on_meta(family), rank)
         draw_weights(part, CPU, seed=1)
         for name, value in tensors(part).items():
             tied = rank == 1 and part.config.tie_word_embeddings and "head" in name  # type: ignore[union-attr]
-            assert tied or torch.equal(value, wanted[name]), name  # the first stage sends its tied weight
+            assert tied or torch.equal(value, expected[name]), name  # the first stage sends its tied weight
             seen += isinstance(value, nn.Parameter)
     assert seen >= len(list(whole.parameters()))
     other = on_meta(family)
     draw_weights(other, CPU, seed=2)
-    assert any(not torch.equal(value, wanted[name]) for name, value in other.named_parameters())
+    assert any(not torch.equal(value, expected[name]) for name, value in other.named_parameters())
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def load(folder: Path, **kwargs: Any) -> Any:
 def test_a_stage_reads_what_the_folder_holds(tmp_path: Path, family: str) -> None:
     saved: Any = family_model(family)
     saved.save_pretrained(tmp_path, max_shard_size="40KB")
-    wanted = tensors(saved)
+    expected = tensors(saved)
     for rank in range(2):
         part = load(tmp_path)
         assert all(parameter.is_meta for parameter in part.parameters())
@@ -87,8 +87,8 @@ def test_a_stage_reads_what_the_folder_holds(tmp_path: Path, family: str) -> Non
         assert not any(parameter.is_meta for parameter in part.parameters())
         draw_weights(part, CPU, seed=1)
         for name, value in tensors(part).items():
-            assert torch.equal(value, wanted[name]), name
-            assert value.requires_grad == (".3." not in name and isinstance(wanted[name], nn.Parameter))
+            assert torch.equal(value, expected[name]), name
+            assert value.requires_grad == (".3." not in name and isinstance(expected[name], nn.Parameter))
 
 
 def test_wrapped_models_are_read_and_their_adapters_drawn(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def test_shares_are_within_one_sequence_of_the_weights(sizes: dict[str, int], se
     mixture = make_mixture(lengths, weights, seed=seed)
     drawn: Counter[int] = Counter()
     for epoch in range(3):
-        found = mixture.indices(epoch, np.arange(mixture.total))
-        assert np.bincount(mixture.source_of(found), minlength=len(sizes)).tolist() == list(counts.values())
-        drawn.update(found.tolist())
+        indices = mixture.indices(epoch, np.arange(mixture.total))
+        assert np.bincount(mixture.source_of(indices), minlength=len(sizes)).tolist() == list(counts.values())
+        drawn.update(indices.tolist())
         start = 0
         for size in sizes.values():  # after any number of epochs: as often as any other, or once more
             uses = [drawn[i] for i in range(start, start + size)]
@@ -86,9 +86,9 @@ def test_each_step_follows_the_shares_to_within_one_sequence(
     shares = mixture.counts / mixture.total
     for k in range(made.num_steps(epoch)):
         index = made.step(epoch, k).spans.index
-        found = np.bincount(mixture.source_of(index), minlength=len(sizes))
+        counts_of_step = np.bincount(mixture.source_of(index), minlength=len(sizes))
         # An epoch whose sequences no step divides leaves some to its last, which moves the shares a little.
-        assert np.abs(found - len(index) * shares).max() <= 1 + 1 / max(1, mixture.total // n)
+        assert np.abs(counts_of_step - len(index) * shares).max() <= 1 + 1 / max(1, mixture.total // n)
 
 
 def test_shares_of_tokens_hold_for_sources_of_other_lengths() -> None:

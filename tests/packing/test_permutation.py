@@ -38,8 +38,8 @@ def test_groups_that_are_spread_take_equal_shares_of_every_run(total: int, size:
         asked_alone = spread(np.arange(start, start + len(group)), total, size, key=key)
         assert np.array_equal(np.sort(asked_alone), group)
         for end in (total // 3, total // 2):  # sequences 0 to end
-            wanted = len(group) * end / total
-            assert abs((group < end).sum() - wanted) <= 1 + 1 / max(1, total // size)
+            expected = len(group) * end / total
+            assert abs((group < end).sum() - expected) <= 1 + 1 / max(1, total // size)
 
 
 def test_plans_outlive_releases() -> None:

@@ -204,12 +204,12 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_state_of_changed_settings_is_refused_by_name(name: str) -> None:
-    given = {"lengths": [10] * 400, "capacity": 8192, "global_batch": Sequences(40)}
-    planner = PackPlanner(**given)
+    settings = {"lengths": [10] * 400, "capacity": 8192, "global_batch": Sequences(40)}
+    planner = PackPlanner(**settings)
     state = json.loads(json.dumps(planner.state(0, 3)))
-    assert PackPlanner(**given).resume(state) == (0, 3)
+    assert PackPlanner(**settings).resume(state) == (0, 3)
     with pytest.raises(ValueError, match=rf"other data or settings \(.*{name} was .*, is .*Restore the old"):
-        PackPlanner(**given | CHANGES[name]).resume(state)
+        PackPlanner(**settings | CHANGES[name]).resume(state)
 
 
 def schedule(numbers: list[float], lengths: tuple[int, ...] = (4, 3, 2, 5, 8), **rest: Any) -> PackPlanner:

@@ -13,7 +13,8 @@ from lightning_thd.packing.prefixes import PrefixPlanner, group_prefixes
 from tests.loss.test_prefixes import distinct
 from tests.tiny import TinyModule, quiet_trainer
 
-GROUPS, SIZE = 12, 4
+GROUPS = 12
+SIZE = 4
 
 
 def rows(seed: int = 0, *, answer: int = 4) -> list[dict[str, np.ndarray]]:
@@ -94,10 +95,10 @@ def test_groups_hold_distinct_tokens_and_pairs_and_a_large_tree_repeats_its_pref
     # Strangers may begin with one token alike, which a pack shares and a plan does not count.
     assert work <= float(plan.work.sum()) == pytest.approx(work, rel=0.05)
     texts = [np.array([*range(10), 20 + i, 30], "<i4").tobytes() for i in range(9)]
-    found = group_prefixes(texts.__getitem__, 4, np.arange(9), 16, 0)
-    assert np.diff(found.offsets).tolist() == [3, 3, 3]
-    assert found.repeated == 1
-    assert found.shared.tolist() == [0, 10, 10] * 3
+    groups = group_prefixes(texts.__getitem__, 4, np.arange(9), 16, 0)
+    assert np.diff(groups.offsets).tolist() == [3, 3, 3]
+    assert groups.repeated == 1
+    assert groups.shared.tolist() == [0, 10, 10] * 3
 
 
 def test_what_does_not_go_with_shared_prefixes_is_refused() -> None:

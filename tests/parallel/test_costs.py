@@ -27,9 +27,9 @@ from tests.tiny import sequences
 def chosen(
     lengths: list[int], layout: str, *, cp: int = 4, heads: int = 32, window: int | None = None
 ) -> str:
-    at = ShardLayout(lengths, cp=cp, rank=0, layout=layout)
+    shard = ShardLayout(lengths, cp=cp, rank=0, layout=layout)
     sizes = LayerSizes(heads=heads, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
-    return choose_way(at, sizes, make_spec(128, window=window))
+    return choose_way(shard, sizes, make_spec(128, window=window))
 
 
 def test_the_fewest_bytes_win_where_kernels_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,11 @@ def test_an_uneven_kernel_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen([65_536], "contiguous") == "ulysses"
 
 
-LAYERS, HEADS, KV_HEADS, HEAD_SIZE, ELEMENT = 2, 8, 4, 8, 8  # of family_model("qwen3") in fp64
+LAYERS = 2  # of family_model("qwen3") in fp64
+HEADS = 8
+KV_HEADS = 4
+HEAD_SIZE = 8
+ELEMENT = 8
 WAYS = list(product(["dual_chunk", "contiguous"], ["all_gather", "ulysses"]))
 
 
@@ -71,7 +75,7 @@ class Received(TorchDispatchMode):
 
 def received() -> list[tuple[dict[str, int], dict[str, int], int]]:
     """Return the bytes by collective of a forward and a backward pass, and the slots, in every way."""
-    found = []
+    traffic_of_ways = []
     model = family_model("qwen3")
     for layout, communication in WAYS:
         align = Alignment.for_(cp=dist.get_world_size(), layout=layout)
@@ -81,14 +85,14 @@ def received() -> list[tuple[dict[str, int], dict[str, int], int]]:
             loss = causal_lm_loss(model, shard)
         with Received() as backward:
             loss.backward()
-        found.append((forward.by_name, backward.by_name, len(batch.input_ids)))
-    return found
+        traffic_of_ways.append((forward.by_name, backward.by_name, len(batch.input_ids)))
+    return traffic_of_ways
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_layer_moves_what_the_formulas_say_and_nothing_else(cp: int) -> None:
-    for found in run_ranks(received, cp):
-        for (_, communication), (forward, backward, slots) in zip(WAYS, found, strict=True):
+    for of_rank in run_ranks(received, cp):
+        for (_, communication), (forward, backward, slots) in zip(WAYS, of_rank, strict=True):
             assert forward.pop("allreduce") <= ELEMENT  # the loss, one number: no z-loss
             if communication == "all_gather":
                 each = (cp - 1) * slots // cp * 2 * KV_HEADS * HEAD_SIZE * ELEMENT

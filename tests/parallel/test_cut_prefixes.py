@@ -39,10 +39,10 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
             align = Alignment.for_(cp=cp, layout=layout)
             batch = THDBatch.collate(samples, align=align, share_prefixes=True)
             with nothing_narrower():
-                loss, wanted = measured(build_in_double(family), THDBatch.collate(samples), **options)
+                loss, expected = measured(build_in_double(family), THDBatch.collate(samples), **options)
                 part = shard_batch(batch, group=group, layout=layout)
                 model = build_in_double(family)
-                own, _ = measured(model, part, **options)
+                shard_loss, _ = measured(model, part, **options)
             gradients = []
             for parameter in model.parameters():
                 if not parameter.requires_grad:
@@ -52,8 +52,8 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
                 gradients.append(gradient / cp)
             kept = [grad for grad in gradients if grad.abs().max() > 0]
             errors[family, layout] = [
-                abs(float(own - loss)) / float(loss),
-                largest_difference(kept, [grad for grad in wanted if grad.abs().max() > 0]),
+                abs(float(shard_loss - loss)) / float(loss),
+                largest_difference(kept, [grad for grad in expected if grad.abs().max() > 0]),
             ]
     return errors
 
@@ -65,8 +65,8 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
 def test_loss_and_gradients_equal_one_process_on_every_sequence(cp: int, families: tuple[str, ...]) -> None:
     for errors in run_ranks(compare, cp, families, LAYOUTS):
         assert len(errors) == len(families) * len(LAYOUTS)
-        for case, found in errors.items():
-            assert max(found) <= TOLERANCE, (case, found)
+        for case, of_case in errors.items():
+            assert max(of_case) <= TOLERANCE, (case, of_case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,18 +76,20 @@ def test_every_slot_and_prediction_is_on_one_rank(layout: Layout, cp: int, seed:
     align = Alignment.for_(cp=cp, layout=layout)
     whole = THDBatch.collate(tree(seed), align=align, share_prefixes=True)
     parts = [shard_batch(whole, group=None, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
-    found = []
+    predictions = []
     for part in parts:
-        own = part.boundaries.layout.own
+        mine = part.boundaries.layout.own
         rows = part.predictions
-        found += zip(own[rows.slots].tolist(), rows.targets.tolist(), rows.weights.tolist(), strict=True)
-        assert torch.equal(part.boundaries.positions, whole.boundaries.positions[own])
+        predictions += zip(
+            mine[rows.slots].tolist(), rows.targets.tolist(), rows.weights.tolist(), strict=True
+        )
+        assert torch.equal(part.boundaries.positions, whole.boundaries.positions[mine])
         assert torch.equal(part.input_ids[part.prefixes.token_slots][part.prefixes.here],
                            whole.input_ids[whole.prefixes.token_slots][part.prefixes.here])  # fmt: skip
-    wanted = whole.predictions
-    assert sorted(row for row in found if row[1] != -100) == [
+    expected = whole.predictions
+    assert sorted(row for row in predictions if row[1] != -100) == [
         (slot, target, pytest.approx(weight))
-        for slot, target, weight in zip(*(x.tolist() for x in wanted), strict=True)
+        for slot, target, weight in zip(*(x.tolist() for x in expected), strict=True)
         if target != -100
     ]
     here = torch.stack([part.prefixes.here for part in parts])
@@ -151,8 +153,8 @@ def gathered() -> list[list[int]]:
 
 
 def test_unpack_gathers_the_slots_of_all_ranks() -> None:
-    wanted = [np.asarray(sample["input_ids"]).tolist() for sample in tree(3)]
-    assert run_ranks(gathered, 2) == [wanted, wanted]
+    expected = [np.asarray(sample["input_ids"]).tolist() for sample in tree(3)]
+    assert run_ranks(gathered, 2) == [expected, expected]
 
 
 def test_a_step_is_cut_without_reading_a_device() -> None:

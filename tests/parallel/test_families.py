@@ -53,9 +53,9 @@ def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
     rows = [{"input_ids": torch.arange(n) * 7 % 60 + 1} for n in (7, 12, 3)]
     loss = causal_lm_loss(model, THDBatch.collate(rows))
     loss.backward()
-    found: dict[str, Any] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads: dict[str, Any] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return float(loss.detach()), {
-        n.replace(PREFIX, ""): g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()
+        n.replace(PREFIX, ""): g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()
     }
 
 
@@ -65,17 +65,19 @@ def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[flo
     warnings.filterwarnings("ignore")
     errors = {}
     for family in families:
-        loss, wanted = gradients(build(family))
+        loss, expected = gradients(build(family))
         model = build(family)
         apply_tensor_parallel(model, model_plan(model, 2), mesh)
         if sequence_parallel:
             apply_activation_checkpointing(model, check_fn=set(layers_of(model)).__contains__)
             apply_sequence_parallel(model, mesh.get_group())
-        cut_loss, found = gradients(model)
-        assert found.keys() == wanted.keys()
-        floor = 1e-3 * max(float(grad.norm()) for grad in wanted.values())
+        cut_loss, gathered = gradients(model)
+        assert gathered.keys() == expected.keys()
+        floor = 1e-3 * max(float(grad.norm()) for grad in expected.values())
         # A key's bias moves no softmax: its gradient is rounding, so all are measured by the largest too.
-        worst = max(float((found[n] - g).norm() / max(float(g.norm()), floor)) for n, g in wanted.items())
+        worst = max(
+            float((gathered[n] - g).norm() / max(float(g.norm()), floor)) for n, g in expected.items()
+        )
         cut = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
         errors[family] = (abs(cut_loss - loss) / loss, worst, cut)
     return errors

@@ -57,8 +57,8 @@ def train(layout: Any = None, way: Any = "auto") -> dict[str, Tensor]:
 
 def compare(ways: list[tuple[str, str]]) -> float:
     warnings.filterwarnings("ignore")
-    wanted = train()
-    return max(largest_error(train(layout, way), wanted) for layout, way in ways)
+    expected = train()
+    return max(largest_error(train(layout, way), expected) for layout, way in ways)
 
 
 @pytest.mark.parametrize(

@@ -58,16 +58,16 @@ def test_rows_are_those_that_some_query_sees(
     lengths, cp, layout = pack
     left = left if causal else -1
     where = owners(lengths, cp, layout)
-    wanted: dict[tuple[int, int], set[int]] = {pair: set() for pair in product(range(cp), range(cp))}
+    expected: dict[tuple[int, int], set[int]] = {pair: set() for pair in product(range(cp), range(cp))}
     for q, k in seen_pairs(lengths, causal=causal, left=left):
-        wanted[where[q][0], where[k][0]].add(where[k][1])
+        expected[where[q][0], where[k][0]].add(where[k][1])
     counts = need_counts(lengths, cp=cp, layout=layout, causal=causal, left=left)
-    for (rank, source), rows in wanted.items():
+    for (rank, source), rows in expected.items():
         if rank != source:
-            found = needed_rows(
+            needed = needed_rows(
                 lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left
             )
-            assert found.tolist() == sorted(rows)
+            assert needed.tolist() == sorted(rows)
             assert counts[rank, source] == len(rows)
 
 
@@ -76,13 +76,13 @@ def test_rows_are_those_that_some_query_sees(
 def test_blocks_hold_every_pair_once(pack: tuple[list[int], int, str], causal: bool, left: int) -> None:
     lengths, cp, layout = pack
     left = left if causal and layout == "striped" else -1
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for rank, source in product(range(cp), range(cp)):
         block = plan_block(lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left)
         if block is None:
             continue
-        own = rank_indices(lengths, cp=cp, rank=rank, layout=layout)
-        queries = own if block.q_rows is None else own[block.q_rows]
+        slots_of_rank = rank_indices(lengths, cp=cp, rank=rank, layout=layout)
+        queries = slots_of_rank if block.q_rows is None else slots_of_rank[block.q_rows]
         keys = rank_indices(lengths, cp=cp, rank=source, layout=layout)[block.kv_rows]
         assert len(queries) == block.q_lengths.sum()
         assert len(keys) == block.kv_lengths.sum()
@@ -94,9 +94,9 @@ def test_blocks_hold_every_pair_once(pack: tuple[list[int], int, str], causal: b
             shift = len(k_part) - len(q_part)  # bottom-right
             for i, j in product(range(len(q_part)), range(len(k_part))):
                 if (block.right < 0 or j <= i + shift) and (block.left < 0 or j >= i + shift - block.left):
-                    found.append((int(q_part[i]), int(k_part[j])))
-    assert len(found) == len(set(found))
-    assert set(found) == seen_pairs(lengths, causal=causal, left=left)
+                    pairs.append((int(q_part[i]), int(k_part[j])))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == seen_pairs(lengths, causal=causal, left=left)
 
 
 @settings(max_examples=30, deadline=None)

@@ -29,8 +29,8 @@ def test_dual_chunk_is_the_rule_of_transformer_engine(chunks: list[int], cp: int
     lengths = [2 * cp * n for n in chunks]
     offsets = [0, *np.cumsum(lengths).tolist()]
     for rank in range(cp):
-        found = partition.rank_indices(lengths, cp=cp, rank=rank, layout="dual_chunk").tolist()
-        assert found == te_rule(offsets, cp, rank)
+        slots = partition.rank_indices(lengths, cp=cp, rank=rank, layout="dual_chunk").tolist()
+        assert slots == te_rule(offsets, cp, rank)
 
 
 @given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=12), cp=st.integers(1, 8), data=st.data())
@@ -60,9 +60,9 @@ def test_calls_hold_exactly_the_keys_a_query_may_see(
     left = left if causal else -1
     for rank in range(cp):
         plan = partition.plan_keys(padded, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
-        own = partition.rank_indices(padded, cp=cp, rank=rank, layout=layout)
-        assert plan.q_lengths.sum() == len(own)
-        queries = np.split(own, np.cumsum(plan.q_lengths)[:-1])
+        slots_of_rank = partition.rank_indices(padded, cp=cp, rank=rank, layout=layout)
+        assert plan.q_lengths.sum() == len(slots_of_rank)
+        queries = np.split(slots_of_rank, np.cumsum(plan.q_lengths)[:-1])
         keys = np.split(plan.kv_slots, np.cumsum(plan.kv_lengths)[:-1])
         for q, k in zip(queries, keys, strict=True):
             for i, slot in enumerate(q):
@@ -70,9 +70,9 @@ def test_calls_hold_exactly_the_keys_a_query_may_see(
                 seen = k[: last + 1] if causal else k
                 seen = seen if left < 0 else seen[max(0, last - left) :]
                 whole = np.flatnonzero(owner == owner[slot])
-                wanted = whole[whole <= slot] if causal else whole
-                wanted = wanted if left < 0 else wanted[wanted >= slot - left]
-                assert seen.tolist() == wanted.tolist()
+                expected = whole[whole <= slot] if causal else whole
+                expected = expected if left < 0 else expected[expected >= slot - left]
+                assert seen.tolist() == expected.tolist()
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp=st.integers(1, 4), data=st.data())
@@ -105,8 +105,8 @@ def test_messages(lengths: list[int], arguments: dict, message: str) -> None:
 
 def test_mixed_cuts_long_sequences_alone() -> None:
     how = {"cp": 2, "layout": "mixed"}
-    found = [partition.rank_indices([16, 4, 4, 8], rank=rank, **how).tolist() for rank in range(2)]
-    assert found == [[0, 1, 2, 3, 12, 13, 14, 15, *range(24, 32)], [*range(4, 12), *range(16, 24)]]
+    slots = [partition.rank_indices([16, 4, 4, 8], rank=rank, **how).tolist() for rank in range(2)]
+    assert slots == [[0, 1, 2, 3, 12, 13, 14, 15, *range(24, 32)], [*range(4, 12), *range(16, 24)]]
     # No rank has room for the last of the short ones: it is cut where room is left.
     held = [partition.held_lengths([12] * 5, rank=rank, **how).tolist() for rank in range(2)]
     assert held == [[12, 0, 12, 0, 6], [0, 12, 0, 12, 6]]

@@ -32,11 +32,11 @@ def test_fields(layout: str) -> None:
     batch = pack(layout)
     for rank in range(2):
         shard = shard_batch(batch, group=None, cp=2, rank=rank, layout=layout)
-        own = torch.from_numpy(rank_indices(batch.padded_lengths, cp=2, rank=rank, layout=layout))
+        slots_of_rank = torch.from_numpy(rank_indices(batch.padded_lengths, cp=2, rank=rank, layout=layout))
         for name in ("input_ids", "targets", "position_ids"):
-            assert torch.equal(getattr(shard, name), getattr(batch, name)[own])
+            assert torch.equal(getattr(shard, name), getattr(batch, name)[slots_of_rank])
         boundaries = shard.boundaries
-        assert boundaries.offsets[-1] == boundaries.slots == len(own)
+        assert boundaries.offsets[-1] == boundaries.slots == len(slots_of_rank)
         assert (boundaries.real_offsets is None) == (layout == "contiguous")  # which pads no sequence
         real = boundaries.offsets if boundaries.real_offsets is None else boundaries.real_offsets
         assert len(real) == len(boundaries.offsets) == len(batch.cu_seqlens)

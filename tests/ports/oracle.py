@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-STEPS, LR = 10, 0.2
+STEPS = 10
+LR = 0.2
 # (model, row) -> the sum of the losses of a row by itself, and what the mean divides by
 Alone = Callable[[nn.Module, dict[str, Any]], tuple[Tensor, int]]
 
@@ -71,10 +72,10 @@ def check(
     """Compare a run of a port, which began with these weights, with the oracle."""
     assert len(ran.steps) == STEPS
     assert max(map(len, ran.steps)) > 1
-    wanted = train_alone(model, rows, ran.steps, alone)
-    assert ran.losses == pytest.approx(wanted.losses, rel=to, abs=to)
-    check_gradients(ran, wanted, to=to)
-    for name, parameter in wanted.parameters.items():  # some, such as BERT's biases of keys, never move
+    expected = train_alone(model, rows, ran.steps, alone)
+    assert ran.losses == pytest.approx(expected.losses, rel=to, abs=to)
+    check_gradients(ran, expected, to=to)
+    for name, parameter in expected.parameters.items():  # some, such as BERT's biases of keys, never move
         torch.testing.assert_close(ran.parameters[name], parameter, rtol=to, atol=to, msg=name)
 
 

@@ -104,9 +104,9 @@ def in_trainer(model: nn.Module, rows: Any, folder: Path, base: Any = None, **op
     settings |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     settings["bf16"] = False  # TRL's default is True
     arguments = options.pop("arguments", TrainingArguments)(str(folder), **settings)
-    given: Any = {"data_kwargs": {"global_batch": Sequences(6)}, "capacity": 48, "peak": 1e9, **options}
+    setup: Any = {"data_kwargs": {"global_batch": Sequences(6)}, "capacity": 48, "peak": 1e9, **options}
     optimizers = note_gradients(optimizer_of(model.parameters()), model, ran), None
-    Noting(model=model, args=arguments, train_dataset=rows, optimizers=optimizers, **given).train()
+    Noting(model=model, args=arguments, train_dataset=rows, optimizers=optimizers, **setup).train()
     return ran._replace(parameters=parameters_of(model))
 
 
@@ -192,7 +192,8 @@ def test_run_mlm(tmp_path: Path) -> None:
     for row in ROWS:
         ids = np.array(row["input_ids"])
         masked = draw.random(len(ids)) < 0.4
-        masked[0], masked[-1] = False, True
+        masked[0] = False
+        masked[-1] = True
         rows.append({"input_ids": np.where(masked, 3, ids), "labels": np.where(masked, ids, -100)})
 
     def alone(model: nn.Module, row: dict[str, Any]) -> tuple[Tensor, int]:
@@ -294,9 +295,9 @@ def test_trl_dpo(tmp_path: Path) -> None:
         both = [answers(policy, row, which)[None] for which in ("chosen", "rejected")]
         return dpo_loss(*both, *reference, beta=arguments.beta), 1
 
-    wanted = train_alone(start, columns, [list(range(8))] * STEPS, alone)
-    assert losses == pytest.approx(wanted.losses, rel=1e-4)  # Trainer rounds what it logs
-    check_gradients(ran, wanted, to=1e-4)  # TRL's head computes in fp32
-    assert largest_error(parameters_of(model), wanted.parameters) < 1e-5
+    expected = train_alone(start, columns, [list(range(8))] * STEPS, alone)
+    assert losses == pytest.approx(expected.losses, rel=1e-4)  # Trainer rounds what it logs
+    check_gradients(ran, expected, to=1e-4)  # TRL's head computes in fp32
+    assert largest_error(parameters_of(model), expected.parameters) < 1e-5
     with pytest.raises(ValueError, match="runs attn_implementation='eager', under which"):
         packed_trainer(trl.DPOTrainer)(model=start, **options)

@@ -155,8 +155,11 @@ def install(monkeypatch: Any) -> State:
             state.recipe = before
             state.called = called
 
-    te.Linear, te.autocast = Linear, autocast  # type: ignore[attr-defined]
-    root.pytorch, root.common, common.recipe = te, common, recipes  # type: ignore[attr-defined]
+    te.Linear = Linear  # type: ignore[attr-defined]
+    te.autocast = autocast
+    root.pytorch = te  # type: ignore[attr-defined]
+    root.common = common
+    common.recipe = recipes
     for module in (root, te, common, recipes):
         module.__spec__ = ModuleSpec(module.__name__, None)  # for those who only ask whether it is there
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -45,12 +45,12 @@ def packs(model: Any, count: int) -> list[THDBatch]:
     recipe = recipe_of(model)
     assert recipe is not None
     rng = np.random.default_rng(0)
-    found = []
+    batches = []
     for _ in range(count):
         lengths = rng.integers(1, 700, rng.integers(1, 12))
         samples = [{"input_ids": rng.integers(0, 260, length).tolist()} for length in lengths]
-        found.append(THDBatch.collate(samples, align=recipe.alignment()).to("cuda"))
-    return found
+        batches.append(THDBatch.collate(samples, align=recipe.alignment()).to("cuda"))
+    return batches
 
 
 @pytest.mark.parametrize(("engine", "recipe"), RECIPES)
@@ -92,9 +92,9 @@ def test_a_captured_step_equals_an_eager_one(engine: str, recipe: str) -> None:
     for batch in packs(model, 4):
         with static_shapes():  # on the very slots of the graph, whose padding takes part in every scale
             eager = loss_of(model, pad_batch(batch, buckets[0]))
-        wanted = gradients(model, eager)
+        expected = gradients(model, eager)
         replayed = step(batch)
-        found = gradients(model, replayed)
+        actual = gradients(model, replayed)
         assert torch.equal(replayed.detach(), eager.detach())
-        assert worst(found, wanted) < 2e-2
+        assert worst(actual, expected) < 2e-2
     assert step.stats.replays == 4

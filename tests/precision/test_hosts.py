@@ -19,7 +19,8 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning:torchao")
-CAPACITY, STEPS = 250, 4
+CAPACITY = 250
+STEPS = 4
 
 
 def converted() -> nn.Module:
@@ -50,17 +51,17 @@ def train_in(host: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
 @pytest.mark.filterwarnings("ignore")  # the hosts' own
 def test_the_four_hosts_train_the_same_model_on_aligned_packs() -> None:
     """Against a loop by hand over the same packs; unconverted, the model ends elsewhere."""
-    found = {host: train_in(host) for host in HOSTS}
-    wanted, losses, slots = found["lightning"]
+    by_host = {host: train_in(host) for host in HOSTS}
+    expected, losses, slots = by_host["lightning"]
     assert len(losses) == STEPS
     assert len(slots) == 2 * STEPS
     for host in HOSTS[1:]:
-        assert found[host][2] == slots, host
-        assert largest_error(found[host][0], wanted) < 1e-6, host  # fp32; the hosts divide by two apart
-        assert found[host][1] == pytest.approx(losses, rel=1e-6), host
+        assert by_host[host][2] == slots, host
+        assert largest_error(by_host[host][0], expected) < 1e-6, host  # fp32; the hosts divide by two apart
+        assert by_host[host][1] == pytest.approx(losses, rel=1e-6), host
     assert all(count % 16 == 0 for count in slots)
     other, _ = job_of(llama).run("lightning")
-    assert largest_error(other, wanted) > 1e-5
+    assert largest_error(other, expected) > 1e-5
 
 
 def by_ranks(kind: str) -> tuple[list[float], list[int]]:

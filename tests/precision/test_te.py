@@ -188,10 +188,10 @@ def test_layers_whose_sizes_do_not_divide_the_blocks_stay(te: State) -> None:
         ("mxfp8", ("wide", "narrow")),
     ):
         model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
-        found = convert_linear(model, recipe=recipe)
-        assert found.names == names
+        converted = convert_linear(model, recipe=recipe)
+        assert converted.names == names
         assert f"te {recipe}" in str(fp8_report(model))
-    assert found.kept["odder"] == "has 48 inputs and 40 outputs, not multiples of 32"
+    assert converted.kept["odder"] == "has 48 inputs and 40 outputs, not multiples of 32"
 
 
 def test_recipes_of_the_engine_are_taken_as_objects(te: State) -> None:
@@ -252,16 +252,16 @@ def test_devices(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Test")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = resolve(recipe, "te")
+    resolved = resolve(recipe, "te")
     device = torch.device("cuda", 0)
     if message is None:
-        check_device(found, device)
+        check_device(resolved, device)
     else:
         with pytest.raises(Exception, match=message):
-            check_device(found, device)
+            check_device(resolved, device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(Exception, match="engine='te' is NVIDIA's. On an AMD GPU .* use engine='torchao'"):
-        check_device(found, device)
+        check_device(resolved, device)
 
 
 def test_without_the_engine_the_way_to_install_it_is_said() -> None:

@@ -74,10 +74,10 @@ def test_the_share_leaves_out_the_head_and_gradients_in_high_precision() -> None
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
 def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
-    found: dict[bool, list[str]] = {}
+    events: dict[bool, list[str]] = {}
     for low in (False, True):
         model = llama(tie_word_embeddings=False)
-        seen = found.setdefault(low, [])
+        seen = events.setdefault(low, [])
         layer = model.model.layers[0].mlp.up_proj.eval()
         layer.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"), with_kwargs=True)
         layer.register_forward_hook(lambda *_, seen=seen: seen.append("after"), always_call=True)
@@ -98,8 +98,8 @@ def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
         handle.remove()
         model(torch.arange(16)[None], use_cache=False)
         model.load_state_dict(model.state_dict())
-    assert len(set(found[False])) == 10
-    assert found[True] == found[False]
+    assert len(set(events[False])) == 10
+    assert events[True] == events[False]
 
 
 def test_one_layer_under_two_names_stays_one() -> None:
@@ -231,9 +231,9 @@ def test_a_command_line_constructs_the_plugin() -> None:
     parser.add_subclass_arguments(Precision, "plugin")
     settings = {"recipe": "tensorwise", "engine": "torchao", "emulate": True, "keep": ["lm_head", "*gate"]}
     settings["weights_dtype"] = "torch.float32"
-    given = {"class_path": "lightning_thd.precision.FP8Precision", "init_args": settings}
+    config = {"class_path": "lightning_thd.precision.FP8Precision", "init_args": settings}
     instantiate = getattr(parser, "instantiate", parser.instantiate_classes)
-    plugin = instantiate(parser.parse_object({"plugin": given})).plugin
+    plugin = instantiate(parser.parse_object({"plugin": config})).plugin
     assert (plugin.keep, plugin.weights_dtype) == (("lm_head", "*gate"), torch.float32)
 
 
@@ -251,10 +251,10 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
             continue
         assert bucket.slots % 16 == 0
         loss = step(batch)
-        found = gradients(model, loss)
+        replayed = gradients(model, loss)
         eager = padded_eager(model, batch, bucket)
         assert torch.equal(loss.detach(), eager.detach())
-        assert all(torch.equal(a, b) for a, b in zip(found, gradients(model, eager), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(replayed, gradients(model, eager), strict=True))
         with torch.no_grad():  # so that the next replay finds other numbers, of another size, to scale
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     assert step.stats.replays >= 3

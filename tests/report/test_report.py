@@ -31,8 +31,8 @@ def bars(axes: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("theme", LOOKS)
 def test_packs_lie_end_to_end(theme: Theme, tmp_path: Path) -> None:
     figure = draw_packs(PACKS, 10, theme=theme)
-    wanted = [(0, 10), (0, 3), (3, 5), (8, 2), (0, 10), (0, 9), (0, 10), (0, 4), (4, 4)]
-    assert bars(figure.axes[0]) == wanted
+    expected = [(0, 10), (0, 3), (3, 5), (8, 2), (0, 10), (0, 9), (0, 10), (0, 4), (4, 4)]
+    assert bars(figure.axes[0]) == expected
     assert figure.axes[0].get_title(loc="left") == "3 packs, 6 sequences, 90.0% filled"
     figure.savefig(tmp_path / "packs.png")
     assert (tmp_path / "packs.png").stat().st_size > 5_000
@@ -150,8 +150,8 @@ def test_text_is_aligned_and_ticks_are_short(capsys: pytest.CaptureFixture[str])
         "H200    989.5  a datasheet",
         "A           -  [none]",
     ]
-    told = {131072: "131.072k", 20_000: "20k", 2_500_000: "2.5M", 8_192: "8192", 0.25: "0.25", 0: "0"}
-    assert {value: short(value) for value in told} == told
+    texts = {131072: "131.072k", 20_000: "20k", 2_500_000: "2.5M", 8_192: "8192", 0.25: "0.25", 0: "0"}
+    assert {value: short(value) for value in texts} == texts
 
 
 def test_event_files_of_tensorboard_are_read_where_there_is_no_table(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
 from tests.tiny import largest_error, planned, quiet_trainer, sequences, train_alone
 
-CAPACITY, STEPS, CLIP = 64, 3, 0.5
+CAPACITY = 64
+STEPS = 3
+CLIP = 0.5
 _EMBEDDING = "model.embed_tokens.weight"
 # tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
 INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
@@ -152,11 +154,11 @@ def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, however it is cut; a collective."""
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         value: Any = parameter.detach()
-        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-    return found
+        parameters[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return parameters
 
 
 def check_stages(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolerance: float = 1e-10) -> float:
@@ -167,9 +169,9 @@ def check_stages(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolera
         names = {
             name: name if name in wanted["params"] else _EMBEDDING for name in rank["params"]
         }  # a tied head
-        own = {names[name]: value for name, value in rank["params"].items()}
-        worst = max(worst, largest_error(own, {name: wanted["params"][name] for name in own}))
-        seen |= set(own)
+        of_stage = {names[name]: value for name, value in rank["params"].items()}
+        worst = max(worst, largest_error(of_stage, {name: wanted["params"][name] for name in of_stage}))
+        seen |= set(of_stage)
         for kind in {"losses", "norms"} & wanted.keys():
             assert rank[kind] == pytest.approx(wanted[kind], rel=tolerance)
         if "logged" in rank:  # Lightning keeps logs in fp32
@@ -240,6 +242,6 @@ def train_by_hand(
         [len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step, align=layout.align
     )
     model = family_model(family, dtype)
-    own = ([samples[i] for i in ids] for ids in planned(planner, steps, layout.dp))
-    params, losses = train_alone(model, own, make_optimizer(model), clip=CLIP)
+    batches = ([samples[i] for i in ids] for ids in planned(planner, steps, layout.dp))
+    params, losses = train_alone(model, batches, make_optimizer(model), clip=CLIP)
     return {"params": params, "losses": losses}

@@ -372,8 +372,8 @@ def logged(trainer: L.Trainer) -> dict[str, Tensor]:
 def evaluate(cell: Cell, stage: str) -> dict[str, Tensor]:
     trainer = cell.trainer()
     module = Plain()
-    (found,) = getattr(trainer, stage)(module, given(), verbose=False)
-    return {f"logged {key}": torch.tensor(value).double() for key, value in found.items()}
+    (logged,) = getattr(trainer, stage)(module, given(), verbose=False)
+    return {f"logged {key}": torch.tensor(value).double() for key, value in logged.items()}
 
 
 def predict(cell: Cell) -> dict[str, Tensor]:
@@ -405,13 +405,13 @@ def lr_find(cell: Cell) -> dict[str, Tensor]:
     here = Path.cwd()
     os.chdir(cell.folder)  # Lightning keeps what it had there
     try:
-        found = Tuner(trainer).lr_find(module, given(), num_training=6, min_lr=1e-5)
+        finder = Tuner(trainer).lr_find(module, given(), num_training=6, min_lr=1e-5)
     finally:
         os.chdir(here)
-    assert found is not None
+    assert finder is not None
     after = full_parameters(module.model)
     assert largest_error(after, {name: before[name] for name in after}) == 0.0
-    return {"logged losses": torch.tensor(found.results["loss"], dtype=torch.float64)}
+    return {"logged losses": torch.tensor(finder.results["loss"], dtype=torch.float64)}
 
 
 def stop_early(cell: Cell) -> dict[str, Tensor]:
@@ -435,8 +435,8 @@ def packs_by_hand(step: Packs, dp: int, layout: Layout) -> dict[str, Tensor]:
     lengths = [len(sample["input_ids"]) for sample in samples]
     planner = PackPlanner(lengths, CAPACITY, global_batch=step, align=layout.align)
     model = Job().model
-    own = ([samples[i] for i in ids] for ids in planned(planner, STEPS, dp))
-    return train_alone(model, own, make_optimizer(model), clip=CLIP)[0]
+    batches = ([samples[i] for i in ids] for ids in planned(planner, STEPS, dp))
+    return train_alone(model, batches, make_optimizer(model), clip=CLIP)[0]
 
 
 def accumulate(cell: Cell) -> dict[str, Tensor]:
@@ -538,8 +538,8 @@ def run_cell(feature: str, strategy: str, layout: str, folder: str) -> dict[str,
     torch.manual_seed(dist.get_rank())
     place = Path(folder) / strategy / layout / feature.replace(" ", "_")
     place.mkdir(parents=True, exist_ok=True)
-    found = FEATURES[feature](cell_of(feature, strategy, layout, str(place)))
-    return found if layout_of(layout).pp == 1 else of_all_stages(found)
+    result = FEATURES[feature](cell_of(feature, strategy, layout, str(place)))
+    return result if layout_of(layout).pp == 1 else of_all_stages(result)
 
 
 def cell_of(feature: str, strategy: str, layout: str, folder: str) -> Cell:
@@ -559,16 +559,16 @@ def of_all_stages(found: dict[str, Tensor]) -> dict[str, Tensor]:
 def one_process(features: list[str]) -> dict[str, dict[str, Tensor]]:
     """Return what one process makes of the features, on Lightning's own loop or by hand."""
     warnings.filterwarnings("ignore")
-    found: dict[str, dict[str, Tensor]] = {}
+    results: dict[str, dict[str, Tensor]] = {}
     for feature in features:
         with tempfile.TemporaryDirectory() as folder:
             if feature not in BY_HAND:
-                found[feature] = FEATURES[feature](cell_of(feature, "thd", "one", folder))
+                results[feature] = FEATURES[feature](cell_of(feature, "thd", "one", folder))
                 continue
             for dp, cp in ((1, 1), (1, 2), (2, 1), (2, 2)):
                 step = Packs(dp if feature == "manual" else 4)
-                found[f"{feature} {dp} {cp}"] = packs_by_hand(step, dp, Layout(dp=dp, cp=cp))
-    return found
+                results[f"{feature} {dp} {cp}"] = packs_by_hand(step, dp, Layout(dp=dp, cp=cp))
+    return results
 
 
 def oracle_of(feature: str, layout: str) -> str:

@@ -30,7 +30,8 @@ from tests.rows import error_or, run_row
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 from tests.tiny import largest_error
 
-STEPS, SAVED = 3, 2  # weights that were resumed without Adam's state would differ by 1e-2
+STEPS = 3  # weights that were resumed without Adam's state would differ by 1e-2
+SAVED = 2
 
 
 class Grouped(Job):
@@ -95,18 +96,18 @@ def resumed(way: tuple[str, str], folder: str) -> dict[str, Any]:
 
 def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
     """Write every source once and read it in every target, all of a number of ranks in one start of them."""
-    wanted = {}
+    expected = {}
     for world in (1, 2, 4):
         cells = [cell for cell in dict.fromkeys(a for a, _ in ways) if PLACES[cell].world == world]
         for cell, outcomes in zip(cells, run_row(written, world, cells, str(folder)), strict=True):
             assert outcomes[0].error is None, (cell, outcomes[0].error)
-            wanted[cell] = outcomes[0].value
+            expected[cell] = outcomes[0].value
             assert (folder / cell / f"step={SAVED}.ckpt").is_dir() == (PLACES[cell].strategy != "thd_ddp")
     faults = []
     for world in (1, 2, 4):
         into = [way for way in ways if PLACES[way[1]].world == world]
         for way, outcomes in zip(into, run_row(resumed, world, into, str(folder)), strict=True):
-            compare = partial(largest_error, wanted=wanted[way[0]])
+            compare = partial(largest_error, wanted=expected[way[0]])
             errors = [error_or(outcome, compare) for outcome in outcomes]
             # Other layouts pad other packs: the same sums in another order.
             faults += [(way, e) for e in errors if isinstance(e, str) or not e < 1e-10]
@@ -147,8 +148,8 @@ def compiled(folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_compiled_models_resume_and_leave_as_a_plain_file_and_a_hugging_face_folder(tmp_path: Path) -> None:
-    whole, wanted, *resumed = run_ranks(compiled, 2, str(tmp_path))[0]
-    assert max(largest_error(found, wanted) for found in resumed) < 1e-10
+    whole, expected, *resumed = run_ranks(compiled, 2, str(tmp_path))[0]
+    assert max(largest_error(of_rank, expected) for of_rank in resumed) < 1e-10
     dcp_to_torch_save(tmp_path / f"step={SAVED}.ckpt", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")["state_dict"]
     assert largest_error({name.removeprefix("model."): v for name, v in plain.items()}, whole) == 0.0
@@ -179,11 +180,11 @@ BEGUN: Any = [("dp2", None), ("tp2", "dp2"), ("ddp", None), ("dp2", "ddp"), ("dd
 
 @pytest.mark.parametrize("cells", [BEGUN[:2], pytest.param(BEGUN, marks=pytest.mark.slow)])
 def test_a_checkpoint_before_the_first_step_counts_no_step(cells: Any, tmp_path: Path) -> None:
-    [wanted] = run_ranks(written, 1, "one", str(tmp_path))
+    [expected] = run_ranks(written, 1, "one", str(tmp_path))
     for cell, outcomes in zip(cells, run_row(begun, 2, cells, str(tmp_path)), strict=True):
         for outcome in outcomes:
             assert outcome.error is None, (cell, outcome.error)
-            assert largest_error(outcome.value, wanted) < 1e-10, cell
+            assert largest_error(outcome.value, expected) < 1e-10, cell
 
 
 def test_states_of_other_parameters_are_refused() -> None:
@@ -208,11 +209,13 @@ def test_states_of_other_parameters_are_refused() -> None:
         shard = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (2,)), src_data_rank=None)
         with pytest.raises(ValueError, match=r"holds a DTensor, of which only the first"):
             Checkpoints(THDModelParallelStrategy()).save(print, {"callbacks": [shard]}, "", None)
-    fsdp, seen = FSDPStrategy(), list[Any]()  # whose numbers are not those of its flat parameters
-    fsdp._optimizers, fsdp._lightning_module = [part], module  # type: ignore[assignment]
-    given = {"optimizer_states": [{"state": {}, "param_groups": [{"params": [9, 0]}, {"params": [1]}]}]}
-    Checkpoints(fsdp).load_optimizers(seen.append, given)
-    assert seen == [given]
+    fsdp = FSDPStrategy()  # whose numbers are not those of its flat parameters
+    seen = list[Any]()
+    fsdp._optimizers = [part]  # type: ignore[assignment]
+    fsdp._lightning_module = module
+    checkpoint = {"optimizer_states": [{"state": {}, "param_groups": [{"params": [9, 0]}, {"params": [1]}]}]}
+    Checkpoints(fsdp).load_optimizers(seen.append, checkpoint)
+    assert seen == [checkpoint]
     with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):
         by_index(by_name(part.state_dict(), part, module), whole, module)
 
@@ -224,15 +227,15 @@ def break_a_write(kind: str) -> None:
     """Make every checkpoint take longer than a step, and one of them end its rank, or fail."""
     write = FileSystemWriter.write_data
     calls = [0]
-    at = 2 if kind != "kill" or dist.get_rank() == 1 else -1
+    broken_call = 2 if kind != "kill" or dist.get_rank() == 1 else -1
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         time.sleep(0.5)
-        if calls[0] == at and kind == "kill":
+        if calls[0] == broken_call and kind == "kill":
             time.sleep(2.0)  # training is over by now, had it not to wait
             os._exit(9)
-        if calls[0] == at and kind == "fail":
+        if calls[0] == broken_call and kind == "fail":
             raise OSError("no space left on device")
         return write(self, *args, **kwargs)
 
@@ -252,7 +255,7 @@ def test_a_checkpoint_holds_what_it_was_begun_with(kind: str, tmp_path: Path) ->
     first, _ = run_ranks(behind, 2, kind, str(tmp_path))
     names = ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == (names if kind == "slow" else names[1:])
-    assert max(largest_error(found, first) for found in run_ranks(go_on, 2, str(tmp_path))) < 1e-12
+    assert max(largest_error(of_rank, first) for of_rank in run_ranks(go_on, 2, str(tmp_path))) < 1e-12
 
 
 def best(folder: str) -> list[dict[str, Any]]:
@@ -266,11 +269,11 @@ def best(folder: str) -> list[dict[str, Any]]:
 
 
 def test_a_checkpoint_being_written_keeps_its_name(tmp_path: Path) -> None:
-    wanted, found = (
+    expected, actual = (
         {torch.load(f"{path}/meta.pt", weights_only=False)["global_step"]: v for path, v in kept.items()}
         for kept in run_ranks(best, 2, str(tmp_path))[0]
     )
-    assert found == wanted
+    assert actual == expected
 
 
 def go_on(folder: str) -> dict[str, Any]:
@@ -282,7 +285,7 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> No
         run_ranks(behind, 2, "kill", str(tmp_path))
     assert not (tmp_path / "last.ckpt").exists()
     whole, _ = run_ranks(behind, 2, "plugin", str(tmp_path / "whole"))
-    assert max(largest_error(found, whole) for found in run_ranks(go_on, 2, str(tmp_path))) < 1e-10
+    assert max(largest_error(of_rank, whole) for of_rank in run_ranks(go_on, 2, str(tmp_path))) < 1e-10
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from tests.ranks import run_ranks
 from tests.strategies.jobs import full_parameters
 from tests.tiny import TinyModule, largest_error, nll, planned, quiet_trainer, sequences, tiny_llama
 
-CAPACITY, STEPS = 48, 2
+CAPACITY = 48
+STEPS = 2
 SEARCH = {"lr": 1.0, "max_iter": 3, "line_search_fn": "strong_wolfe"}
 
 
@@ -63,9 +64,9 @@ def test_a_line_search_sees_all_microbatches_of_a_step() -> None:
     [("thd_ddp", Sequences(16)), ("thd_ddp", Packs(2)), ("thd_model_parallel", Sequences(16))],
 )
 def test_a_line_search_takes_the_same_step_on_all_ranks(strategy: str, step: Packs | Sequences) -> None:
-    wanted = by_hand(step, 2)
+    expected = by_hand(step, 2)
     for parameters in run_ranks(fit, 2, strategy, step, 2):
-        assert largest_error(parameters, wanted) < 1e-8
+        assert largest_error(parameters, expected) < 1e-8
 
 
 def test_a_line_search_over_accumulated_batches_is_refused() -> None:

@@ -39,11 +39,11 @@ def samples() -> list[dict[str, Any]]:
     """Lengths from 1 to 60: most fit one rank of 16 slots, some need two or four."""
     rng = np.random.default_rng(3)
     lengths = np.clip(rng.lognormal(2.0, 1.0, COUNT).astype(int), 1, 60)
-    found = [{"input_ids": rng.integers(0, VOCAB, n)} for n in lengths]
-    for sample in found:
+    rows = [{"input_ids": rng.integers(0, VOCAB, n)} for n in lengths]
+    for sample in rows:
         ids = sample["input_ids"]
         sample["labels"] = np.where(rng.random(len(ids)) < 0.3, -100, ids)
-    return found
+    return rows
 
 
 class Watched(Job):
@@ -112,8 +112,8 @@ def by_hand(family: str, steps: int, planner: PackPlanner | None = None) -> dict
     data = samples()
     planner = planner or PackPlanner([len(s["input_ids"]) for s in data], 10_000, global_batch=STEP)
     model = family_model(family, torch.float64)
-    own = ([data[i] for i in ids_of(planner, *divmod(k, len(planner)))] for k in range(steps))
-    params, losses = train_alone(model, own, make_optimizer(model), clip=CLIP)
+    batches = ([data[i] for i in ids_of(planner, *divmod(k, len(planner)))] for k in range(steps))
+    params, losses = train_alone(model, batches, make_optimizer(model), clip=CLIP)
     with torch.no_grad():
         results = [nll(model, sample) for sample in data[:8]]
     val = float(sum(total for total, _ in results) / sum(count for _, count in results))
@@ -152,10 +152,10 @@ def test_other_families_equal_one_process(name: str, family: str, options: dict[
 
 
 def compare(found: list[dict[str, Any]], family: str, steps: int) -> None:
-    wanted = by_hand(family, steps)
-    check(found, wanted)
+    expected = by_hand(family, steps)
+    check(found, expected)
     if steps == 8:  # two epochs, each with an evaluation while shards are alive
-        assert found[0]["val"] == pytest.approx(wanted["val"], rel=1e-6)
+        assert found[0]["val"] == pytest.approx(expected["val"], rel=1e-6)
     lengths = [len(sample["input_ids"]) for sample in samples()]
     assert sum(rank["tokens"] for rank in found) == steps // 4 * sum(lengths) or steps < 4
     assert any(rank["bytes_per_token"] > 0 for rank in found)  # in the last step, which may share few packs
@@ -170,15 +170,15 @@ def test_steps_of_mixed_lengths_and_of_packs_equal_one_process() -> None:
     needed = {"context_parallel_communication": "needed"}
     runs = [("thd_ddp", "qwen3", 8, {}), ("thd_model_parallel", "qwen3", 3, needed)]
     packs = ("thd_ddp", "qwen3", 3, {"global_batch": Packs(2)})
-    ddp, shards, found = zip(*run_ranks(run_all, 4, [*runs, packs]), strict=True)
+    ddp, shards, of_packs = zip(*run_ranks(run_all, 4, [*runs, packs]), strict=True)
     compare(list(ddp), "qwen3", 8)
     compare(list(shards), "qwen3", 3)
     lengths = [len(sample["input_ids"]) for sample in samples()]
     planner = SharedPlanner(
         lengths, CAPACITY, global_batch=Packs(2), sharing=Sharing(max_degree=LARGEST, layout="dual_chunk")
     )
-    check(list(found), by_hand("qwen3", 3, planner))
-    assert {degree for rank in found for degree in rank["degrees"]} == {1, 2, 4}
+    check(list(of_packs), by_hand("qwen3", 3, planner))
+    assert {degree for rank in of_packs for degree in rank["degrees"]} == {1, 2, 4}
 
 
 def half_then(folder: str) -> dict[str, Any]:
@@ -202,6 +202,6 @@ def test_a_job_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_replicas_that_share_weights_equal_one_process() -> None:
     options = {"largest": 2, "data_parallel_replicas": 2}
-    found = run_ranks(run, 4, "thd_model_parallel", "qwen3", 3, options)
-    check(found, by_hand("qwen3", 3))
-    assert {degree for rank in found for degree in rank["degrees"]} == {1, 2}
+    ranks = run_ranks(run, 4, "thd_model_parallel", "qwen3", 3, options)
+    check(ranks, by_hand("qwen3", 3))
+    assert {degree for rank in ranks for degree in rank["degrees"]} == {1, 2}

@@ -29,13 +29,13 @@ def start(launcher: list[str], arguments: list[str]) -> subprocess.Popen[str]:
 def loss_of(job: subprocess.Popen[str]) -> float | None:
     out, err = job.communicate(timeout=240)
     assert job.returncode == 0, err[-4000:]
-    found = re.search(LOSS, out)
-    return float(found.group(1)) if found else None
+    match = re.search(LOSS, out)
+    return float(match.group(1)) if match else None
 
 
 @pytest.mark.slow
 def test_four_processes_in_any_layout() -> None:
-    wanted = loss_of(start([], []))
+    expected = loss_of(start([], []))
     for arguments in (["--cp", "2"], ["--cp", "2", "--tp", "2"], ["--tp", "2"]):
-        found = loss_of(start([*TORCHRUN, "--standalone", "--nproc-per-node=4"], arguments))
-        assert found == pytest.approx(wanted, abs=2e-4)  # fp32, printed to four digits
+        loss = loss_of(start([*TORCHRUN, "--standalone", "--nproc-per-node=4"], arguments))
+        assert loss == pytest.approx(expected, abs=2e-4)  # fp32, printed to four digits

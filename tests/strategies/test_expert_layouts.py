@@ -91,9 +91,9 @@ def by_hand(
 def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     """Run layouts on the same ranks, and compare each with one process."""
     ranks = runs[0][0].world
-    found = run_ranks(train_all, ranks, family, runs)
-    for at, (layout, balance) in enumerate(runs):
-        of_run = [rank[at] for rank in found]
+    of_ranks = run_ranks(train_all, ranks, family, runs)
+    for number, (layout, balance) in enumerate(runs):
+        of_run = [rank[number] for rank in of_ranks]
         packs = {rank["rank"]: rank["packs"] for rank in of_run}
         # Microbatches that ranks run at once are balanced together.
         merged = [[i for ids in together for i in ids] for together in zip(*packs.values(), strict=True)]
@@ -105,9 +105,9 @@ def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
         together = {name: value for rank in of_run for name, value in rank["gradients"].items()}
         assert together.keys() >= gradients.keys()  # a stage has its own layers
         for rank in of_run:
-            own = {name: value for name, value in rank["gradients"].items() if name in gradients}
-            assert largest_error(own, {name: gradients[name] for name in own}) < 1e-9
-    return found
+            of_rank = {name: value for name, value in rank["gradients"].items() if name in gradients}
+            assert largest_error(of_rank, {name: gradients[name] for name in of_rank}) < 1e-9
+    return of_ranks
 
 
 BALANCES = ("sequence", "step")
@@ -133,14 +133,14 @@ def halves(family: str, found: list[dict[str, Any]]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
 def test_ranks_share_whole_experts(family: str) -> None:
-    found = compare(family, [(layout, "sequence") for layout in TENSOR])
-    assert halves(family, [run for rank in found for run in rank])
+    ranks = compare(family, [(layout, "sequence") for layout in TENSOR])
+    assert halves(family, [run for rank in ranks for run in rank])
 
 
 def test_a_step_of_experts_equals_one_process() -> None:
     others = [(Layout(cp=2), "sequence"), (Layout(dp=2), "step"), (Layout(pp=2), "sequence")]
-    found = compare("qwen3_moe", [*others, (TENSOR[1], "sequence")])
-    assert halves("qwen3_moe", [rank[-1] for rank in found])
+    ranks = compare("qwen3_moe", [*others, (TENSOR[1], "sequence")])
+    assert halves("qwen3_moe", [rank[-1] for rank in ranks])
 
 
 @pytest.mark.slow
@@ -164,13 +164,13 @@ def move_biases(layout: Layout) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2), Layout(tp=2), Layout(pp=2)])
 def test_biases_move_by_the_choices_of_all_ranks(layout: Layout) -> None:
-    found = run_ranks(move_biases, 2, layout)
-    ids = {i for rank in found for pack in rank["packs"] for i in pack}
+    ranks = run_ranks(move_biases, 2, layout)
+    ids = {i for rank in ranks for pack in rank["packs"] for i in pack}
     assert len(ids) == 12
     with torch.no_grad():
         model = Balanced("deepseek_v3", "microbatch").model
         chosen = torch.cat([alone(model, SAMPLES[i])[0].topk(2).indices.flatten() for i in ids])
     counts = torch.bincount(chosen, minlength=4)
-    wanted = 0.5 * torch.sign(counts.double().mean() - counts)
-    (moved,) = {tuple(b.tolist()) for rank in found for b in rank["biases"].values()}
-    assert moved == tuple(wanted.tolist())
+    expected = 0.5 * torch.sign(counts.double().mean() - counts)
+    (moved,) = {tuple(b.tolist()) for rank in ranks for b in rank["biases"].values()}
+    assert moved == tuple(expected.tolist())

@@ -96,11 +96,11 @@ def resume(layout: Layout, folder: Path) -> dict[str, Any]:
 
 
 def test_training_clips_monitors_and_resumes_in_another_layout(tmp_path: Path) -> None:
-    wanted = train_by_hand("mixtral", PAIRS[0], Sequences(12))["params"]
+    expected = train_by_hand("mixtral", PAIRS[0], Sequences(12))["params"]
     folder = tmp_path / "step3"
     ranks = run_ranks(train_and_save, 2, PAIRS[0], folder, Job)
     for rank in ranks:
-        assert largest_error(rank["params"], wanted) < 1e-9
+        assert largest_error(rank["params"], expected) < 1e-9
         assert 1.0 <= rank["latest"]["train/experts/busiest_rank"] <= 2.0
     weights = [p for n, p in family_model("mixtral").named_parameters() if n.endswith("down_proj")]
     assert {rank["held"] for rank in ranks} == {sum(p.numel() for p in weights) // 2}
@@ -121,12 +121,12 @@ def train_with_an_idle_rank() -> dict[str, Any]:
 
 
 def test_a_rank_without_tokens_does_not_hang() -> None:
-    found = run_ranks(train_with_an_idle_rank, 2)
-    assert all(np.isfinite(rank["losses"]).all() for rank in found)
-    assert largest_error(found[0]["params"], found[1]["params"]) == 0.0
+    ranks = run_ranks(train_with_an_idle_rank, 2)
+    assert all(np.isfinite(rank["losses"]).all() for rank in ranks)
+    assert largest_error(ranks[0]["params"], ranks[1]["params"]) == 0.0
     before = dict(OneExpert().model.named_parameters())
     name = "model.layers.0.mlp.experts.down_proj"
-    moved = (found[0]["params"][name] - before[name]).flatten(1).norm(dim=1)
+    moved = (ranks[0]["params"][name] - before[name]).flatten(1).norm(dim=1)
     assert (moved[:2] > 0).all()  # the experts of the first rank
 
 

@@ -90,9 +90,9 @@ def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_p
         assert done == 0, (folder / "log.txt").read_text()[-4000:]
     assert largest_error(torch.load(killed / "final.pt"), torch.load(whole / "final.pt")) < 1e-10
     begun, resumed = sequences_of(killed / "ledger-0.txt")
-    (wanted,) = sequences_of(whole / "ledger-0.txt")
+    (expected,) = sequences_of(whole / "ledger-0.txt")
     assert len(begun) > 4
-    assert resumed == {step: ids for step, ids in wanted.items() if step >= min(resumed)}
+    assert resumed == {step: ids for step, ids in expected.items() if step >= min(resumed)}
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_
     for step, ids in enumerate(planned_sequences()):
         last = [after if step in after else before for before, after in starts]
         assert sorted(i for of_rank in last for i in of_rank[step]) == ids, step
-    found = torch.load(tmp_path / "final.pt")
-    assert largest_error(found, run_ranks(alone, 1)[0]) < 1e-10
+    trained = torch.load(tmp_path / "final.pt")
+    assert largest_error(trained, run_ranks(alone, 1)[0]) < 1e-10
 
 
 def planned_sequences() -> list[list[int]]:
@@ -125,11 +125,13 @@ def planned_sequences() -> list[list[int]]:
 
 def sequences_of(ledger: Path) -> list[dict[int, list[int]]]:
     """Return, for every start of a rank, the sequences of its steps."""
-    found: dict[str, dict[int, list[int]]] = {}
+    processes: dict[str, dict[int, list[int]]] = {}
     for line in ledger.read_text().splitlines():
         process, step, ids = line.split(" ")
-        found.setdefault(process, {}).setdefault(int(step), []).extend(map(int, filter(None, ids.split(","))))
-    return [{step: sorted(ids) for step, ids in steps.items()} for steps in found.values()]
+        processes.setdefault(process, {}).setdefault(int(step), []).extend(
+            map(int, filter(None, ids.split(",")))
+        )
+    return [{step: sorted(ids) for step, ids in steps.items()} for steps in processes.values()]
 
 
 def alone(family: str = "qwen3") -> dict[str, torch.Tensor]:
@@ -144,14 +146,14 @@ def start_ranks(out: Path, layout: Layout) -> list[subprocess.Popen[bytes]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = ["-m", "tests.strategies.kill_job", str(out), *map(str, (layout.dp, layout.cp, layout.pp))]
-    found = []
+    processes = []
     for rank in range(layout.world):
         names = {**environment_of(rank, layout.world), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         with (out / f"log-{rank}.txt").open("ab") as log:
             environment = {**os.environ, **names}
             started = subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
-            found.append(started)
-    return found
+            processes.append(started)
+    return processes
 
 
 @pytest.mark.slow
@@ -174,8 +176,8 @@ def test_a_stage_dies_and_every_rank_ends_with_an_error(
         assert codes[rank] != 0
         assert "Error" in (tmp_path / f"log-{rank}.txt").read_text()
     assert [rank.wait(240) for rank in start_ranks(tmp_path, layout)] == [0] * layout.world
-    wanted = run_ranks(alone, 1, kill_job.FAMILY)[0]
+    expected = run_ranks(alone, 1, kill_job.FAMILY)[0]
     for rank in range(layout.world):
-        found = torch.load(tmp_path / f"final-{rank}.pt")
-        own = {n if n in wanted else "model.embed_tokens.weight": value for n, value in found.items()}
-        assert largest_error(own, {name: wanted[name] for name in own}) < 1e-10
+        params = torch.load(tmp_path / f"final-{rank}.pt")
+        of_stage = {n if n in expected else "model.embed_tokens.weight": value for n, value in params.items()}
+        assert largest_error(of_stage, {name: expected[name] for name in of_stage}) < 1e-10

@@ -48,20 +48,20 @@ def compare(record_property: Callable[[str, object], None]) -> Callable[..., Non
 def check(
     family: str, layout: Layout, step: Packs | Sequences, dtype: torch.dtype, found: list[dict[str, Any]]
 ) -> float:
-    wanted = train_by_hand(family, layout, step, dtype)
+    expected = train_by_hand(family, layout, step, dtype)
     before = dict(family_model(family, dtype).named_parameters())
-    assert all(not torch.equal(wanted["params"][name], before[name]) for name in before)
-    errors = [largest_error(rank["params"], wanted["params"]) for rank in found]
+    assert all(not torch.equal(expected["params"][name], before[name]) for name in before)
+    errors = [largest_error(rank["params"], expected["params"]) for rank in found]
     assert max(errors) < TOLERANCE[dtype]
     for rank in found:
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE[dtype])
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[dtype])
         assert rank["steps"] == STEPS
     tokens = [rank["real_tokens"] for rank in found]
     assert len(set(tokens[0])) > 1  # unequal packs, one after the other
     assert layout.dp == 1 or tokens[0] != tokens[-1]  # and side by side
     assert len({len(of_rank) for of_rank in tokens}) == 1
     if isinstance(step, Sequences):  # Lightning keeps logs in fp32
-        assert found[0]["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)
+        assert found[0]["logged"] == pytest.approx(expected["losses"][-1], rel=1e-6)
         assert found[0]["microbatches"] > STEPS  # several a step, or nothing was accumulated
     return max(errors)
 
@@ -137,10 +137,10 @@ def test_ddp_with_context_parallelism_and_its_options(compare: Compare) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "bamba", "qwen3_5"])
 def test_families_that_compute_in_fp32_whatever_they_are_given(family: str, cp: int) -> None:
     layout = Layout(strategy="thd_ddp", cp=cp)
-    wanted = train_by_hand(family, layout, Sequences(12))
-    found = run_ranks(train, cp, family, layout, Sequences(12))
+    expected = train_by_hand(family, layout, Sequences(12))
+    ranks = run_ranks(train, cp, family, layout, Sequences(12))
     # Norms, states and gates of these families are cast to fp32 inside, and rounded there.
-    assert largest_error(found[0]["params"], wanted["params"]) < 2e-4
+    assert largest_error(ranks[0]["params"], expected["params"]) < 2e-4
 
 
 def in_both_precisions(layout: Layout) -> list[dict[str, Any]]:

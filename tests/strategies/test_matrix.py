@@ -30,19 +30,19 @@ OF_A_PACK = {"logs", "sums", "validated in between"}
 def refusals(strategy: str, layout: str) -> dict[str, str]:
     """Return which features a row refuses, and how."""
     place = layout_of(layout)
-    found = {}
+    texts = {}
     if place.world > 1:
-        found["thawed"] = r"Thaw under \w+: it unfreezes weights"
+        texts["thawed"] = r"Thaw under \w+: it unfreezes weights"
     if "model_parallel" in strategy:  # ranks that share weights out have no whole ones to copy
-        found["ema"] = found["swa"] = r"(EMA|Stochastic)Weight\w+ under \w+ModelParallel\w*: it copies"
+        texts["ema"] = texts["swa"] = r"(EMA|Stochastic)Weight\w+ under \w+ModelParallel\w*: it copies"
     if place.cp > 1:  # the sum could be of the pack or of a rank's slots
-        found["sums"] = r"MisconfigurationException: self.log\(reduce_fx='sum'"
-        found["counts"] = r"Counting\.tokens is a SumMetric while ranks share packs.*set its process_group to"
+        texts["sums"] = r"MisconfigurationException: self.log\(reduce_fx='sum'"
+        texts["counts"] = r"Counting\.tokens is a SumMetric while ranks share packs.*set its process_group to"
     if place.pp > 1:
-        found["accumulate"] = found["validated in between"] = "but with a pipeline,.* each batch is a step"
-        found["metrics"] = found["counts"] = "only the last pipeline stage has the numbers"
-        found["manual"] = "which automatic_optimization=False cannot"
-    return found
+        texts["accumulate"] = texts["validated in between"] = "but with a pipeline,.* each batch is a step"
+        texts["metrics"] = texts["counts"] = "only the last pipeline stage has the numbers"
+        texts["manual"] = "which automatic_optimization=False cannot"
+    return texts
 
 
 def check(strategy: str, layout: str, features: list[str], folder: Path) -> None:
@@ -53,12 +53,12 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
     ):  # torch's DDP waits for the gradient of every weight it was given, and says so
         left_out = left_out | {"frozen later"}
     features = [feature for feature in features if feature not in left_out]
-    [wanted] = run_ranks(one_process, 1, features, timeout_s=600)
+    [expected] = run_ranks(one_process, 1, features, timeout_s=600)
     row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
     refused = refusals(strategy, layout)
     faults = []
     for feature, outcomes in zip(features, row, strict=True):
-        compare = partial(error_of, wanted=wanted.get(oracle_of(feature, layout)))
+        compare = partial(error_of, wanted=expected.get(oracle_of(feature, layout)))
         errors = [error_or(outcome, compare) for outcome in outcomes]
         if feature in refused:
             faults += [(feature, error) for error in errors if not re.search(refused[feature], str(error))]

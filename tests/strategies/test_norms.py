@@ -34,22 +34,22 @@ def parameters() -> list[nn.Parameter]:
 
 
 def clipped(max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    given = parameters()
-    assert len(meshes(given)) == 3
-    norm = clip_by_norm(given, max_norm)
-    grads = [p.grad for p in given if p.grad is not None]
+    trained = parameters()
+    assert len(meshes(trained)) == 3
+    norm = clip_by_norm(trained, max_norm)
+    grads = [p.grad for p in trained if p.grad is not None]
     return float(norm), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_norm_over_meshes(max_norm: float) -> None:
-    wanted = [nn.Parameter(torch.zeros_like(g)) for g in whole()]
-    for parameter, grad in zip(wanted, whole(), strict=True):
+    expected = [nn.Parameter(torch.zeros_like(g)) for g in whole()]
+    for parameter, grad in zip(expected, whole(), strict=True):
         parameter.grad = grad
-    norm = float(nn.utils.clip_grad_norm_(wanted, max_norm))
-    for found, grads in run_ranks(clipped, 4, max_norm):
-        assert found == pytest.approx(norm, rel=1e-7)  # one of the gradients is fp32
-        for a, b in zip(grads, wanted, strict=True):
+    norm = float(nn.utils.clip_grad_norm_(expected, max_norm))
+    for actual, grads in run_ranks(clipped, 4, max_norm):
+        assert actual == pytest.approx(norm, rel=1e-7)  # one of the gradients is fp32
+        for a, b in zip(grads, expected, strict=True):
             torch.testing.assert_close(a.double(), b.grad, rtol=1e-6, atol=1e-7)
 
 
@@ -67,7 +67,7 @@ def test_norms_of_low_precision_are_not_rounded_to_it(dtype: torch.dtype) -> Non
     module = nn.ModuleList([nn.Linear(50, 60, dtype=dtype) for _ in range(2)])
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter) * 3e3  # a norm of 2e5, beyond fp16
-    wanted = torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None]).norm()
-    assert float(grad_norm(module, 2)["grad_2.0_norm_total"]) == pytest.approx(float(wanted), rel=1e-5)
+    norm = torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None]).norm()
+    assert float(grad_norm(module, 2)["grad_2.0_norm_total"]) == pytest.approx(float(norm), rel=1e-5)
     clip_by_norm(module.parameters(), 5e-3)  # by a factor of 2e-8, which fp16 would round to 0
     assert float(grad_norm(module, 2)["grad_2.0_norm_total"]) == pytest.approx(5e-3, rel=1e-2)

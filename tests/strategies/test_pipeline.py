@@ -50,8 +50,8 @@ from tests.tiny import sequences
 )
 def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs | Sequences) -> None:
     tolerance = {"bamba": 1e-6, "mamba2": 1e-5}.get(family, 1e-10)  # scans in fp32
-    found = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
-    check_stages(found, train_by_hand(family, layout, step), tolerance)
+    ranks = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
+    check_stages(ranks, train_by_hand(family, layout, step), tolerance)
 
 
 def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:
@@ -68,14 +68,15 @@ def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
-    first, second = str(tmp_path / "pp"), str(tmp_path / "dp")
+    first = str(tmp_path / "pp")
+    second = str(tmp_path / "dp")
     behind = Layout(pp=2, options={**INTERLEAVED, "asynchronous_checkpoints": True})
     stages = run_ranks(save_and_go_on, 2, behind, first, False)
     assert all(rank["losses"] == stages[0]["losses"] for rank in stages)
     params = {name: value for rank in stages[::-1] for name, value in rank["params"].items()}
     for folder, layout in ((first, Layout(dp=2)), (first, Layout(pp=2, dp=2)), (first, Layout())):
         ranks = run_ranks(save_and_go_on, layout.world, layout, folder, True)
-        mean = [sum(found) / len(ranks) for found in zip(*(r["losses"] for r in ranks), strict=True)]
+        mean = [sum(losses) / len(ranks) for losses in zip(*(r["losses"] for r in ranks), strict=True)]
         assert mean == pytest.approx(stages[0]["losses"][3:], rel=1e-10)
         for name, value in ranks[0]["params"].items():
             assert torch.allclose(value, params[name], rtol=1e-9, atol=1e-10), name
@@ -164,8 +165,8 @@ def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
     ],
 )
 def test_frozen_weights_and_adapters(kind: type[Decayed], times: int) -> None:
-    (wanted,) = run_ranks(fit, 1, kind, Layout(), times)
-    check_stages(run_ranks(fit, 2, kind, Layout(pp=2), times), wanted)
+    (expected,) = run_ranks(fit, 1, kind, Layout(), times)
+    check_stages(run_ranks(fit, 2, kind, Layout(pp=2), times), expected)
 
 
 class Recomputed(Decayed):
@@ -185,8 +186,8 @@ def measure(kind: type[Job], layout: Layout) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [FrozenStage, Adapted, Recomputed])
 @pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
 def test_flops_are_those_of_the_whole_model_once(kind: type[Job], options: dict[str, Any]) -> None:
-    (wanted,) = run_ranks(measure, 1, kind, Layout())
-    assert run_ranks(measure, 2, kind, Layout(pp=2, options=options)) == [wanted, wanted]
+    (expected,) = run_ranks(measure, 1, kind, Layout())
+    assert run_ranks(measure, 2, kind, Layout(pp=2, options=options)) == [expected, expected]
 
 
 def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
@@ -201,11 +202,11 @@ def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
 
 def test_a_step_of_packs_from_a_stream_is_one_step(tmp_path: Path) -> None:
     write_samples(tmp_path, 32, shards=2)
-    (wanted,) = run_ranks(fit_stream, 1, str(tmp_path), Layout())
+    (expected,) = run_ranks(fit_stream, 1, str(tmp_path), Layout())
     for rank in run_ranks(fit_stream, 2, str(tmp_path), Layout(pp=2)):
-        assert rank["steps"] == wanted["steps"] > 1
+        assert rank["steps"] == expected["steps"] > 1
         for name, value in rank["params"].items():
-            torch.testing.assert_close(value, wanted["params"][name], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(value, expected["params"][name], rtol=1e-10, atol=1e-10)
 
 
 class Penalised(Decayed):
@@ -359,8 +360,8 @@ def drop(layout: Layout, recompute: bool, seed: int) -> dict[str, Any]:
     module = Dropping(recompute)
     torch.manual_seed(seed)
     make_trainer(layout, max_steps=3).fit(module, data(Sequences(12)))
-    found = {"losses": module.losses, "params": full_parameters(module.model)}
-    return {**found, "drawn": module.drawn, "mask": module.masks[0]}
+    results = {"losses": module.losses, "params": full_parameters(module.model)}
+    return {**results, "drawn": module.drawn, "mask": module.masks[0]}
 
 
 def drop_all(layout: Layout) -> list[dict[str, Any]]:
@@ -389,7 +390,9 @@ class Later(Job):
     def __init__(self, family: str, folder: str | None, wrap: bool = False) -> None:
         super().__init__(family)
         self.model: Any = None
-        self.family, self.folder, self.wrap = family, folder, wrap
+        self.family = family
+        self.folder = folder
+        self.wrap = wrap
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -414,8 +417,8 @@ def fit_later(family: str, folder: str | None, layout: Layout, wrap: bool = Fals
     if wrap:
         make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
     else:
-        given = data(Packs(layout.dp), val=sequences(12, seed=3))
-        make_trainer(layout).validate(module, given, verbose=False)
+        datamodule = data(Packs(layout.dp), val=sequences(12, seed=3))
+        make_trainer(layout).validate(module, datamodule, verbose=False)
     buffers = {name: value for name, value in module.model.named_buffers() if value.is_floating_point()}
     return full_parameters(module.model) | {name: value.clone() for name, value in buffers.items()}
 
@@ -443,12 +446,12 @@ def test_weights_drawn_or_read_on_stages_are_those_of_the_whole_model(
                 parameter.add_(torch.randn_like(parameter) / 10)
         model.save_pretrained(tmp_path, max_shard_size="40KB")
     folder = str(tmp_path) if reads else None
-    (wanted,) = run_ranks(fit_later, 1, family, folder, Layout(), wrap)
-    tied = next((name for name in wanted if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    (expected,) = run_ranks(fit_later, 1, family, folder, Layout(), wrap)
+    tied = next((name for name in expected if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
     seen: set[str] = set()
     for rank in run_ranks(fit_later, 2, family, folder, Layout(pp=2), wrap):
-        own = {name if name in wanted else tied: value for name, value in rank.items()}  # the head's
-        for name, value in own.items():
-            torch.testing.assert_close(value, wanted[name], rtol=1e-10 * wrap, atol=1e-10 * wrap)
-        seen |= own.keys()
-    assert seen == wanted.keys()
+        of_stage = {name if name in expected else tied: value for name, value in rank.items()}  # the head's
+        for name, value in of_stage.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10 * wrap, atol=1e-10 * wrap)
+        seen |= of_stage.keys()
+    assert seen == expected.keys()

@@ -79,8 +79,8 @@ def train_all(chunk: list[Family], stages: int, failed: str) -> list[list[float]
         try:
             losses.append(train(family, stages))
         except Exception as err:
-            own = "lightning_thd" in traceback.extract_tb(err.__traceback__)[-1].filename
-            said = own and isinstance(err, ValueError | MisconfigurationException)
+            is_ours = "lightning_thd" in traceback.extract_tb(err.__traceback__)[-1].filename
+            said = is_ours and isinstance(err, ValueError | MisconfigurationException)
             text = str(err) if said else traceback.format_exc()[-800:]
             with suppress(FileExistsError), open(failed, "x") as file:  # the first: the others lose a peer
                 file.write(json.dumps([family[0], "refused" if said else "crash", text]))
@@ -104,19 +104,19 @@ def verdicts(chunk: list[Family], folder: Path) -> dict[str, tuple[str, str]]:
         return {name: (verdict, why), **verdicts(rest, folder)}
     (alone,) = run_ranks(train_all, 1, chunk, 1, str(failed), timeout_s=30.0 + 20 * len(chunk))
     return {
-        name: ("exact" if found == pytest.approx(wanted, rel=1e-5) else "wrong", f"{found} {wanted}")
-        for (name, _), found, wanted in zip(chunk, last, alone, strict=True)
+        name: ("exact" if actual == pytest.approx(expected, rel=1e-5) else "wrong", f"{actual} {expected}")
+        for (name, _), actual, expected in zip(chunk, last, alone, strict=True)
     }
 
 
 def test_every_family_that_packs_exactly_is_exact_through_stages_or_refused(tmp_path: Path) -> None:
     table = (Path(families.__file__).parent / "FAMILIES.md").read_text()
     packs = table.split("## causal\n\nExact: ")[1].split(".\n")[0].split(", ")
-    known = families.families("causal")
-    chosen = [(name, known[name]) for name in packs if name in known and name not in DRAWS]
-    found: dict[str, tuple[str, str]] = {}
+    configs = families.families("causal")
+    chosen = [(name, configs[name]) for name in packs if name in configs and name not in DRAWS]
+    outcomes: dict[str, tuple[str, str]] = {}
     for start in range(0, len(chosen), CHUNK):
-        found |= verdicts(chosen[start : start + CHUNK], tmp_path)
-    bad = {name: why for name, why in found.items() if why[0] not in ("exact", "refused")}
+        outcomes |= verdicts(chosen[start : start + CHUNK], tmp_path)
+    bad = {name: why for name, why in outcomes.items() if why[0] not in ("exact", "refused")}
     assert not bad
-    assert sum(verdict == "exact" for verdict, _ in found.values()) >= 110, found
+    assert sum(verdict == "exact" for verdict, _ in outcomes.values()) >= 110, outcomes

@@ -48,9 +48,9 @@ def test_twenty_steps_on_every_layout(
     results = run_ranks(train_in_turn, world, family, layouts, timeout_s=1_500.0)
     for i, layout in enumerate(layouts):
         with nothing_narrower():
-            wanted = train_by_hand(family, layout, step_of(layout), steps=STEPS)
+            expected = train_by_hand(family, layout, step_of(layout), steps=STEPS)
         name = f"{family} pp{layout.pp} dp{layout.dp} cp{layout.cp} tp{layout.tp} {layout.options}"
-        record_property(name, check_stages([rank[i] for rank in results], wanted))
+        record_property(name, check_stages([rank[i] for rank in results], expected))
 
 
 @pytest.mark.slow
@@ -60,5 +60,5 @@ def test_twenty_steps_of_a_hybrid_that_computes_in_fp32(
     # Rounding grows hundredfold in twenty steps, so it is the same packs on one process that are compared.
     layout = Layout(pp=4)
     results = run_ranks(train, 4, "qwen3_5@4", layout, step_of(layout), torch.float64, OPTIONS)
-    (wanted,) = run_ranks(train, 1, "qwen3_5@4", Layout(), step_of(layout), torch.float64, OPTIONS)
-    record_property("qwen3_5@4 pp4", check_stages(results, wanted, 1e-6))
+    (expected,) = run_ranks(train, 1, "qwen3_5@4", Layout(), step_of(layout), torch.float64, OPTIONS)
+    record_property("qwen3_5@4 pp4", check_stages(results, expected, 1e-6))

@@ -29,7 +29,8 @@ from tests.strategies.jobs import (
 from tests.tiny import VOCAB, largest_error, nll
 from tests.wide import nothing_narrower
 
-STEPS, TOLERANCE = 4, 1e-9  # fp64: other orders of the same sums
+STEPS = 4  # fp64: other orders of the same sums
+TOLERANCE = 1e-9
 BATCH = Sequences(21)
 CAPACITY = 40
 EMBEDDING = "model.embed_tokens.weight"
@@ -39,14 +40,14 @@ SEQUENCE_PARALLEL = {"sequence_parallel": True}
 def rows() -> list[dict[str, Any]]:
     """Draw 14 prompts with three answers each, some of whose prompts are learned, in no order."""
     rng = np.random.default_rng(0)
-    found = []
+    samples = []
     for _ in range(14):
         prompt = rng.integers(0, VOCAB, int(rng.integers(3, 14)))
         for _ in range(3):
             ids = np.concatenate([prompt, rng.integers(0, VOCAB, int(rng.integers(1, 8)))])
             learned = rng.random(len(ids)) < 0.6
-            found.append({"input_ids": ids, "labels": np.where(learned, ids, -100)})
-    return [found[i] for i in rng.permutation(len(found))]
+            samples.append({"input_ids": ids, "labels": np.where(learned, ids, -100)})
+    return [samples[i] for i in rng.permutation(len(samples))]
 
 
 class Watched(Job):
@@ -122,9 +123,11 @@ def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any])
     names: set[str] = set()
     for rank in found:
         renamed = {} if "lm_head.weight" in wanted["params"] else {"lm_head.weight": EMBEDDING}
-        own = {renamed.get(name, name): value for name, value in rank["params"].items()}
-        names |= own.keys()
-        assert largest_error(own, {name: wanted["params"][name].detach() for name in own}) < TOLERANCE, case
+        params = {renamed.get(name, name): value for name, value in rank["params"].items()}
+        names |= params.keys()
+        assert (
+            largest_error(params, {name: wanted["params"][name].detach() for name in params}) < TOLERANCE
+        ), case
         assert rank["shared"] > 0
     assert names == wanted["params"].keys()
     losses = np.mean([rank["losses"] for rank in found], axis=0)

@@ -88,8 +88,10 @@ def norm_of_a_stage(norm_of: Callable[[Any], Any]) -> None:
 
 
 def two_models() -> None:
-    strategy, module = THDModelParallelStrategy(), L.LightningModule()
-    module.first, module.second = family_model("qwen3"), family_model("qwen3")
+    strategy = THDModelParallelStrategy()
+    module = L.LightningModule()
+    module.first = family_model("qwen3")
+    module.second = family_model("qwen3")
     strategy._lightning_module = module
     strategy.save_pretrained("nowhere")
 
@@ -269,10 +271,14 @@ def planned(step: Packs | Sequences, **options: Any) -> Callable[[], THDDataModu
     return lambda: THDDataModule(sequences(80), **{"capacity": 64, "global_batch": step, **options})
 
 
-CUT, SHARDED, STAGES = Layout(tp=2), Layout(dp=2), Layout(pp=2)
+CUT = Layout(tp=2)
+SHARDED = Layout(dp=2)
+STAGES = Layout(pp=2)
 SLOTS = Layout(tp=2, options={"sequence_parallel": True})
-THREE, REPLICAS = Layout(strategy="thd_ddp", cp=3), Layout(dp=2, options={"data_parallel_replicas": 3})
-TEN, MANY = planned(Sequences(10)), planned(Sequences(30))
+THREE = Layout(strategy="thd_ddp", cp=3)
+REPLICAS = Layout(dp=2, options={"data_parallel_replicas": 3})
+TEN = planned(Sequences(10))
+MANY = planned(Sequences(30))
 UNALIGNED = loader([THDBatch.collate([{"input_ids": [1, 2, 3]}])] * 4)
 ON_RANKS = {
     "size": Case("context_parallel_size=3 x .* does not divide the 2 processes", layout=THREE),
@@ -368,7 +374,7 @@ ON_RANKS = {
 
 def refusals() -> dict[str, str]:
     """Run jobs that must be refused on every rank; returns the messages."""
-    found = {}
+    messages = {}
     for name, case in ON_RANKS.items():
         other: Any = contextlib.nullcontext()
         if name == "torch cp":  # the last one: torch 2.11 keeps it active after the error
@@ -378,14 +384,14 @@ def refusals() -> dict[str, str]:
             with other:
                 case.fit()
         except REFUSED as err:
-            found[name] = str(err)
-    return found
+            messages[name] = str(err)
+    return messages
 
 
 def test_jobs_that_every_rank_refuses() -> None:
     said = [{name: text.replace("\n", " ") for name, text in rank.items()} for rank in run_ranks(refusals, 2)]
-    wanted = [(name, rank[name], case.message) for rank in said for name, case in ON_RANKS.items()]
-    assert [(name, text) for name, text, message in wanted if not re.search(message, text)] == []
+    expected = [(name, rank[name], case.message) for rank in said for name, case in ON_RANKS.items()]
+    assert [(name, text) for name, text, message in expected if not re.search(message, text)] == []
 
 
 OF_STAGES = {
@@ -468,8 +474,8 @@ def test_a_module_may_be_built_in_init_module() -> None:
         trainer = quiet_trainer(strategy=strategy)
         with warnings.catch_warnings(action="error"), trainer.init_module():
             nn.Linear(1, 1)
-    own = THDModelParallelStrategy.model_sharded_context
-    assert own is not ModelParallelStrategy.model_sharded_context
+    context = THDModelParallelStrategy.model_sharded_context
+    assert context is not ModelParallelStrategy.model_sharded_context
 
 
 def test_ddp_refuses_every_argument_for_sharded_weights_when_it_is_made() -> None:

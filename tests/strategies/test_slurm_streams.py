@@ -84,8 +84,8 @@ def finished(job: subprocess.Popen[str]) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_a_killed_job_goes_on_in_every_layout_with_the_same_losses(tmp_path: Path) -> None:
-    wanted = finished(start(tmp_path / "whole"))
-    assert sorted(wanted) == list(range(1, STEPS + 1))
+    expected = finished(start(tmp_path / "whole"))
+    assert sorted(expected) == list(range(1, STEPS + 1))
 
     out = tmp_path / "killed"
     job = start(out, "--cp", "2", ranks=2)
@@ -94,12 +94,12 @@ def test_a_killed_job_goes_on_in_every_layout_with_the_same_losses(tmp_path: Pat
     job.communicate(timeout=120)
     assert job.returncode != 0
     assert sorted(begun) == [1, 2, 3, 4, 5, 6]
-    check(begun, wanted)
+    check(begun, expected)
 
     for options, ranks, last in ((("--tp", "2"), 2, 8), ((), 1, 10), ((), 2, 12)):
         resumed = finished(start(out, *options, "--steps", str(last), ranks=ranks))
         assert last in resumed
-        check(resumed, wanted)
+        check(resumed, expected)
 
 
 class Cluster:
@@ -159,8 +159,8 @@ class Cluster:
 
     def queue(self) -> list[str]:
         """Return what scontrol was asked for."""
-        asked = self.out / "queue"
-        return asked.read_text().splitlines() if asked.exists() else []
+        requests = self.out / "queue"
+        return requests.read_text().splitlines() if requests.exists() else []
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_the_sbatch_file_puts_the_job_into_the_queue_and_the_job_goes_on(
         lines = [json.dumps({"text": text}) + "\n" for text in texts[number::4]]
         (tmp_path / f"shard-{number}.jsonl").write_text("".join(lines))
     data = ["--data", f"{tmp_path}/shard-*.jsonl", "--steps", "6"]
-    wanted = finished(start(tmp_path / "whole", *data))
+    expected = finished(start(tmp_path / "whole", *data))
 
     job = cluster.start("--cp", "2", *data)
     begun = losses(read_until(job, 3))
@@ -200,4 +200,4 @@ def test_the_sbatch_file_puts_the_job_into_the_queue_and_the_job_goes_on(
     assert cluster.queue() == ["requeue 12345"] * 2  # a job that has ended is not started again
     begun |= losses(text)
     assert sorted(begun) == list(range(1, 7))
-    check(begun, wanted)
+    check(begun, expected)

@@ -18,7 +18,8 @@ from tests.strategies.jobs import Job, Layout, data, family_model
 from tests.strategies.jobs import make_trainer as trainer_of
 from tests.tiny import TinyModule, largest_error, quiet_trainer, sequences, train_by_hand
 
-CAPACITY, STEPS = 48, 3
+CAPACITY = 48
+STEPS = 3
 
 
 def make_trainer(strategy: str, **kwargs: Any) -> L.Trainer:
@@ -49,21 +50,21 @@ def by_hand(step: Packs | Sequences, dp: int) -> tuple[dict[str, torch.Tensor], 
 
 
 def test_sequences_on_one_device_equal_the_hand_loop() -> None:
-    found = fit("thd", Sequences(12))
+    trained = fit("thd", Sequences(12))
     params, losses = by_hand(Sequences(12), 1)
-    assert largest_error(found["params"], params) < 1e-12
-    assert found["outputs"] == pytest.approx(losses, rel=1e-12)
-    assert found["logged"] == pytest.approx(losses[-1], rel=1e-6)  # Lightning keeps logs in fp32
-    assert found["steps"] == found["zero_grads"] == found["clips"] == STEPS
-    assert len(found["seen"]) > STEPS  # several microbatches a step, or nothing was tested
+    assert largest_error(trained["params"], params) < 1e-12
+    assert trained["outputs"] == pytest.approx(losses, rel=1e-12)
+    assert trained["logged"] == pytest.approx(losses[-1], rel=1e-6)  # Lightning keeps logs in fp32
+    assert trained["steps"] == trained["zero_grads"] == trained["clips"] == STEPS
+    assert len(trained["seen"]) > STEPS  # several microbatches a step, or nothing was tested
 
 
 def test_packs_with_accumulation_equal_the_hand_loop_under_plain_lightning() -> None:
-    found = fit("auto", Packs(3), accumulate_grad_batches=3)
+    trained = fit("auto", Packs(3), accumulate_grad_batches=3)
     params, losses = by_hand(Packs(3), 1)
-    assert largest_error(found["params"], params) < 1e-12
+    assert largest_error(trained["params"], params) < 1e-12
     # Lightning gives callbacks loss / accumulate_grad_batches; a step's add up to its exact mean.
-    sums = [sum(found["outputs"][k : k + 3]) for k in range(0, 3 * STEPS, 3)]
+    sums = [sum(trained["outputs"][k : k + 3]) for k in range(0, 3 * STEPS, 3)]
     assert sums == pytest.approx(losses, rel=1e-12)
 
 
@@ -83,21 +84,21 @@ def test_epoch_means_of_labels_are_those_of_the_sequences(strategy: str, step: P
 
 
 def test_sequences_on_several_ranks_equal_the_hand_loop() -> None:
-    found = run_ranks(fit_rank, 2, "thd_ddp", Sequences(16))
+    ranks = run_ranks(fit_rank, 2, "thd_ddp", Sequences(16))
     params, losses = by_hand(Sequences(16), 2)
-    for rank in found:
+    for rank in ranks:
         assert largest_error(rank["params"], params) < 1e-12
         assert rank["steps"] == rank["zero_grads"] == STEPS
         assert rank["logged"] == pytest.approx(losses[-1], rel=1e-6)
-    means = [sum(values) / 2 for values in zip(*(rank["outputs"] for rank in found), strict=True)]
+    means = [sum(values) / 2 for values in zip(*(rank["outputs"] for rank in ranks), strict=True)]
     assert means == pytest.approx(losses, rel=1e-12)
-    assert len({len(rank["seen"]) for rank in found}) == 1
+    assert len({len(rank["seen"]) for rank in ranks}) == 1
 
 
 def test_packs_on_two_ranks_equal_the_hand_loop_under_plain_ddp() -> None:
-    found = run_ranks(fit_rank, 2, "ddp", Packs(4), 2)
+    ranks = run_ranks(fit_rank, 2, "ddp", Packs(4), 2)
     params, _ = by_hand(Packs(4), 2)
-    for rank in found:
+    for rank in ranks:
         assert largest_error(rank["params"], params) < 1e-12
 
 
@@ -230,8 +231,8 @@ def train_and_go_on(layout: Layout) -> tuple[float, float]:
     trainer_of(layout, max_steps=1).fit(module, data(Packs(1)))
     ids = torch.arange(module.kept.input_ids.shape[0])[None] % 60
     with torch.no_grad():
-        found, wanted = (model(input_ids=ids).logits for model in (Job().model, stock_model()))
-    return float((found - wanted).abs().max()), float(wanted.abs().max())
+        actual, expected = (model(input_ids=ids).logits for model in (Job().model, stock_model()))
+    return float((actual - expected).abs().max()), float(expected.abs().max())
 
 
 def stock_model() -> Any:

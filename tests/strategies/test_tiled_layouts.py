@@ -33,8 +33,8 @@ def train_tiled(family: str, layouts: list[Layout]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_parameters_equal_one_process_without_tiles(family: str) -> None:
     layouts = [Layout(dp=2), Layout(tp=2), Layout(tp=2, options={"sequence_parallel": True})]
-    found = run_ranks(train_tiled, 2, family, layouts)
+    ranks = run_ranks(train_tiled, 2, family, layouts)
     for index, layout in enumerate(layouts):
-        wanted = train_by_hand(family, layout, Sequences(12))
-        for of_rank in found:
-            assert largest_error(of_rank[index]["params"], wanted["params"]) < 1e-10, layout
+        expected = train_by_hand(family, layout, Sequences(12))
+        for of_rank in ranks:
+            assert largest_error(of_rank[index]["params"], expected["params"]) < 1e-10, layout

@@ -71,14 +71,14 @@ def pack_of(model: Any, grids: list[tuple[int, int, int]], generator: torch.Gene
 def train(layout: Layout) -> dict[str, Tensor]:
     module = Sees()
     rank = 0 if layout.dp == 1 else dist.get_rank() // layout.tp
-    given = [ranks[rank] for ranks in steps(module.model)]
+    batches = [ranks[rank] for ranks in steps(module.model)]
     module.model.model.visual.requires_grad_(layout.tp != 1 or layout.strategy == "thd_ddp")
-    make_trainer(layout, max_steps=0).fit(module, DataLoader(given, batch_size=None))
+    make_trainer(layout, max_steps=0).fit(module, DataLoader(batches, batch_size=None))
     module.model.requires_grad_(True)  # a second fit trains the tower that the first one froze
     trainer = make_trainer(
         layout, gradient_clip_val=None, max_steps=len(GRIDS), use_distributed_sampler=False
     )
-    trainer.fit(module, DataLoader(given, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     assert trainer.global_step == len(GRIDS)
     return full_parameters(module.model)
 
@@ -105,13 +105,13 @@ TENSOR = [Layout(dp=2, tp=2)]
 
 @pytest.mark.parametrize("layouts", [FSDP_AND_DDP, pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_ranks_without_images(layouts: list[Layout]) -> None:
-    before, wanted = by_hand()
-    assert any("visual" in name for name in wanted)
-    assert all(not torch.equal(before[name], wanted[name]) for name in before)
+    before, expected = by_hand()
+    assert any("visual" in name for name in expected)
+    assert all(not torch.equal(before[name], expected[name]) for name in before)
     ranks = run_ranks(train_all, layouts[0].world, layouts, timeout_s=120.0)
-    for found in (found for rank in ranks for found in rank):
+    for trained in (trained for rank in ranks for trained in rank):
         # transformers takes softmax and rotary tables of the vision tower in fp32
-        assert largest_error(found, wanted) < 1e-6
+        assert largest_error(trained, expected) < 1e-6
 
 
 def test_towers() -> None:

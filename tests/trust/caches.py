@@ -57,10 +57,13 @@ def cold_starts(rounds: int, folder: Path) -> dict[str, int]:
         processes = [fork.Process(target=_build, args=arguments) for _ in range(_PROCESSES)]
         for process in processes:
             process.start()
-        found = [queue.get(timeout=120) for _ in processes]
+        seen = [queue.get(timeout=120) for _ in processes]
         for process in processes:
             process.join()
-        assert sorted(found, key=str) == [(False, 0, True)] * (_PROCESSES - 1) + [(True, 1, True)], (k, found)
+        assert sorted(seen, key=str) == [(False, 0, True)] * (_PROCESSES - 1) + [(True, 1, True)], (
+            k,
+            seen,
+        )
         assert os.listdir(folder / f"{k}") == ["cache"]
         shutil.rmtree(folder / f"{k}")
     return {"cold starts": rounds, "builds": rounds, "errors": 0}
@@ -83,7 +86,7 @@ def kills(count: int, folder: Path, *, lines: int = 20_000) -> dict[str, int]:
         return done.stdout
 
     began = time.monotonic()
-    wanted = run(folder / "whole")
+    expected = run(folder / "whole")
     alone = time.monotonic() - began
     caches = [folder / f"c{k}" for k in range(max(1, count // 5))]
     inside = 0
@@ -99,7 +102,7 @@ def kills(count: int, folder: Path, *, lines: int = 20_000) -> dict[str, int]:
         job.kill()
         job.wait()
     for cache in caches:
-        assert run(cache) == wanted
+        assert run(cache) == expected
         left = [path.name for path in cache.iterdir() if not path.name.startswith("tokens-")]
         assert not left, left
     return {"killed while it tokenised": inside, "killed before or after": count - inside, "wrong stores": 0}
@@ -110,9 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=300, help="cold starts of six processes")
     parser.add_argument("--kills", type=int, default=20, help="kills of a process that tokenises")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = cold_starts(given.starts, Path(folder)) | kills(given.kills, Path(folder))
+        rows = cold_starts(options.starts, Path(folder)) | kills(options.kills, Path(folder))
     record("caches", rows)
 
 

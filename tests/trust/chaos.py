@@ -25,13 +25,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing new after so many")
     parser.add_argument("--seed", type=int, default=100)
-    given = parser.parse_args()
+    options = parser.parse_args()
     struck = Counter[str]()
     epochs = 0
     started = time.monotonic()
 
     def goes_on() -> bool:
-        return struck.total() < given.kills and time.monotonic() - started < 60 * given.minutes
+        return struck.total() < options.kills and time.monotonic() - started < 60 * options.minutes
 
     with tempfile.TemporaryDirectory() as folder:
         for host in HOSTS:
@@ -41,7 +41,7 @@ def main() -> None:
                 struck[f"SIGKILL of the whole job, host {host}"] += _HOST_KILLS
         while goes_on():
             out = Path(folder) / str(epochs)
-            struck += survive(out, given.kills - struck.total(), given.seed + epochs, tuple(KINDS))
+            struck += survive(out, options.kills - struck.total(), options.seed + epochs, tuple(KINDS))
             epochs += 1
     rows = {
         "disasters (1, 2 and 4 ranks, 0 and 2 loader processes, in turn)": struck.total(),

@@ -143,14 +143,14 @@ def _together(cases: list[Case], tally: Tally) -> None:
                 run_ranks(run_cases, cases[0].world, cases, folder, timeout_s=CASE_S * len(cases))
             except RankError as err:
                 died = str(err)
-            found = [found_by(Path(folder), number) for number in range(len(cases))]
-        whole = next((i for i, case in enumerate(cases) if len(found[i]) < case.world), len(cases))
-        for case, outcomes in zip(cases[:whole], found, strict=False):
+            by_case = [found_by(Path(folder), number) for number in range(len(cases))]
+        whole = next((i for i, case in enumerate(cases) if len(by_case[i]) < case.world), len(cases))
+        for case, outcomes in zip(cases[:whole], by_case, strict=False):
             tally.add(case, outcomes)
         # a rank that found the others gone says nothing of its case: again on new ranks, but only once
-        again = whole < len(cases) and whole > 0 and all(x.kind == "ended" for x in found[whole])
+        again = whole < len(cases) and whole > 0 and all(x.kind == "ended" for x in by_case[whole])
         if whole < len(cases) and not again:
-            tally.add_ended(cases[whole], [x for x in found[whole] if x.kind != "ended"], died)
+            tally.add_ended(cases[whole], [x for x in by_case[whole] if x.kind != "ended"], died)
         cases = cases[whole + (not again) :]
 
 
@@ -159,9 +159,9 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     started = time.monotonic()
-    tally = run(given.count, given.seed, given.minutes)
+    tally = run(options.count, options.seed, options.minutes)
     exact = tally.outcomes["right"]
     stage = tally.outcomes["refused by one stage"]
     right = exact + tally.outcomes["refused"] + stage

@@ -30,9 +30,13 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_l
 from tests.strategies.jobs import Layout, family_model, full_parameters, make_optimizer, make_trainer
 from tests.tiny import sequences
 
-STEPS, COUNT = 2, 40
-CASE_S, GRACE_S = 120.0, 20.0
-BOUND, BOUND_ROUTER, BOUND_FP32 = 1e-9, 1e-6, 1e-3
+STEPS = 2
+COUNT = 40
+CASE_S = 120.0
+GRACE_S = 20.0
+BOUND = 1e-9
+BOUND_ROUTER = 1e-6
+BOUND_FP32 = 1e-3
 # Norms, states or routers that compute in fp32 whatever the model's dtype.
 FP32_ROUTER = ("mixtral", "qwen3_moe")  # whose probabilities are fp32: 6e-8 where the last bit differs
 FP32_INSIDE = ("bamba", "mamba2", "zamba2", "qwen3_next", "gpt_oss", "gemma2", "lfm2", "deepseek_v3")
@@ -189,7 +193,7 @@ def run_case(case: Case) -> Outcome:
     """Train a combination on this rank and compare it with the loop by hand."""
     torch.manual_seed(0)
     try:
-        found, used = packed(case)
+        trained, used = packed(case)
     except REFUSALS as err:
         last = traceback.extract_tb(err.__traceback__)[-1].filename
         kind = (
@@ -197,9 +201,9 @@ def run_case(case: Case) -> Outcome:
         )
         return Outcome(kind, f"{type(err).__name__}: {err}" if kind == "refused" else traceback.format_exc())
     except Exception:
-        told = traceback.format_exc()
-        return Outcome("ended" if "Connection closed by peer" in told else "crashed", told)
-    error = largest_error(found, by_hand(case, used), part=case.where.pp > 1)
+        trace = traceback.format_exc()
+        return Outcome("ended" if "Connection closed by peer" in trace else "crashed", trace)
+    error = largest_error(trained, by_hand(case, used), part=case.where.pp > 1)
     bound = BOUND_ROUTER if case.family in FP32_ROUTER else BOUND
     bound = BOUND_FP32 if case.family in FP32_INSIDE else bound
     return Outcome("right" if error < bound else "wrong", f"error {error:.2e}", error)

@@ -32,11 +32,11 @@ def digest(layout: Layout, workers: int, steps: int = STEPS) -> str:
         sequences(160, labels=True), capacity=64, global_batch=Sequences(12), num_workers=workers
     )
     trainer.fit(module, data)
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in sorted(full_parameters(module.model).items()):
-        found.update(name.encode())
-        found.update(value.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(value.contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def compare(steps: int = STEPS) -> dict[str, bool]:
@@ -60,16 +60,16 @@ def compare(steps: int = STEPS) -> dict[str, bool]:
 
 
 def main() -> None:
-    found = compare()
+    same_of = compare()
     record(
         "determinism",
         {
             f"{STEPS} steps of one seed, fp32, bitwise: {name}": "yes" if same else "NO"
-            for name, same in found.items()
+            for name, same in same_of.items()
         }
         | {"one number of ranks against another": "equal to rounding alone: sums are added in another order"},
     )
-    sys.exit(0 if all(found.values()) else 1)
+    sys.exit(0 if all(same_of.values()) else 1)
 
 
 if __name__ == "__main__":

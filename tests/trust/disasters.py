@@ -126,10 +126,10 @@ KINDS: dict[str, Callable[[Scene], None]] = {
 
 def children(pid: int) -> list[int]:
     """List the child processes of a process."""
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
-    return [int(line) for line in found.stdout.split()]
+    return [int(line) for line in listed.stdout.split()]
 
 
 def left_behind(out: Path, name: str, within_s: float = ORPHAN_S) -> list[int]:
@@ -160,10 +160,10 @@ def _kill_one(scene: Scene, job: subprocess.Popen[bytes], candidates: list[int])
 
 def _stamps(folder: Path) -> dict[str, int]:
     """Read names and times of what stands in a folder of checkpoints."""
-    found = {}
+    stamps = {}
     for file in folder.glob("*"):
         try:
-            found[file.name] = file.stat().st_mtime_ns
+            stamps[file.name] = file.stat().st_mtime_ns
         except FileNotFoundError:
             continue
-    return found
+    return stamps

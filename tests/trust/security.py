@@ -33,7 +33,7 @@ _MODULES = {"pickle", "np", "numpy", "torch", "yaml", "joblib", "dill", "marshal
 
 def loads(root: Path = ROOT / "lightning_thd") -> dict[str, list[int]]:
     """List the calls that turn bytes into objects: file and function -> lines."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for file in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
@@ -41,10 +41,10 @@ def loads(root: Path = ROOT / "lightning_thd") -> dict[str, list[int]]:
                     module in _MODULES and name in _LOADERS
                 ):
                     key = f"{file.relative_to(root)} {module}.{name}"
-                    found.setdefault(key, []).append(node.lineno)
+                    places.setdefault(key, []).append(node.lineno)
                 case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
-                    found.setdefault(f"{file.relative_to(root)} {name}", []).append(node.lineno)
-    return found
+                    places.setdefault(f"{file.relative_to(root)} {name}", []).append(node.lineno)
+    return places
 
 
 def dependencies() -> list[str]:
@@ -102,12 +102,12 @@ def audited(packages: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pip-audit", type=Path, help="the program")
-    given = parser.parse_args()
+    options = parser.parse_args()
     unknown = sorted(set(loads()) - set(LOADS))
     rows = {f"`{place}`": LOADS.get(place, "NOT REVIEWED") for place in loads()}
     licences = {f"licence of {name}": licence(name) or "not installed here" for name in dependencies()}
     record(
-        "security", rows | {"known vulnerabilities of what CI installs": audit(given.pip_audit)} | licences
+        "security", rows | {"known vulnerabilities of what CI installs": audit(options.pip_audit)} | licences
     )
     sys.exit(bool(unknown))
 

@@ -144,18 +144,18 @@ def drift(samples: np.ndarray) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(given.minutes, Path(folder))
-    slower = found["CPU ms a step, second half"] / found["CPU ms a step, first half"] - 1
+        measured = soak(options.minutes, Path(folder))
+    slower = measured["CPU ms a step, second half"] / measured["CPU ms a step, first half"] - 1
     goals = {
-        "memory flat (below 1 MiB an hour)": found["memory MiB an hour"] < 1,
-        "files and threads flat": found["open files more"] <= 0 and found["threads more"] <= 0,
+        "memory flat (below 1 MiB an hour)": measured["memory MiB an hour"] < 1,
+        "files and threads flat": measured["open files more"] <= 0 and measured["threads more"] <= 0,
         "second half within 3 % of the first": slower < 0.03,
-        "most steps were replayed from a recorded graph": found["graph hit rate"] > 0.9,
+        "most steps were replayed from a recorded graph": measured["graph hit rate"] > 0.9,
     }
-    shown = {"minutes": given.minutes, **{k: f"{v:,.2f}" for k, v in found.items()}}
+    shown = {"minutes": options.minutes, **{k: f"{v:,.2f}" for k, v in measured.items()}}
     record("soak", {**shown, **{goal: "yes" if met else "NO" for goal, met in goals.items()}})
     sys.exit(0 if all(goals.values()) else 1)
 

@@ -32,9 +32,9 @@ def test_a_leak_is_a_slope() -> None:
 
 
 def test_a_few_steps_of_soak(tmp_path: Path) -> None:
-    found = soak(60.0, tmp_path, max_steps=4, wandb=False)
-    assert found["steps"] == 4
-    assert found["open files more"] <= 2
+    measured = soak(60.0, tmp_path, max_steps=4, wandb=False)
+    assert measured["steps"] == 4
+    assert measured["open files more"] <= 2
 
 
 def test_combinations_on_one_process_are_right_or_refused() -> None:

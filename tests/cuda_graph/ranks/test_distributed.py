@@ -56,12 +56,12 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
     "strategy", ["ddp", pytest.param("ddp_find_unused_parameters_true", marks=pytest.mark.slow)]
 )
 def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
-    found = run_ranks(train, 2, True, strategy)
-    wanted = run_ranks(train, 2, False, strategy)
-    assert found[0]["replays"] != found[1]["replays"]  # or nothing was shown
-    assert min(r["replays"] for r in found) > 0
-    assert max(r["fallbacks"] for r in found) > 0
-    for a, b in zip(found, wanted, strict=True):
+    ranks = run_ranks(train, 2, True, strategy)
+    expected = run_ranks(train, 2, False, strategy)
+    assert ranks[0]["replays"] != ranks[1]["replays"]  # or nothing was shown
+    assert min(r["replays"] for r in ranks) > 0
+    assert max(r["fallbacks"] for r in ranks) > 0
+    for a, b in zip(ranks, expected, strict=True):
         assert largest_error(a["params"], b["params"]) < 1e-12
         assert a["outputs"] == pytest.approx(b["outputs"], rel=1e-12)
         assert a["epoch"] == pytest.approx(b["epoch"], rel=1e-6)
@@ -121,7 +121,8 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_on_all() -> None:
 class Observed(L.LightningDataModule):
     """No planner; the second rank's batches have many sequences, or the first ones are no THDBatch."""
 
-    count, lists = 40, 0
+    count = 40
+    lists = 0
 
     def train_dataloader(self) -> Any:
         count, lists = (self.count, self.lists) if dist.get_rank() else (4, 0)
@@ -186,10 +187,10 @@ def compare(name: str, count: int) -> dict[str, Any]:
         model.zero_grad()
         whole.zero_grad()
         loss = step(batch)
-        wanted = causal_lm_loss(whole, batch)
+        expected = causal_lm_loss(whole, batch)
         loss.backward()
-        wanted.backward()
-        result["loss"] = max(result["loss"], abs(float(loss.detach() / wanted.detach()) - 1))
+        expected.backward()
+        result["loss"] = max(result["loss"], abs(float(loss.detach() / expected.detach()) - 1))
         pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), whole.parameters(), strict=True)]
         full = [a.full_tensor() if isinstance(a, DTensor) else a for a, _ in pairs]
         result["gradients"] = max(result["gradients"], worst(full, [b for _, b in pairs]))
@@ -202,9 +203,9 @@ def compare(name: str, count: int) -> dict[str, Any]:
 )
 def test_replays_with_their_collectives_equal_the_whole_model(name: str, count: int) -> None:
     tolerance = 1e-6 if name == "gemma2" else 1e-12  # it computes parts in fp32
-    for found in run_ranks(compare, 2, name, count):
-        assert found["cut"] >= 10
-        assert found["loss"] < tolerance
-        assert found["gradients"] < tolerance
-        assert found["replays"] >= count // 2
-        assert found["fallbacks"] == {"tokens": count - found["replays"]}
+    for of_rank in run_ranks(compare, 2, name, count):
+        assert of_rank["cut"] >= 10
+        assert of_rank["loss"] < tolerance
+        assert of_rank["gradients"] < tolerance
+        assert of_rank["replays"] >= count // 2
+        assert of_rank["fallbacks"] == {"tokens": count - of_rank["replays"]}

@@ -58,24 +58,26 @@ class LocalJob:
 
     def advance(self, steps: int) -> list[_Step]:
         """Run steps on all ranks; None stands for the end of an epoch, and counts as one."""
-        found: list[_Step] = []
+        steps_of_ranks: list[_Step] = []
         for _ in range(steps):
             if self._iterators is None:
                 self._iterators = [iter(loader) for loader in self._loaders]
-            told = [self._one(iterator) for iterator in self._iterators]
-            ends = [one is None for one in told]
+            of_ranks = [self._one(iterator) for iterator in self._iterators]
+            ends = [one is None for one in of_ranks]
             assert all(ends) or not any(ends), f"some ranks ended their epoch: {ends}"
-            found.append(None if all(ends) else [one for one in told if one is not None])
+            steps_of_ranks.append(None if all(ends) else [one for one in of_ranks if one is not None])
             if all(ends):
                 self._iterators = None
-        return found
+        return steps_of_ranks
 
     def _one(self, iterator: Any) -> Told | None:
-        given = [batch for _ in range(self._per_step) if (batch := next(iterator, None)) is not None]
-        assert len(given) in (0, self._per_step), f"an epoch ended inside a step, after {len(given)} batches"
-        if not given:
+        batches = [batch for _ in range(self._per_step) if (batch := next(iterator, None)) is not None]
+        assert len(batches) in (0, self._per_step), (
+            f"an epoch ended inside a step, after {len(batches)} batches"
+        )
+        if not batches:
             return None
-        return tell(given if self._setup.batches else given[0].microbatches)
+        return tell(batches if self._setup.batches else batches[0].microbatches)
 
     def begin_a_step(self) -> None:
         """Run the first batch of the next step alone, where steps come batch by batch."""
@@ -132,12 +134,12 @@ class RanksJob:
 
     def advance(self, steps: int) -> list[_Step]:
         of_ranks = self._order("advance", steps)
-        found: list[_Step] = []
+        steps_of_ranks: list[_Step] = []
         for parts in zip(*of_ranks, strict=True):
             ends = [part is None for part in parts]
             assert all(ends) or not any(ends), f"some ranks ended their epoch: {ends}"
-            found.append(None if all(ends) else [part[0] for part in parts])
-        return found
+            steps_of_ranks.append(None if all(ends) else [part[0] for part in parts])
+        return steps_of_ranks
 
     def begin_a_step(self) -> None:
         self._order("begin_a_step")
@@ -195,8 +197,8 @@ def _rank_main(pipe: Any, rank: int, place: str, setup: Setup, folder: Path, how
         job = LocalJob(setup, folder, ranks=[rank], **how)
         pipe.send(("answered", True))
         while True:
-            name, *given = pipe.recv()
-            pipe.send(("answered", getattr(job, name)(*given)))
+            name, *arguments = pipe.recv()
+            pipe.send(("answered", getattr(job, name)(*arguments)))
     except (ValueError, RuntimeError) as err:
         pipe.send(("raised", type(err)(str(err))))
     except EOFError:

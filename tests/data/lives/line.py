@@ -18,8 +18,8 @@ from tests.data.lives.setups import MOST, Rows, Setup
 def exact_counts(sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing) -> dict[str, float]:
     """Say what an epoch would take of sources of these sizes if sequences could be cut."""
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    wanted = [sizes[name] / shares[name] for name in sizes]
-    sized = {"longest": max(wanted), "shortest": min(wanted)}
+    expected = [sizes[name] / shares[name] for name in sizes]
+    sized = {"longest": max(expected), "shortest": min(expected)}
     number = round(sized[mixing.epoch]) if isinstance(mixing.epoch, str) else mixing.epoch
     return {name: share * number for name, share in shares.items()}
 
@@ -142,9 +142,9 @@ class Line:
         assert setup.mixing is not None
         sizes = {name: len(self._taking_part(k, certain=True)) for k, name in enumerate(setup.names)}
         weights = dict(zip(setup.names, setup.weights, strict=True))
-        found = Counter(setup.source_of(i) for i in self.uses(slice(-1, None)).elements())
-        for k, (name, wanted) in enumerate(exact_counts(sizes, weights, setup.mixing).items()):
-            assert abs(found[k] - wanted) < 1 + 1e-9, (name, found, wanted)
+        counts = Counter(setup.source_of(i) for i in self.uses(slice(-1, None)).elements())
+        for k, (name, expected) in enumerate(exact_counts(sizes, weights, setup.mixing).items()):
+            assert abs(counts[k] - expected) < 1 + 1e-9, (name, counts, expected)
 
     def _check_streams(self, uses: Counter[int], number: int) -> None:
         assert self.setup.mixing is not None

@@ -65,21 +65,22 @@ class Lives(RuleBasedStateMachine):
         """Start a job where the last state stands; a capacity that cannot be changed is refused."""
         self.dp = dp if self.setup.stream is None or self.with_ranks else 1
         self.workers = workers if self.with_workers else 0
-        wanted = self.capacity if capacity is None else capacity
+        expected = self.capacity if capacity is None else capacity
         state = None if self.saved is None else self.saved[0]
-        if state is not None and wanted != self.capacity and self.setup.stream is None:
-            with pytest.raises(ValueError, match=f"capacity was {self.capacity}, is {wanted}"):
-                self._start(wanted, state)
+        if state is not None and expected != self.capacity and self.setup.stream is None:
+            with pytest.raises(ValueError, match=f"capacity was {self.capacity}, is {expected}"):
+                self._start(expected, state)
             self.tally["changed capacities refused"] += 1
             return
-        self.tally["changed capacities taken"] += state is not None and wanted != self.capacity
-        self.capacity = wanted
+        self.tally["changed capacities taken"] += state is not None and expected != self.capacity
+        self.capacity = expected
         if self.saved is None:
-            self.line, self.places = Line(self.setup), {}  # in as many parts as there are ranks
+            self.line = Line(self.setup)  # in as many parts as there are ranks
+            self.places = {}
         else:
             self.line = self.saved[1].copy()
-        self.line.capacities.add(wanted)
-        self.job = self._start(wanted, state)
+        self.line.capacities.add(expected)
+        self.job = self._start(expected, state)
         self._begin_epoch()
         self.tally["starts"] += 1
         self.tally[f"on {self.dp} ranks"] += 1
@@ -90,9 +91,9 @@ class Lives(RuleBasedStateMachine):
         assert self.job is not None
         self.since = self.number, 0
         epoch = self.job.epoch()
-        known = len(self.line.epochs) - 1
-        assert epoch in (known, known + 1), (epoch, known)
-        if epoch > known:
+        last_epoch = len(self.line.epochs) - 1
+        assert epoch in (last_epoch, last_epoch + 1), (epoch, last_epoch)
+        if epoch > last_epoch:
             self.line.end_epoch()
 
     def _start(self, capacity: int, state: Any) -> LocalJob | RanksJob:
@@ -128,15 +129,17 @@ class Lives(RuleBasedStateMachine):
             check_step(self.setup, of_ranks, self.capacity)
             self._same_as_before(of_ranks)
             self._note_places(of_ranks)
-            self.line.add([row for told in of_ranks for rows in told.rows for row in rows])
+            self.line.add([row for of_rank in of_ranks for rows in of_rank.rows for row in rows])
             self.tally["steps"] += 1
 
     def _note_places(self, of_ranks: list[Told]) -> None:
-        for told in of_ranks:
-            for ids, rows in zip(told.ids, told.rows, strict=True):
+        for of_rank in of_ranks:
+            for ids, rows in zip(of_rank.ids, of_rank.rows, strict=True):
                 for place, row in zip(ids, rows, strict=True):
-                    at = place >> 40, place & (1 << 40) - 1
-                    assert self.places.setdefault(at, row[0] // MOST) == row[0] // MOST, "ids are mixed up"
+                    address = place >> 40, place & (1 << 40) - 1
+                    assert self.places.setdefault(address, row[0] // MOST) == row[0] // MOST, (
+                        "ids are mixed up"
+                    )
 
     def _same_as_before(self, of_ranks: list[Told]) -> None:
         """Hold a step against the same one run before, and against that of an undisturbed run."""
@@ -152,7 +155,7 @@ class Lives(RuleBasedStateMachine):
         assert self.seen.setdefault(key, of_ranks) == of_ranks, f"{key} was run otherwise before"
         if planned:
             whole = self._known(epoch)
-            assert sorted(row for told in of_ranks for rows in told.rows for row in rows) == whole[step]
+            assert sorted(row for of_rank in of_ranks for rows in of_rank.rows for row in rows) == whole[step]
 
     def _known(self, epoch: int) -> list[Any]:
         if len(self.known.get(self.capacity, [])) <= epoch:

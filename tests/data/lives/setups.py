@@ -130,9 +130,9 @@ def _source(setup: Setup, folder: Path, source: int) -> Any:
     kinds = {"function": Records, "parts": Parts, "state": WithState}
     if setup.stream is None:
         return [{"input_ids": np.array(sample["input_ids"])} for sample in setup.samples(source)]
-    given = f"{folder}/{source}-*.jsonl" if setup.stream == "files" else kinds[setup.stream](setup, source)
+    data = f"{folder}/{source}-*.jsonl" if setup.stream == "files" else kinds[setup.stream](setup, source)
     return Stream(
-        given, window=setup.window, shuffle_buffer=setup.shuffle, steps_per_epoch=setup.steps_per_epoch
+        data, window=setup.window, shuffle_buffer=setup.shuffle, steps_per_epoch=setup.steps_per_epoch
     )
 
 
@@ -191,17 +191,17 @@ def tell(microbatches: Any) -> Told:
 
 def check_step(setup: Setup, of_ranks: list[Told], capacity: int) -> None:
     """Hold one step against what its sequences are: whole, in packs that fit, with exact scales."""
-    assert len({len(told.rows) for told in of_ranks}) == 1, "ranks run different numbers of microbatches"
+    assert len({len(rank.rows) for rank in of_ranks}) == 1, "ranks run different numbers of microbatches"
     goals = 0
-    for told in of_ranks:
-        for rows, targets, slots in zip(told.rows, told.targets, told.slots, strict=True):
+    for rank in of_ranks:
+        for rows, targets, slots in zip(rank.rows, rank.targets, rank.slots, strict=True):
             assert slots <= capacity or (setup.oversize == "own_pack" and len(rows) == 1), slots
             for row, goal in zip(rows, targets, strict=True):
                 _check_row(setup, row, goal, capacity)
                 goals += sum(target != -100 for target in goal)
     scale = len(of_ranks) * len(of_ranks[0].rows) / goals if goals else 0.0
-    for told in of_ranks:
-        assert all(abs(found - scale) <= 1e-12 * scale for found in told.scales), (told.scales, scale)
+    for rank in of_ranks:
+        assert all(abs(actual - scale) <= 1e-12 * scale for actual in rank.scales), (rank.scales, scale)
 
 
 def _check_row(setup: Setup, row: tuple[int, ...], goal: tuple[int, ...], capacity: int) -> None:
@@ -209,14 +209,14 @@ def _check_row(setup: Setup, row: tuple[int, ...], goal: tuple[int, ...], capaci
     ids = setup.ids(i)
     if setup.oversize == "split":
         assert start % capacity == 0, start
-        wanted = ids[start : start + capacity]
+        expected = ids[start : start + capacity]
     else:
         assert start == 0, (i, start)
-        wanted = ids[:capacity] if setup.oversize == "truncate" else ids
-        assert setup.oversize == "own_pack" or len(wanted) <= capacity
-    assert list(row) == wanted
+        expected = ids[:capacity] if setup.oversize == "truncate" else ids
+        assert setup.oversize == "own_pack" or len(expected) <= capacity
+    assert list(row) == expected
     follows = ids[start + len(row)] if setup.oversize == "split" and start + len(row) < len(ids) else -100
-    assert list(goal) == [*wanted[1:], follows]
+    assert list(goal) == [*expected[1:], follows]
 
 
 @st.composite
@@ -265,12 +265,12 @@ def reference(setup: Setup, folder: Path, capacity: int, epochs: int) -> list[li
     """Read epochs on one rank, in one process, undisturbed: of every step its rows, sorted."""
     loader = loader_of(setup, folder, capacity=capacity)
     per_step = setup.step.n if setup.batches and isinstance(setup.step, Packs) else 1
-    found = []
+    steps_of_epochs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(epochs):
-            given = list(loader)
-            steps = [given[k : k + per_step] for k in range(0, len(given), per_step)]
-            told = [tell(step if setup.batches else step[0].microbatches) for step in steps]
-            found.append([sorted(row for rows in one.rows for row in rows) for one in told])
-    return found
+            batches = list(loader)
+            steps = [batches[k : k + per_step] for k in range(0, len(batches), per_step)]
+            of_steps = [tell(step if setup.batches else step[0].microbatches) for step in steps]
+            steps_of_epochs.append([sorted(row for rows in one.rows for row in rows) for one in of_steps])
+    return steps_of_epochs

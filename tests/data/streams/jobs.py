@@ -54,11 +54,11 @@ def samples_of(
 
 def read_shards(folder: Path) -> dict[int, dict[str, Any]]:
     """Read every sequence by its id, shard after shard."""
-    found = {}
+    records = {}
     for shard, file in enumerate(sorted(folder.glob("*.jsonl"))):
         for row, line in enumerate(file.read_text().splitlines()):
-            found[shard << ROW_BITS | row] = json.loads(line)
-    return found
+            records[shard << ROW_BITS | row] = json.loads(line)
+    return records
 
 
 def module(

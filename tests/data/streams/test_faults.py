@@ -31,7 +31,9 @@ from tests.ranks import RankError, run_ranks
 def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Path) -> None:
     write_shards(tmp_path, [20, 20])
     lines = (tmp_path / "001.jsonl").read_text().splitlines()
-    lines[3], lines[5], lines[7] = "{", '{"input_ids": [1, -4]}', '{"input_ids": []}'
+    lines[3] = "{"
+    lines[5] = '{"input_ids": [1, -4]}'
+    lines[7] = '{"input_ids": []}'
     (tmp_path / "001.jsonl").write_text("\n".join(lines))
     messages = run_ranks(partial(caught, n=6), 2, f"{tmp_path}/*.jsonl", timeout_s=60)
     for message in messages:
@@ -192,9 +194,9 @@ WANTED = {
 
 def test_faults_of_one_rank_end_all_of_them_with_its_place() -> None:
     ranks = run_ranks(attacked, 2, list(WANTED), timeout_s=120)
-    for found in ranks:
-        for (kind, wanted), message in zip(WANTED.items(), found, strict=True):
-            assert re.search(wanted, message, re.S), (kind, message)
+    for messages in ranks:
+        for (kind, expected), message in zip(WANTED.items(), messages, strict=True):
+            assert re.search(expected, message, re.S), (kind, message)
 
 
 @pytest.mark.filterwarnings("ignore:The stream cannot save its position")
@@ -205,12 +207,12 @@ def test_a_record_that_fits_in_no_batch_is_a_bad_record() -> None:
         ({"position_ids": [0]}, {"position_ids": [[0]] * 3}, r"'position_ids' of shape \[3, \*\]"),
         ({"audio_x": np.ones((2, 3))}, {"audio_x": np.ones((1, 4))}, r"'audio_x' of shape \[\*, 4\]"),
     ]
-    for (most, odd, has), at in itertools.product(faults, (0, 40)):
-        begin = [{"input_ids": [1], **(odd if row in (at, 41) else most)} for row in range(42)].__iter__
+    for (most, odd, has), odd_row in itertools.product(faults, (0, 40)):
+        begin = [{"input_ids": [1], **(odd if row in (odd_row, 41) else most)} for row in range(42)].__iter__
         seen, state = run(begin, on_error="skip", max_errors=2, steps=2)
         rest, _ = run(begin, on_error="skip", max_errors=2, state=state)
-        assert counted([(seen + rest, None)]) == dict.fromkeys({*range(41)} - {at}, 1)
-        with pytest.raises(ValueError, match=f"shard .*, row {at}: it has {has}, but most"):
+        assert counted([(seen + rest, None)]) == dict.fromkeys({*range(41)} - {odd_row}, 1)
+        with pytest.raises(ValueError, match=f"shard .*, row {odd_row}: it has {has}, but most"):
             run(begin)
         with pytest.raises(ValueError, match="more than max_errors=1"):
             run(begin, on_error="skip", max_errors=1)

@@ -121,19 +121,21 @@ def test_the_rest_goes_to_the_others(tmp_path: Path) -> None:
 )
 def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None:
     write(tmp_path, {"code": [30, 3, 12], "chat": [60, 5, 31, 9]})
-    state, total, of = None, 0, 0
+    state = None
+    total = 0
+    of = 0
     used: Counter[int] = Counter()
     for ranks, steps in ((1, 3), (3, 2), (2, 4), (1, 3)):
         kwargs: Any = {"state": state, "steps": steps, "window": 6, "dry": dry}
-        found = run_ranks(partial(run, **kwargs), ranks, str(tmp_path), WEIGHTS, timeout_s=100)
-        now = ids_of(found)
+        of_ranks = run_ranks(partial(run, **kwargs), ranks, str(tmp_path), WEIGHTS, timeout_s=100)
+        now = ids_of(of_ranks)
         if dry == "restart" or total < 80:
             check_shares(now, 3, 0.3, total=total, of=of)
         total = total + sum(map(len, now))
         of = of + sum(i >> 40 < 3 for ids in now for i in ids)
-        used += counted(found)
-        state = found[0][1]
-        assert all(repr(other) == repr(state) for _, other in found)
+        used += counted(of_ranks)
+        state = of_ranks[0][1]
+        assert all(repr(other) == repr(state) for _, other in of_ranks)
     assert total == 120
     assert set(used.values()) == {1}
 
@@ -141,10 +143,10 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
 def test_the_same_ranks_go_on_with_the_same_steps(tmp_path: Path) -> None:
     write(tmp_path, {"code": [20], "chat": [5, 9, 30]})
     go = partial(run, dry="rest", window=3)
-    given = (3, str(tmp_path), WEIGHTS)
-    whole = run_ranks(go, *given)
-    first = run_ranks(partial(go, steps=2), *given)
-    rest = run_ranks(partial(go, state=first[0][1]), *given)
+    arguments = (3, str(tmp_path), WEIGHTS)
+    whole = run_ranks(go, *arguments)
+    first = run_ranks(partial(go, steps=2), *arguments)
+    rest = run_ranks(partial(go, state=first[0][1]), *arguments)
     assert [seen for seen, _ in rest] == [seen[2:] for seen, _ in whole]
 
 
@@ -161,25 +163,27 @@ def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path) 
     for name, samples in rows.items():
         lines = [json.dumps({key: list(map(int, row)) for key, row in one.items()}) for one in samples]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    found = logged_losses(source_losses(tmp_path / "logs", data=stream_of_losses(tmp_path)))
+    logged = logged_losses(source_losses(tmp_path / "logs", data=stream_of_losses(tmp_path)))
     torch.manual_seed(0)
     model = TinyModule(lr=0.0).model
     alone = {name: [nll(model, row) for row in samples] for name, samples in rows.items()}
     for name, samples in rows.items():
-        assert found[f"data/{name}/tokens"][-1] == 2 * sum(len(row["input_ids"]) for row in samples)
-        losses = found[f"data/{name}/loss"]
+        assert logged[f"data/{name}/tokens"][-1] == 2 * sum(len(row["input_ids"]) for row in samples)
+        losses = logged[f"data/{name}/loss"]
         whole = sum(float(loss.detach()) for loss, _ in alone[name]) / sum(count for _, count in alone[name])
         assert len(losses) >= 3
         assert min(losses) - 1e-6 <= whole <= max(losses) + 1e-6
     steps = [step for _ in range(2) for step in stream_of_losses(tmp_path).train_steps()]
     used = [[i for batch in step.microbatches for i in batch.sequence_ids] for step in steps]
     for k, name in enumerate(rows):
-        wanted = []
-        for at in range(0, len(used), 3):
-            mine = [alone[name][i & (1 << 40) - 1] for ids in used[at : at + 3] for i in ids if i >> 40 == k]
+        expected = []
+        for start in range(0, len(used), 3):
+            mine = [
+                alone[name][i & (1 << 40) - 1] for ids in used[start : start + 3] for i in ids if i >> 40 == k
+            ]
             count = sum(count for _, count in mine)
-            wanted += [sum(float(loss.detach()) for loss, _ in mine) / count] if count else []
-        assert found[f"data/{name}/loss"] == pytest.approx(wanted, rel=1e-6)
+            expected += [sum(float(loss.detach()) for loss, _ in mine) / count] if count else []
+        assert logged[f"data/{name}/loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class ReorderedWithState(Reordered):
 def steps_of(epoch: int, n: int = 5) -> list[list[list[int]]]:
     """Return the records of each step of a pass, sorted."""
     order = order_of(epoch)
-    return [sorted([epoch, i, i + 1] for i in order[at : at + n]) for at in range(0, SIZE, n)]
+    return [sorted([epoch, i, i + 1] for i in order[first : first + n]) for first in range(0, SIZE, n)]
 
 
 def content(steps: list[dict[str, Any]]) -> list[list[list[int]]]:
@@ -87,14 +87,14 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.filterwarnings("ignore:.*forking the process", "ignore:The stream cannot save its position")
 def test_each_pass_has_the_order_of_its_epoch_also_after_a_resume(kind: str, workers: int) -> None:
-    wanted = [step for epoch in range(3) for step in steps_of(epoch)]
+    expected = [step for epoch in range(3) for step in steps_of(epoch)]
     options: dict[str, Any] = {"n": 5, "window": 5, "num_workers": workers}
     whole, _ = run(SOURCES[kind](), epochs=3, **options)
-    assert content(whole) == wanted
+    assert content(whole) == expected
     for cut in (2, 4, 6, 9):
         first, state = run(SOURCES[kind](), epochs=3, steps=cut, **options)
         rest, _ = run(SOURCES[kind](), state=state, epochs=3 - state["epoch"], **options)
-        assert content(first + rest) == wanted, f"resumed after step {cut} of 12"
+        assert content(first + rest) == expected, f"resumed after step {cut} of 12"
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -102,7 +102,7 @@ def test_a_shuffled_dataset_of_hugging_face_is_shuffled_anew_in_each_pass(shards
     rows = [{"input_ids": [i, i + 1, i + 2]} for i in range(SIZE)]
     dataset = Dataset.from_list(rows).to_iterable_dataset(num_shards=shards).shuffle(seed=0, buffer_size=8)
     steps, _ = run(dataset, epochs=3, n=5, window=5)
-    passes = [content(steps[at : at + 4]) for at in (0, 4, 8)]
+    passes = [content(steps[first : first + 4]) for first in (0, 4, 8)]
     for read in passes:
         assert sorted(row for step in read for row in step) == [row["input_ids"] for row in rows]
     assert passes[0] != passes[1] != passes[2] != passes[0]
@@ -110,7 +110,7 @@ def test_a_shuffled_dataset_of_hugging_face_is_shuffled_anew_in_each_pass(shards
         for epoch, read in enumerate(passes):
             dataset.set_epoch(epoch)
             order = [row["input_ids"] for row in dataset]
-            assert read == [sorted(order[at : at + 5]) for at in range(0, SIZE, 5)]
+            assert read == [sorted(order[first : first + 5]) for first in range(0, SIZE, 5)]
 
 
 def test_a_lightning_trainer_reads_each_epoch_in_its_own_order() -> None:

@@ -49,17 +49,17 @@ def test_workers_change_nothing_that_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: bool) -> None:
     write_shards(tmp_path, [5 * size for size in SIZES] if packs else SIZES, labels=True)
-    wanted = read_shards(tmp_path)
+    expected = read_shards(tmp_path)
     used: Counter[int] = Counter()
     state = None
     for ranks, steps in ((3, 2), (2, 2), (4, None)):
         go = partial(run, packs=packs, n=12 if packs else 9, window=5, state=state, steps=steps)
         results = run_ranks(go, ranks, f"{tmp_path}/*.jsonl", timeout_s=120)
-        check_content(results, wanted, capacity=64)
+        check_content(results, expected, capacity=64)
         used += counted(results)
         state = results[0][1]
         assert all(repr(other) == repr(state) for _, other in results)
-    assert used == dict.fromkeys(wanted, 1)
+    assert used == dict.fromkeys(expected, 1)
 
 
 def test_states_of_other_data_are_refused(tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ class Continuing(IterableDataset):
             yield now, {"input_ids": [self._number, *[i] * (i % 7 + 1)]}
 
     def __iter__(self) -> Iterator[Any]:
-        for at, record in self._records(self._at):
-            self._at = at % self._size
-            ended = at == self._size
+        for place, record in self._records(self._at):
+            self._at = place % self._size
+            ended = place == self._size
             self._number += ended
             yield record
 
@@ -170,8 +170,8 @@ class Resumable(Continuing):
         first = self._loaded
         self._number = self._number + (not self._loaded)
         self._loaded = 0
-        for at, record in self._records(first):
-            self._at = at
+        for place, record in self._records(first):
+            self._at = place
             yield record
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,9 +262,9 @@ def split_job() -> list[str]:
 
 
 def test_a_source_that_splits_itself_by_rank_is_refused() -> None:
-    for found in run_ranks(split_job, 2, timeout_s=60):
-        assert "AsksTorch has other first records on rank 1 than on rank 0, so it splits" in found[0]
-        assert "make(part, parts)" in found[0]
-        assert "has other first records on rank 1" in found[1]
-        assert found[2] == "5 steps"
-        assert "can be read only once" in found[3]  # compared between ranks, it is read
+    for messages in run_ranks(split_job, 2, timeout_s=60):
+        assert "AsksTorch has other first records on rank 1 than on rank 0, so it splits" in messages[0]
+        assert "make(part, parts)" in messages[0]
+        assert "has other first records on rank 1" in messages[1]
+        assert messages[2] == "5 steps"
+        assert "can be read only once" in messages[3]  # compared between ranks, it is read

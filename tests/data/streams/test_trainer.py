@@ -87,8 +87,8 @@ def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None
     steps = grouped([one])
     assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(40))
     assert packs or [len(ids) for ids in steps] == [6] * 20
-    wanted, losses = by_hand(samples, steps)
-    assert largest_error(one["parameters"], wanted) < 1e-12
+    expected, losses = by_hand(samples, steps)
+    assert largest_error(one["parameters"], expected) < 1e-12
     if not packs:
         assert one["losses"] == pytest.approx(losses, rel=1e-12)
 
@@ -103,8 +103,8 @@ def test_ranks_train_as_one_and_those_that_share_a_pack_get_it_from_one_reader(
     readers = runs[:1] if options else runs
     assert not options or runs[0]["steps"] == runs[1]["steps"]
     assert len(grouped(readers)) == 6
-    wanted, _ = by_hand(samples, grouped(readers))
-    assert largest_error(runs[-1]["parameters"], wanted) < 1e-12
+    expected, _ = by_hand(samples, grouped(readers))
+    assert largest_error(runs[-1]["parameters"], expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_peers_get_the_batch_of_one_reader(tmp_path: Path, layout: Layout) -> No
     steps = [[i for seen in readers for batch in seen[k] for i in batch] for k in range(STEPS)]
     assert [len(set(ids)) for ids in steps] == [12] * STEPS
     model = family_model("qwen3@4" if layout.pp > 1 else "qwen3")
-    wanted, _ = train_alone(model, samples_of(samples, steps), make_optimizer(model))
+    expected, _ = train_alone(model, samples_of(samples, steps), make_optimizer(model))
     for one in ranks:
         for name, value in one["params"].items():
-            assert float((value - wanted[name]).abs().max()) < 1e-9, name
+            assert float((value - expected[name]).abs().max()) < 1e-9, name
 
 
 def accelerated(folder: str, steps: int, saved: str, resume: bool) -> Any:
@@ -210,6 +210,6 @@ def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
         [i for _, seen in ranks for i in seen[k]] for ranks in (first, rest) for k in range(len(ranks[0][1]))
     ]
     assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(20))
-    wanted, _ = by_hand(samples, steps)
+    expected, _ = by_hand(samples, steps)
     for parameters, _ in rest:
-        assert largest_error(parameters, wanted) < 1e-12
+        assert largest_error(parameters, expected) < 1e-12

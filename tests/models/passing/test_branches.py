@@ -57,17 +57,17 @@ def test_outputs_and_gradients_are_those_of_whole_paths(kind: str, batch: THDBat
     by_slot = {name for name, x in t.items() if x.shape[0] == slots}
 
     # The oracle runs the whole path of every leaf alone, and keeps the leaf's own slots.
-    wanted = []
-    for path, own in zip(paths(batch), batch.prefixes.query_lengths, strict=True):
+    expected = []
+    for path, num_slots in zip(paths(batch), batch.prefixes.query_lengths, strict=True):
         alone = {name: x[path] if name in by_slot else x for name, x in t.items()}
-        wanted.append(run(kind, alone, None)[-own:])
-    want = torch.cat(wanted)
+        expected.append(run(kind, alone, None)[-num_slots:])
+    want = torch.cat(expected)
     gradients = torch.autograd.grad((want * weights(want)).sum(), list(t.values()))
 
     out = run(kind, t, Branches(batch.boundaries))
-    found = torch.autograd.grad((out * weights(out)).sum(), list(t.values()))
+    actual = torch.autograd.grad((out * weights(out)).sum(), list(t.values()))
     torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
-    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, gradients, rtol=1e-9, atol=1e-9)
 
 
 def test_a_scan_runs_every_slot_once_and_keeps_one_state_a_branch() -> None:

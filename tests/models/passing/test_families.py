@@ -69,21 +69,23 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
     for family in families:
         model = build_in_double(family)
         passed = [0]
-        loss, wanted = gradients(model, THDBatch.collate(rows))
+        loss, expected = gradients(model, THDBatch.collate(rows))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recurrent, "run_carried", counting(passed))
-            own, found = gradients(build_in_double(family), shard_batch(batch, group=group, layout=layout))
-        for name in wanted:
-            grad = found.get(name)
-            found[name] = torch.zeros_like(wanted[name]) if grad is None else grad
-            dist.all_reduce(found[name])
-            found[name] /= cp
-        scale = max(float(grad.norm()) for grad in wanted.values())
+            shard_loss, shard_gradients = gradients(
+                build_in_double(family), shard_batch(batch, group=group, layout=layout)
+            )
+        for name in expected:
+            grad = shard_gradients.get(name)
+            shard_gradients[name] = torch.zeros_like(expected[name]) if grad is None else grad
+            dist.all_reduce(shard_gradients[name])
+            shard_gradients[name] /= cp
+        scale = max(float(grad.norm()) for grad in expected.values())
         worst = max(
-            float((found[n] - grad).norm() / max(float(grad.norm()), 1e-3 * scale))
-            for n, grad in wanted.items()
+            float((shard_gradients[n] - grad).norm() / max(float(grad.norm()), 1e-3 * scale))
+            for n, grad in expected.items()
         )
-        errors[family] = (abs(own - loss) / loss, worst, passed[0])
+        errors[family] = (abs(shard_loss - loss) / loss, worst, passed[0])
     return errors
 
 

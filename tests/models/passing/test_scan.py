@@ -28,7 +28,10 @@ from tests.ranks import run_ranks
 
 # One over several shards, empty ones, single tokens, all in one shard, cut at one slot.
 CASES = [[3, 28, 1, 0, 2, 11, 1, 2], [48], [1] * 16, [2, 2, 12, 1, 1, 14, 0], [11, 1, 12, 13, 11]]
-HEADS, KEYS, VALUES, GROUPS = 4, 3, 5, 2
+HEADS = 4
+KEYS = 3
+VALUES = 5
+GROUPS = 2
 
 
 def tensors(kind: str, slots: int) -> dict[str, Tensor]:
@@ -96,7 +99,7 @@ def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
             dt_limit=(0.1, 2.0),
         )
         return out[0]
-    found = alone(oracle.delta_rule, carrier)(
+    outputs = alone(oracle.delta_rule, carrier)(
         *(t[name][None] for name in ("q", "k", "v")),
         g=t["g"][None],
         beta=t["beta"].sigmoid()[None],
@@ -104,7 +107,7 @@ def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
         output_final_state=False,
         use_qk_l2norm_in_kernel=True,
     )
-    return found[0][0]
+    return outputs[0][0]
 
 
 def whole(kind: str, lengths: list[int]) -> dict[str, Tensor]:
@@ -114,8 +117,8 @@ def whole(kind: str, lengths: list[int]) -> dict[str, Tensor]:
     outputs = []
     for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         if length:
-            own = {name: x[end - length : end] if name in slots else x for name, x in t.items()}
-            outputs.append(run(kind, own, None))
+            inputs = {name: x[end - length : end] if name in slots else x for name, x in t.items()}
+            outputs.append(run(kind, inputs, None))
     out = torch.cat(outputs)
     (out * weights(out)).sum().backward()
     return {"out": out.detach(), **{name: x.grad for name, x in t.items()}}
@@ -194,9 +197,9 @@ def test_autocast_does_not_round_what_a_shard_adds_to_its_kernel() -> None:
 
 def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> None:
     """causal-conv1d, for example, replaces the function on every device, and refuses tensors of a CPU."""
-    own = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
+    stock = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
 
-    @functools.wraps(own)
+    @functools.wraps(stock)
     def kernel(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("Expected x.is_cuda() to be true")
 
@@ -204,7 +207,7 @@ def test_a_cpu_has_transformers_own_functions_where_kernels_are_installed() -> N
     x = torch.randn(2, 3, 7)
     weight = torch.randn(3, 4)
     bias = torch.randn(3)
-    assert torch.equal(run(x, weight, bias, activation="silu"), own(x, weight, bias, activation="silu"))
+    assert torch.equal(run(x, weight, bias, activation="silu"), stock(x, weight, bias, activation="silu"))
     assert run(x.to("meta"), weight.to("meta")).shape == x.shape  # as in lint_capture
     with pytest.raises(RuntimeError, match="is_cuda"):  # transformers' own would mix the sequences
         run(x, weight, bias, seq_idx=torch.zeros(2, 7, dtype=torch.int32))
@@ -223,9 +226,9 @@ def test_a_pack_on_a_cpu_runs_transformers_own_functions_where_kernels_are_insta
     file = sys.modules[type(model).__module__]
     replaced = 0
     for name in adopt._KERNELS:
-        own = getattr(file, name, None)
-        if callable(own):
-            monkeypatch.setattr(file, name, kernel_of_a_gpu(own))
+        stock = getattr(file, name, None)
+        if callable(stock):
+            monkeypatch.setattr(file, name, kernel_of_a_gpu(stock))
             replaced += 1
     assert replaced >= 2
     monkeypatch.setattr(adopt, "available", lambda _: True)

@@ -19,10 +19,10 @@ def equal(stage: int, microbatch: int) -> float:
 def test_every_pass_runs_once_and_none_waits_for_ever(p: int, n: int, v: int) -> None:
     schedule = make_schedule(p, n, chunks=v)
     assert timeline(schedule, equal) is not None
-    wanted = {Op(forward, m, c) for forward in (True, False) for m in range(n) for c in range(v)}
+    expected = {Op(forward, m, c) for forward in (True, False) for m in range(n) for c in range(v)}
     for program in schedule.programs:
-        assert len(program) == len(wanted)
-        assert set(program) == wanted
+        assert len(program) == len(expected)
+        assert set(program) == expected
     # Channels carry no tags: every rank sends and receives in the same order.
     for forward in (True, False):
         orders = {tuple(op for op in program if op.forward is forward) for program in schedule.programs}

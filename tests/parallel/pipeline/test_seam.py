@@ -35,7 +35,7 @@ def in_place(values: dict[str, Tensor]) -> Tensor:
 def test_gradients_are_those_without_a_seam(make: Callable[[dict[str, Tensor]], Tensor]) -> None:
     weight, values = model()
     (make(values) / 3).backward()
-    wanted = weight.grad
+    expected = weight.grad
 
     again, values = model()
     seam = Seam()
@@ -43,9 +43,9 @@ def test_gradients_are_those_without_a_seam(make: Callable[[dict[str, Tensor]], 
     joined = seam.join(loss, has_head=True)
     assert joined.item() == loss.item()
     (joined / 3).backward()
-    assert wanted is not None
+    assert expected is not None
     assert again.grad is not None
-    assert torch.equal(again.grad, wanted)
+    assert torch.equal(again.grad, expected)
 
 
 @pytest.mark.parametrize("make", [halves, lambda values: torch.tensor(torch.nan)])
@@ -63,9 +63,9 @@ def test_weights_in_a_loss_are_named() -> None:
     weight, values = model()
     frozen = torch.ones(2)
     other = torch.ones(2, requires_grad=True)
-    known = [("weight", weight), ("frozen", frozen), ("other", other)]
-    given = Seam().cut(values)
-    assert weights_in(given["values"].sum(), known) == []
-    assert weights_in(given["values"].sum().detach(), known) == []
-    assert weights_in(given["values"].sum() + frozen.sum(), known) == []
-    assert weights_in(given["values"].sum() * other.prod() + weight.norm(), known) == ["weight", "other"]
+    weights = [("weight", weight), ("frozen", frozen), ("other", other)]
+    cut = Seam().cut(values)
+    assert weights_in(cut["values"].sum(), weights) == []
+    assert weights_in(cut["values"].sum().detach(), weights) == []
+    assert weights_in(cut["values"].sum() + frozen.sum(), weights) == []
+    assert weights_in(cut["values"].sum() * other.prod() + weight.norm(), weights) == ["weight", "other"]
