@@ -84,6 +84,7 @@ def main() -> None:
     rank = os.environ.get("RANK", "0")
     module = Ledger(out / f"ledger-{name}-{rank}.txt", int(step) if fault == "disk" else None)
     train(module, out, ranks, num_workers=workers)
+
     if rank == "0":
         torch.save({n: p.detach() for n, p in module.model.named_parameters()}, out / "final.tmp")
         (out / "final.tmp").rename(out / "final.pt")

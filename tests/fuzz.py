@@ -103,6 +103,7 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
     table = {name: entry for name, entry in tables().items() if only in name}
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
+
     for number in range(calls):
         name = list(table)[number % len(table)]
         rng = random.Random(f"{seed}/{number}")
@@ -134,6 +135,7 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
     return outcomes, failures
 
 
@@ -142,16 +144,20 @@ def main() -> None:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     only = sys.argv[3] if len(sys.argv) > 3 else ""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # a call may write where a bad path says
         outcomes, failures = fuzz(calls, seed, only=only)
         os.chdir(_HERE)
+
     first = {failure.rpartition(" at ")[2]: failure for failure in reversed(failures)}  # of each place
     sys.stdout.write("\n".join([*first.values(), f"{dict(outcomes)}, {len(failures)} wrong", ""]))
+
     if not only:
         refused = outcomes.total() - outcomes["answered"]
         rows = {"public functions": len(tables()), "calls": calls, "answered": outcomes["answered"]}
         record("fuzz", rows | {"refused with ValueError or TypeError": refused, "wrong": len(failures)})
+
     sys.exit(bool(failures))
 
 

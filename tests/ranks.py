@@ -120,6 +120,7 @@ def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadlin
     collected: dict[int, Any] = {}
     errors: dict[int, str] = {}
     until = deadline
+
     while len(collected) + len(errors) < len(ranks):
         try:
             rank, ok, value = results.get(timeout=0.1)
@@ -136,9 +137,11 @@ def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadlin
                 errors[rank] = f"rank {rank} failed:\n{value}"
         if errors:  # what a rank says whose neighbour is gone may come before the cause
             until = min(until, time.monotonic() + _LAST_WORDS_S)
+
     if not errors and len(collected) < len(ranks):
         missing = [rank for rank in range(len(ranks)) if rank not in collected]
         raise RankError(f"ranks {missing} gave no result in time")
+
     if errors:
         raise RankError("\n".join(error for _, error in sorted(errors.items())))
     return [collected[rank] for rank in range(len(ranks))]

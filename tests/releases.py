@@ -56,11 +56,13 @@ def run(arguments: argparse.Namespace, tests: list[str]) -> int:
             command += [word for kind in _LISTED for word in ("-W", f"default::{kind}")]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         report = json.loads(kept.read_text())
+
     if arguments.deprecations:
         listed = Path(arguments.deprecations)
         listed.parent.mkdir(parents=True, exist_ok=True)
         listed.write_text("".join(f"{line}\n" for line in report["deprecations"]))
         print(f"{len(report['deprecations'])} deprecations of other packages are listed in {listed}.")
+
     if arguments.write:
         PAGE.write_text(with_row(PAGE.read_text(), row_of(arguments.name, tests, report)))
     return code
@@ -103,9 +105,11 @@ def main(words: list[str]) -> int:
     runs.add_argument("--write", action="store_true", help="keep a row in docs/reference/versions.md")
     cut = words.index("--") if "--" in words else len(words)  # what follows belongs to pytest
     arguments = parser.parse_args(words[:cut])
+
     if arguments.command == "requirements":
         print(" ".join(requirements()))
         return 0
+
     return run(arguments, words[cut + 1 :])
 
 

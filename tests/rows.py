@@ -62,6 +62,7 @@ def _start(
 def _collect(ranks: list[Any], folder: Path, count: int, timeout_s: float) -> list[list[Outcome]]:
     outcomes: list[list[Outcome]] = []
     deadline = time.monotonic() + timeout_s + 60.0  # starting takes its time on a busy machine
+
     while len(outcomes) < count:
         paths = [folder / f"{len(outcomes)}.{rank}.done" for rank in range(len(ranks))]
         if all(path.exists() for path in paths):
@@ -80,6 +81,7 @@ def _collect(ranks: list[Any], folder: Path, count: int, timeout_s: float) -> li
             outcomes.append([pickle.loads(path.read_bytes()) if path.exists() else late for path in paths])
             return outcomes
         time.sleep(0.02)
+
     return outcomes
 
 

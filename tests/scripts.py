@@ -64,6 +64,7 @@ def _main(arguments: list[str], cwd: str, out: str, err: str, environment: dict[
     os.environ.update(environment)
     os.chdir(cwd)
     code: object = 0
+
     try:
         _run(arguments, cwd)
     except SystemExit as end:

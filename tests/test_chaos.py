@@ -23,6 +23,7 @@ def survive(out: Path, count: int, seed: int, kinds: tuple[str, ...] = KILLS) ->
     struck = Counter[str]()
     names = []
     out.mkdir(exist_ok=True)
+
     for k in range(count):
         names.append(f"{k:03d}")
         kind = kinds[(seed + k) % len(kinds)]
@@ -31,11 +32,13 @@ def survive(out: Path, count: int, seed: int, kinds: tuple[str, ...] = KILLS) ->
         struck[kind] += 1
         if (out / "final.pt").exists():
             break
+
     if not (out / "final.pt").exists():
         names.append("last")
         job = start(JOB, out, rng.choice([1, 2, 4]), "last")
         assert job.wait(240) == 0, (out / "last.log").read_text()
         assert not left_behind(out, "last")
+
     check(out, names)
     return struck
 

@@ -112,6 +112,7 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
         info.name for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd.") if info.ispkg
     ]
     packages.remove("lightning_thd.cli")  # a command
+
     for name in ["lightning_thd", *packages]:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
@@ -120,6 +121,7 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
             whole = f"::: {defined}\n" in f"{pages}\n"
             if public not in words and not whole:
                 missing.append(f"{name}.{public}")
+
     assert missing == [], f"make them public in docs/reference/api, or hide them: {missing}"
 
 

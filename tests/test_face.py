@@ -180,6 +180,7 @@ def test_a_type_checker_sees_the_names(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+
     assert 'Revealed type is "lightning_thd.batch.thd_batch.THDBatch"' in done.stdout, done.stdout
     assert 'Module has no attribute "nothing"' in done.stdout, done.stdout
 

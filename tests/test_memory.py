@@ -239,12 +239,14 @@ def test_the_parts_of_llama_8b_by_hand() -> None:
     inner = 14336
     vocabulary = 128256
     _, parts = MemoryModel.from_config(LLAMA_8B).at_peak(slots, Training())
+
     assert parts.weights == 2 * 8_030_261_248
     assert parts.optimizer == 2 * parts.weights
     # gate, SiLU of gate, up and their product; and the input: two bytes each, in 32 layers
     assert parts.mlp == 32 * slots * 2 * (4 * inner + hidden)
     # fp32 copies of the inputs of two norms, and their results before the weight
     assert parts.norms >= 32 * slots * 2 * (4 + 2) * hidden
+
     keys = 8 * 128
     saved = 2 * (hidden + 2 * hidden + 2 * keys) + 4 * 32  # input, q, out, k, v; log-sum-exp of 32 heads
     assert parts.attention == 32 * slots * saved

@@ -94,15 +94,18 @@ def test_the_rate_is_that_of_the_whole_run_also_after_a_resume_with_more_steps(t
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(torch_says, 22, eta_min=1e-4)
     both = torch.optim.lr_scheduler.SequentialLR(torch_says, [rise, fall], milestones=[2])
     expected = []
+
     for _ in range(24):
         expected.append(torch_says.param_groups[0]["lr"])
         torch_says.step()
         both.step()
+
     assert whole == pytest.approx(expected, rel=1e-9)
     with pytest.raises(
         MisconfigurationException, match="decays its learning rate over all steps.*Set max_steps="
     ):
         fit_rates(tmp_path, max_time="00:00:00:09", max_epochs=-1)
+
     fit_rates(tmp_path, max_steps=10, max_epochs=-1)
     assert fit_rates(tmp_path, tmp_path / "rates.ckpt", max_steps=24, max_epochs=-1)[1:] == whole[11:]
 
@@ -127,13 +130,16 @@ def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> No
     trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path)
     trainer.fit(module, THDDataModule(sequences(4), capacity=64))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
+
     if given in ("module", "subclass"):
         with pytest.raises(ValueError, match="got model=None and config=None. Give exactly one"):
             kind.load_from_checkpoint(tmp_path / "a.ckpt", **teacher)
         teacher = {**teacher, "model": tiny_llama()}
+
     loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", **teacher)
     assert loaded.lr == 0.007
     assert largest_error(loaded.state_dict(), module.state_dict()) == 0.0
+
     if given == "config":
         module = CausalLMModule(config={"model_type": "llama", "num_hiden_layers": 1})
         with pytest.raises(ValueError, match="'num_hiden_layers', which LlamaConfig does not read; did you"):
@@ -153,8 +159,10 @@ def test_matrices_decay_also_if_fsdp1_has_flattened_them() -> None:
     vars(module)["_trainer"] = SimpleNamespace(estimated_stepping_batches=2)
     made: Any = module.configure_optimizers()
     decayed, others = made["optimizer"].param_groups
+
     assert {id(p) for p in decayed["params"]} == matrices
     assert others["weight_decay"] == 0.0
+
     model.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
     with pytest.raises(ValueError, match=r"joined matrices.*Set FSDPStrategy\(use_orig_params=True"):
         module.configure_optimizers()
@@ -185,6 +193,7 @@ def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
     how = {"lr": 1e-2, "betas": (0.9, 0.95)}
     fused = adamw(ours, **how)
     plain = torch.optim.AdamW(theirs, **how, foreach=False, fused=False)
+
     assert fused.param_groups[0]["fused"]
     for _ in range(5):
         for mine, other in zip(ours, theirs, strict=True):
@@ -192,6 +201,7 @@ def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
             other.grad = mine.grad.clone()
         fused.step()
         plain.step()
+
     # a different order of the same operations: some units in the last place
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2}[dtype]
     for mine, other in zip(ours, theirs, strict=True):

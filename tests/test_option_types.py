@@ -54,6 +54,7 @@ def drawn(entry: Entry, seed: int = 0) -> dict[str, Any]:
 def test_options_of_another_type_are_refused(name: str) -> None:
     entry = TABLES[name]
     taken = []
+
     for option in drawn(entry):
         kinds = [type(drawn(entry, s).get(option)) for s in range(20)]
         seed = next((s for s, kind in enumerate(kinds) if kind in OTHERS and kind is not type(None)), 0)
@@ -69,4 +70,5 @@ def test_options_of_another_type_are_refused(name: str) -> None:
             except (*REFUSALS, RuntimeError, *entry.also):  # torch refuses tensors as options itself
                 continue
             taken.append(f"{option}={other!r:.30}")
+
     assert not taken

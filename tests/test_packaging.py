@@ -115,6 +115,7 @@ def test_links_of_the_page_are_absolute_where_the_address_is_known(repository: s
     (tmp_path / "lightning_thd" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     metadata = described(tmp_path, repository)
     linked = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)[^)]*\)", metadata)
+
     assert len(linked) > 25
     for image, address in linked:
         if not repository:
@@ -124,12 +125,14 @@ def test_links_of_the_page_are_absolute_where_the_address_is_known(repository: s
         assert address.startswith(("https://", start)), address
         if address.startswith("https://host.invalid"):
             assert (ROOT / address.removeprefix(start)).exists(), address
+
     start = "https://host.invalid/owner/name/raw/v1.2.3/" if repository else ""
     pictures = re.findall(r'src(?:set)?="([^"]+)"', metadata)
     assert len(pictures) >= 2  # a light one and a dark one
     for picture in pictures:
         assert picture.startswith(start), picture
         assert (ROOT / picture.removeprefix(start)).exists(), picture
+
     assert ("Project-URL: Issues, https://host.invalid/owner/name/issues" in metadata) == bool(repository)
     assert "Description-Content-Type: text/markdown" in metadata
 
@@ -139,10 +142,12 @@ def test_the_readme_runs_outside_of_the_repository(tmp_path: Path) -> None:
     """The README's example, from an installed copy of the package, in a folder that holds nothing else."""
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
     source = tmp_path / "source"
+
     for name in sorted(tracked("lightning_thd") | {"setup.py", "setup.cfg", "pyproject.toml", "README.md"}):
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
+
     target = tmp_path / "installed"
     away = tmp_path / "away"
     away.mkdir()
@@ -157,6 +162,7 @@ def test_the_readme_runs_outside_of_the_repository(tmp_path: Path) -> None:
         OMP_NUM_THREADS="1",
     )
     file, steps = said.split()[-2:]
+
     assert file.startswith(str(target))
     assert steps == "2"
 
@@ -172,10 +178,12 @@ def test_it_installs_into_an_empty_environment(built: dict[str, Path], tmp_path:
     shared = Path(torch.__file__).parents[1]
     output = run(str(home / "bin" / "python"), "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
     file, version, names, absent = output.split()
+
     assert file.startswith(str(packages))
     assert version in built["wheel"].name
     assert int(names) > 10
     assert absent == "[]"
+
     said = run(str(home / "bin" / "lightning-thd"), "--help", cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
     assert "doctor" in said
 

@@ -23,6 +23,7 @@ def test_ten_steps_leave_what_the_readme_says(smaller: Path, tmp_path: Path) -> 
     shown = run_python(smaller, "--out", tmp_path, "--steps", "10")
     series = read_tensorboard(tmp_path / "tensorboard")
     losses = [value for _, value in series["train/loss"]]
+
     assert losses[0] > losses[-1] > 0
     assert all(0 < value <= 1.2 for _, value in series["train/device/mfu"])
     assert all(value > 0 for _, value in series["train/device/tflops_per_gpu"])

@@ -111,6 +111,7 @@ def test_every_python_block_runs(block: str, tmp_path: Path) -> None:
 def test_every_command_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert len(SHELL) >= 6
+
     for line in SHELL:
         words = line.split("#")[0].split()
         if words and words[0] == "make":
@@ -121,6 +122,7 @@ def test_every_command_exists() -> None:
         if "examples/quickstart.py" in words:
             source = (ROOT / "examples" / "quickstart.py").read_text()
             assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+
     for name in re.findall(r"python -m (benchmarks[.a-z0-9_]*)", README + "".join(DOCS.values())):
         assert any((ROOT / f"{name.replace('.', '/')}{end}").exists() for end in (".py", "/__main__.py"))
     for link in re.findall(r"\]\(([a-zA-Z_/]+\.(?:py|md))\)", README):

@@ -67,6 +67,7 @@ def random_row(
     order = list(range(1, max_segments + 1))
     if rng.random() < 0.2:
         rng.shuffle(order)
+
     for i in order:
         if rng.random() < skip:
             continue
@@ -75,6 +76,7 @@ def random_row(
         first = int(rng.integers(0, 5)) if rng.random() < 0.2 else 0  # a segment that starts in its middle
         ids += [i] * length + [0] * gap
         pos += list(range(first, first + length + gap))
+
     ids = ids[:total]
     pos = pos[:total]
     return ids + [0] * (total - len(ids)), pos + list(range(total - len(pos)))
@@ -123,6 +125,7 @@ def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype) -> None:
     packs = 150
     seen: dict[str, int] = {}
     dropped_slots = 0
+
     for _ in range(packs):
         ids_q, ids_kv, pos_q, pos_kv, max_segments, kind = random_pack(rng)
         expected, dropped = brute_force(ids_q, ids_kv, pos_q, pos_kv, mask, max_segments)
@@ -138,6 +141,7 @@ def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype) -> None:
         assert all(x.dtype == torch.int32 for x in ours)
         seen[kind] = seen.get(kind, 0) + 1
         dropped_slots += dropped
+
     assert len(seen) == 12
     assert min(seen.values()) >= packs // 30
     assert dropped_slots > packs  # a mask that drops nothing would prove nothing

@@ -64,19 +64,23 @@ def test_padding_keeps_the_real_and_spreads_the_tail_or_raises(
         max_seqlen is None or (tail <= spare * max_seqlen and max(lengths, default=0) <= max_seqlen)
     )
     offsets = cu_seqlens_from_lengths(lengths)
+
     if not fits:
         with pytest.raises(ValueError, match=r"dummy sequence|max_seqlen"):
             pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen)
         return
+
     padded = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen)
     check_cu_seqlens(padded, used + tail)
     assert padded.shape == (count + 1,)
     assert torch.equal(padded[: kept + 1], offsets[: kept + 1])
+
     dummies = lengths_from_cu_seqlens(padded)[kept:].tolist()
     real_dummies = [n for n in dummies if n]
     assert dummies == real_dummies + [0] * (spare - len(real_dummies))  # then the total repeats
     assert len(set(real_dummies[:-1])) <= 1  # all equal but the last
     assert max(real_dummies, default=0) <= -(-tail // max(spare, 1))
+
     with RefuseDeviceReads():  # told the lengths, it reads nothing
         with_lengths = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen, lengths=lengths)
     assert torch.equal(with_lengths, padded)
@@ -93,13 +97,16 @@ def test_any_kind_of_numbers_gives_int32() -> None:
     ):
         offsets = cu_seqlens_from_lengths(make([3, 0, 2]))
         assert (offsets.tolist(), offsets.dtype) == ([0, 3, 3, 5], torch.int32)
+
     assert position_ids_from_cu_seqlens(cu(0, 3), 3).dtype == torch.int64
     assert seq_idx_from_cu_seqlens(cu(0, 3), 3).dtype == torch.int32
+
     strided = torch.tensor([0, 9, 1, 9, 0, 9])[::2]
     assert cu_seqlens_from_position_ids(strided, num_sequences=2).tolist() == [0, 2, 3]
     assert lengths_from_cu_seqlens(cu(0, 7, 3, 7, 5)[::2]).tolist() == [3, 2]
     assert pad_cu_seqlens(cu(0), 2, 4).tolist() == [0, 2, 4]
     assert pad_cu_seqlens(cu(0, 1), 3, INT32_MAX).tolist() == [0, 1, 2**30, INT32_MAX]
+
     real = cu(0, 3, 5)  # a pair gets the same dummies
     padded = cu(0, 4, 8)
     assert pad_cu_seqlens(real, 4, 5 + 6).tolist() == [0, 3, 5, 8, 11]

@@ -68,15 +68,19 @@ def test_worked_cases() -> None:
     assert SeqStats.from_cu_seqlens([0, 3, 8], shape=(1, 16)).slots == 16
     assert SeqStats.from_cu_seqlens([0, 3, 8, 100], argmin=3).slots == 8
     assert window_pairs([3, 5], Chunk(2**40), ends=[1, 2]).tolist() == [6, 15]
+
     some = SeqStats.from_lengths(np.array([3, 5], np.int32), windows=(2,))
     assert some == SeqStats.from_cu_seqlens([0, 3, 8], windows=(2,))
     assert some + SeqStats.from_lengths([]) == SeqStats() + some == sum([some], start=SeqStats()) == some
+
     cross = SeqStats.from_lengths([3, 5], cross_lengths=[10, 0])
     assert (cross.cross_tokens, cross.cross_pairs) == (10, 30)
+
     grids = {"image_grid_thw": [[1, 4, 4], [1, 2, 8]], "video_grid_thw": torch.tensor([[2, 2, 2]])}
     stats = SeqStats.from_cu_seqlens(None, shape=(1, 64), **grids)
     # per frame: two frames of 4 patches, not one of 8
     assert (stats.vision_patches, stats.vision_squares) == (40, 16**2 + 16**2 + 2 * 4**2)
+
     image = SeqStats.from_lengths([8], image_grid_thw=[[1, 4, 4]], vision_windows=(4,))
     text = SeqStats.from_lengths([8], vision_windows=(4,))
     assert (text + image).vision_window_pairs == image.vision_window_pairs

@@ -177,9 +177,11 @@ def test_a_row_of_a_run_replaces_the_row_of_the_same_combination_and_tests() -> 
     }
     empty = f"# Page\n\n{releases.HEAD}\n|---|\n\nThe end.\n"
     row = releases.row_of("newest", ["tests/models"], report)
+
     assert row.startswith("| newest | 3.11.9 | 2.14.1 | 2.6.6 | 5.24.0 | - | models | 7 | 1 | 2 | 30 | 20")
     page = releases.with_row(empty, row)
     assert page == empty.replace("|---|\n", f"|---|\n{row}\n")
+
     page = releases.with_row(page, releases.row_of("newest", [], report))
     page = releases.with_row(page, releases.row_of("newest", ["tests/models"], report | {"passed": 8}))
     assert [line.split(" | ")[6:8] for line in page.splitlines()[4:6]] == [

@@ -127,6 +127,7 @@ def main(words: list[str]) -> int:
     overlays = [str(Path(overlay).resolve()) for overlay in arguments.overlay]
     environment = {**os.environ, "PYTHONPATH": ":".join(overlays), "PYTHONSAFEPATH": "1"}
     failed = 0
+
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for name, command in stories().items():
@@ -142,6 +143,7 @@ def main(words: list[str]) -> int:
                 print(done.stdout[-2000:], done.stderr[-4000:])
                 failed += 1
         os.chdir(ROOT)
+
     return failed
 
 

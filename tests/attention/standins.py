@@ -291,6 +291,7 @@ def efficient_spec(
         assert type(most) is int
         assert int(cu.diff().max()) <= most
     assert scale is not None
+
     return AttentionSpec(left=-1 if window is None else window - 1, right=-1 if mask == 0 else 0, scale=scale)
 
 
@@ -329,10 +330,12 @@ def efficient_backward(
     assert num_splits_key in (None, 1)
     assert grad_out_.shape == out.shape
     assert grad_out_.dtype == out.dtype == query.dtype
+
     cu = cu_seqlens_q.tolist()
     assert logsumexp.dtype == torch.float32
     assert logsumexp.shape == (len(cu) - 1, query.shape[2], -(-max_seqlen_q // 32) * 32)
     assert logsumexp.is_contiguous()
+
     longest = (max_seqlen_q, max_seqlen_k)
     spec = efficient_spec(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
@@ -341,9 +344,11 @@ def efficient_backward(
     grad, *inputs = (x[0].float() for x in (grad_out_, query, key, value, out))
     grads = list(cpu.backward(grad, cpu.Saved(*inputs, lse), cu, cu_seqlens_k.tolist(), spec=spec))
     grads[0][(lse == torch.inf).all(1)] = torch.nan
+
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
         if cu[i] == cu[i + 1]:
             grads[1][a:b] = grads[2][a:b] = torch.nan
+
     return *(x.to(query.dtype)[None] for x in grads), torch.empty(0)
 
 
@@ -374,23 +379,28 @@ class DotProductAttention(torch.nn.Module):
         k = key_layer
         v = value_layer
         channels = q.shape[2] if q.shape[2] == v.shape[2] else (q.shape[2], v.shape[2])
+
         assert self.sizes == (q.shape[1], k.shape[1], channels)
         assert qkv_format == "thd"
         assert all(x.is_contiguous() for x in (q, k, v))
         check_hardware(
             q, k, v, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, one_size=False
         )
+
         same = torch.equal(cu_seqlens_q, cu_seqlens_q_padded)
         assert pad_between_seqs == (not same)
         assert attn_mask_type in ("padding", "padding_causal", "padding_causal_bottom_right")
+
         causal = attn_mask_type != "padding"
         if attn_mask_type == "padding_causal":  # top-left: right only where lengths agree
             assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+
         left, right = window_size
         if causal:
             assert right == 0
         else:  # check_set_window_size: both sides open, or both closed
             assert window_size == (-1, -1) or (left >= 0 and right >= 0)
+
         rows = real_rows(cu_seqlens_q, cu_seqlens_q_padded)
         keys = real_rows(cu_seqlens_kv, cu_seqlens_kv_padded)
         real, _ = varlen_attention_cpu(

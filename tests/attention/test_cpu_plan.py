@@ -54,6 +54,7 @@ def pairs_of(plan: Plan, left: int, right: int) -> list[Pair]:
                 met = [(queries[i], keys[j]) for i, j in visible if queries[i] is not None]
                 assert all(k is not None for _, k in met)  # no real query sees padding
                 seen += met
+
     return seen
 
 
@@ -96,16 +97,19 @@ def test_calls_see_exactly_the_visible_pairs_once(
 ) -> None:
     lengths_kv = (others * 6)[: len(lengths)] if cross else lengths
     left, right = window
+
     with pytest.MonkeyPatch.context() as patch:  # small limits, so that 40 tokens meet every path
         for name, limit in SMALL_LIMITS.items():
             patch.setattr(plan_module, name, limit)
         plan = make_plan.__wrapped__(
             offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
         )
+
     pairs = pairs_of(plan, left, right)
     expected = true_pairs(lengths, lengths_kv, left, right)
     assert len(pairs) == len(set(pairs))
     assert set(pairs) == expected
+
     blank_q = [row for start, stop in plan.blank_q for row in range(start, stop)]
     blank_k = [row for start, stop in plan.blank_k for row in range(start, stop)]
     assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in expected})
@@ -113,6 +117,7 @@ def test_calls_see_exactly_the_visible_pairs_once(
         assert sorted(rows_of(plan, "q")) == list(range(sum(lengths)))
     if by_keys:  # every key is written: by its tiles, or as a blank
         assert sorted(blank_k + sorted(set(rows_of(plan, "k")))) == list(range(sum(lengths_kv)))
+
     for piece in plan.pieces if by_keys else ():
         if piece.once:
             keys = rows_of(Plan((piece,), (), ()), "k")

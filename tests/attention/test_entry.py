@@ -64,8 +64,10 @@ def test_equals_dense_forward_and_backward(case: str, shape: tuple, sinks: bool,
         *leaves, lengths_q, lengths_kv,
         left=left, right=right, sinks=sink, scale=options.get("scale"), softcap=options.get("softcap"),
     )  # fmt: skip
+
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     assert out.is_contiguous()  # AFMoE and JetMoE view it
+
     leaves += [] if sink is None else [sink]
     grad = torch.randn_like(out)
     for got, want in zip(

@@ -144,10 +144,12 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     left = -1 if window is None else window - 1
     gathered = (rows[0], rows[1][keys], rows[2][keys])
     expected, _ = dense_attention(*gathered, queries, seen_keys, left=left, right=0)
+
     torch.testing.assert_close(out[0].double(), expected, **TOLERANCE)
     grad = torch.randn(out.shape).bfloat16()
     got = torch.autograd.grad(out, (q, k, v), grad)
     wanted = torch.autograd.grad(expected, (q, k, v), grad[0].double())
+
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=3e-2, atol=6e-2)
 

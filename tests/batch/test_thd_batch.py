@@ -62,6 +62,7 @@ def test_collate_pads_sequences_and_total_without_touching_what_is_real(
     slots = align.padded_total(sum(-(-n // multiple) * multiple for n in lengths)) + spare * multiple * 4
     batch = THDBatch.collate(samples, align=align, pad_to=slots)
     plain = THDBatch.collate(samples)
+
     assert len(batch.input_ids) == slots == sum(batch.padded_lengths)
     assert all(n % multiple == 0 for n in batch.padded_lengths)
     assert torch.equal(torch.cat(batch.unpack(batch.input_ids)), plain.input_ids)
@@ -70,6 +71,7 @@ def test_collate_pads_sequences_and_total_without_touching_what_is_real(
     assert int((batch.targets != -100).sum()) == plain.loss_tokens == batch.loss_tokens
     assert batch.lengths == tuple(lengths)
     assert batch.cu_seqlens_padded.tolist() == [0, *np.cumsum(batch.padded_lengths).tolist()]
+
     trailing = batch.padded_lengths[len(lengths) :]
     assert max(batch.position_ids.tolist(), default=0) < max(1, *lengths)  # as in a table of positions
     assert torch.diff(batch.cu_seqlens).tolist() == [*lengths, *trailing]
@@ -96,12 +98,14 @@ def test_from_padded_goes_by_the_mask_and_unpack_brings_every_row_back(data: st.
     labels = torch.where(torch.rand(rows, columns) < 0.3, -100, ids) if data.draw(st.booleans()) else None
     batch = THDBatch.from_padded(ids, mask, labels)
     real = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+
     assert [x.tolist() for x in batch.unpack(batch.input_ids)] == [x.tolist() for x in real]
     source = ids if labels is None else labels
     expected = [
         [*row[keep.bool()][1:].tolist(), -100][: int(keep.sum())]
         for row, keep in zip(source, mask, strict=True)
     ]
+
     assert [x.tolist() for x in batch.unpack(batch.targets)] == expected
     assert batch.position_ids.tolist() == [p for row in real for p in range(len(row))]
     assert batch.sequence_ids == tuple(range(rows))
@@ -120,6 +124,7 @@ def test_extras_are_concatenated_moved_and_passed_on() -> None:
     ]
     batch = THDBatch.collate(samples, pad_to=5).to("meta")
     kwargs = batch.hf_kwargs()
+
     assert kwargs["pixel_values"].shape == (4, 6)
     assert kwargs["pixel_values"].device.type == "meta"
     assert kwargs["position_ids"].shape == (3, 1, 5)

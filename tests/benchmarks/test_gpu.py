@@ -55,9 +55,11 @@ def test_a_lost_device_ends_one_part_and_a_second_run_goes_on(
     monkeypatch.setattr(gpu_parts, "PARTS", {})
     monkeypatch.delitem(sys.modules, FAKE, raising=False)
     start = ["--device", "any", "--modules", FAKE, "--out", str(tmp_path)]
+
     assert gpu.main([*start, "--parts", "good", "device_lost", "after", "large"]) == 1
     table = capsys.readouterr().out
     lost = json.loads((tmp_path / "device_lost.json").read_text())
+
     assert lost["rows"][0]["value"] == 2.0  # what came before is on disk
     assert "illegal memory access" in lost["problem"]
     assert not lost["finished"]
@@ -66,6 +68,7 @@ def test_a_lost_device_ends_one_part_and_a_second_run_goes_on(
     assert "large: left out: takes about 1000000 s" in table
     assert not (tmp_path / "large.json").exists()
     assert gpu.main([*start, "--plan"]) == 0
+
     planned = capsys.readouterr().out
     assert "good                  1 s   done" in planned
     assert "device_lost           1 s   run" in planned

@@ -151,6 +151,7 @@ def test_a_group_begins_once_its_last_rank_is_ready() -> None:
     cost = Cost(linear=4e14, quadratic=0.0)
     exchange = dynamic_cp.exchange_s(200, 2, "keys")
     taken, busy, fullest = dynamic_cp.shared_step(plan, lengths, 2, cost, sharing, "keys")
+
     assert taken == pytest.approx(300 + 200 + exchange)
     assert busy == pytest.approx(100 + 300 + 400 + 2 * exchange)
     assert fullest == 300

@@ -240,6 +240,7 @@ def test_the_step_that_captures_is_left_out_of_the_rates(captures: bool) -> None
         assert (graph.stats.replays >= 4) == (graphs and captures)
         assert "parameters_moved" not in graph.stats.fallbacks  # by the hooks that count calls
         assert (graph.stats.capture_s > 0) == graphs
+
     assert rates == pytest.approx([1.0, 1.0])
 
 

@@ -93,23 +93,29 @@ def test_the_load_of_an_interval() -> None:
 def test_evaluations_and_recomputed_layers_count_nothing() -> None:
     model: Any = family_model("qwen3_moe", torch.float32)
     checkpoint_activations(model, use_reentrant=False)
+
     choices = ExpertChoices(model)
     batch = THDBatch.collate(SAMPLES[:4], pad_to=128)
     causal_lm_loss(model, batch).backward()
+
     assert choices.take().sum(1).tolist() == [2 * batch.stats.real_tokens] * 2
     model.eval()
     causal_lm_loss(model, batch)
+
     assert not choices.take().any()
     shared = [{"input_ids": np.arange(1, 9)}, {"input_ids": np.arange(1, 12)}]
     model.train()
     causal_lm_loss(model, THDBatch.collate(shared, share_prefixes=True, pad_to=32))
+
     assert choices.take().sum(1).tolist() == [2 * 11] * 2  # a shared slot is routed once
     model.set_attn_implementation("sdpa")
     rows = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "attention_mask": torch.ones(2, 4).tril(2)}
     model(**rows)
+
     assert choices.take().sum(1).tolist() == [2 * 7] * 2
     choices.stop()
     model(**rows)
+
     assert not choices.take().any()
 
 

@@ -36,6 +36,7 @@ def test_an_interval_is_the_sum_of_its_microbatches(
     """Rank 0 has the batches, rank 1 the same twice; windows counted by the collator or by the meter."""
     windows = MODEL.windows if counted else ()
     rows = []
+
     for rank in range(2):
         meter = Meter("train", work, Clock(), Hardware(peak=2.0 + rank, ranks=2), MODEL)
         for lengths in batches:
@@ -43,11 +44,13 @@ def test_an_interval_is_the_sum_of_its_microbatches(
             meter.steps[-1].extend(seen)
             meter.end_step()
         rows.append(meter.flush())
+
     totals = interval(rows, MODEL, work, 1.0)
     expected = [SeqStats.from_lengths(lengths, windows=MODEL.windows) for lengths in batches]
     assert totals.measured.stats == sum(expected * 3, start=SeqStats())
     assert totals.measured.microbatches == 3 * len(batches)
     assert totals.peak == 2.5
+
     costs = [MODEL.training_flops(stats).hardware for stats in expected]
     if work == "forward":
         costs = [MODEL.forward_flops(stats).hardware for stats in expected]

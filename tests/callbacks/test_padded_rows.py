@@ -259,13 +259,16 @@ def test_what_tells_no_lengths_leaves_out_real_tokens_and_says_it_once(
         batches = [{**batch, "position_ids": torch.arange(N).expand(3, N)} for batch in batches]
     with caplog.at_level(logging.INFO):
         memory = fit(tmp_path, batches * 2, CONFIG)
+
     assert caplog.text.count("show which slots are padding") == 1
     row = memory.rows[-1][1]
     gone = {"packing/fill", "device/real_items_per_sec", "device/mfu", "packing/attention_fraction"}
+
     assert not gone & {key.removeprefix("train/") for key in row}
     _, flops = by_hand(CONFIG, [[N] * 3] * 8)
     assert row["train/total_flops"] == flops
     assert row["train/device/hfu"] == pytest.approx(flops / 4.0 / PEAK)
+
     caplog.clear()
     with caplog.at_level(logging.INFO):
         slots = fit(tmp_path, batches, CONFIG, tokens="slots").rows[-1][1]

@@ -219,16 +219,19 @@ def test_a_class_head_counts_as_torch_does(kind: str, trained: str) -> None:
         setattr(config, name, value)
     model: Any = getattr(transformers, f"{kind}ForSequenceClassification")
     model = model._from_config(config, attn_implementation="eager").train()
+
     if trained == "head":
         model.base_model.requires_grad_(False)
     elif trained == "lora":
         model.requires_grad_(False)
         inputs = r".*\.(query|key|value|[qkv]_lin|Wqkv|[qkv]_proj)"
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=inputs))
+
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(2, 32, dtype=torch.long)).logits.sum().backward()
     ours = find_model(model, causal="full")
     assert ours is not None
+
     stats = SeqStats.from_lengths([32, 32], windows=ours.windows)
     assert ours.training_flops(stats).model == counter.get_total_flops()
 

@@ -200,6 +200,7 @@ def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, 
     row = memory.rows[-1][1]
     tokens = sum(map(len, rows))
     flops = FlopsModel.from_config(config).training_flops(work)
+
     assert row["train/device/mfu"] == pytest.approx(flops.model / 0.5 / PEAK)
     assert row["train/device/real_items_per_sec"] == pytest.approx(tokens / 0.5)
     assert row["train/packing/shared"] == pytest.approx(1 - len(prefixes) / tokens)
@@ -329,14 +330,18 @@ def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     runner = trainer(tmp_path, measured)
     data = THDDataModule(rows, capacity=10, needs_boundaries=False)
     runner.fit(Module(clock), data)
+
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
+
     other = THDDataModule(val=rows, capacity=20)
     other.setup("validate")
     runner.validate(Module(clock), other.val_dataloader(), verbose=False)
+
     assert measured.latest["validate/packing/fill"] == pytest.approx(17 / 20)
     measured = monitor(clock)
     trainer(tmp_path, measured).fit(Module(clock), data.train_dataloader())
+
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
 
 
@@ -435,6 +440,7 @@ def test_the_parts_of_a_step() -> None:
     clock = Clock()
     loader = Loader()
     marks = StepMarks(clock)
+
     for _ in range(2):
         marks.waited(loader)
         marks.mark("other")
@@ -451,9 +457,11 @@ def test_the_parts_of_a_step() -> None:
         marks.skip()
         clock.sleep(2.0)
         loader.waited_s += 2.0
+
     marks.waited(loader)
     marks.mark("other")
     parts = marks.close()
+
     assert parts == {
         "train/step_time/data_wait": 2.0,
         "train/step_time/forward_backward": 5.0,
@@ -511,6 +519,7 @@ def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
     took = time.perf_counter() - began
     series = read_metrics(tmp_path)
     mean = {part: sum(v for _, v in series[f"train/step_time/{part}"]) / 4 for part in PARTS}
+
     assert mean["forward_backward"] > 2 * SLOW_S
     assert mean["data_wait"] > SLOW_S / 4  # at least one row a pack
     assert mean["checkpoint"] > 0

@@ -73,6 +73,7 @@ def test_global_flops_are_the_sum_over_four_unequal_ranks() -> None:
     results = run_ranks(_fit, 4, None)
     total = sum(work(rank) for rank in range(4))
     assert len({work(rank) for rank in range(4)}) == 4
+
     rows = [row for _, row in results[0]["rows"]]
     assert len(rows) == STEPS // INTERVAL
     for row in rows:

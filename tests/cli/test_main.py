@@ -74,17 +74,22 @@ def test_the_files_of_the_guide_build_what_they_say(tmp_path: Path, monkeypatch:
     made = LightningCLI(
         CausalLMModule, THDDataModule, subclass_mode_model=True, run=False, save_config_callback=None
     )
+
     assert made.datamodule.global_batch == Sequences(64)
     data = parsed(mixture, tmp_path)
     data.setup("fit")
+
     assert len({i for batch in data.train_dataloader() for i in batch.sequence_ids}) == 8
     assert len(data.val_dataloader()) == 2
+
     data = parsed(stream, tmp_path)
     data.setup("fit")
     assert sum(len(batch.sequence_ids) for batch in data.train_dataloader()) == 4
+
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Trainer, "trainer", instantiate=False)
     trainer = parser.parse_string(devices).trainer
+
     assert trainer.strategy.init_args.tensor_parallel_size == 2
 
 

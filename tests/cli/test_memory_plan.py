@@ -31,11 +31,14 @@ def test_json_is_the_memory_model(config: str, capsys: Said) -> None:
     printed = json.loads(capsys.readouterr().out)
     model = MemoryModel.from_config(LLAMA_8B)
     training = Training(checkpointing=True, mlp_tile=4096, sharded=True, data=4, context=2)
+
     assert printed["peak_bytes"] == model.peak(131_072, training) == sum(printed["parts"].values())
     assert printed["devices"] == 8
     assert printed["moment"] in printed["moments"]
+
     given = printed["options"][0]
     assert given["option"] == "as given"
+
     (card,) = given["cards"]
     assert card["largest_capacity"] == model.largest_capacity(room_of(80), training)
     assert card["fits"] == (printed["peak_bytes"] <= room_of(80))

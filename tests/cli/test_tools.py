@@ -39,27 +39,33 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     main([*plan, "--dp", "2", "--json", "--plot", str(picture)])
     printed = json.loads(capsys.readouterr().out)
     tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
+
     assert (printed["sequences"], printed["tokens"]) == (90, tokens)
     assert printed["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
     assert printed["packs"] == 2 * printed["steps"]
     assert printed["fill"] == pytest.approx(tokens / (printed["packs"] * 256))
+
     texts = [8 + 13 * (i % 9) for i in range(90)]
     orders = random.Random(0)
     slots = [  # of batches of 8 in random order, with 2 sequences in the last
         sum(len(row) * max(row) for row in (order[i : i + 8] for i in range(0, 90, 8)))
         for order in (orders.sample(texts, 90) for _ in range(200))
     ]
+
     assert printed["padded_fill"] == pytest.approx(tokens * 200 / sum(slots), abs=0.03)
     assert printed["imbalance"] >= 1
     assert printed["tokens_per_s"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
     main([*plan, "--model", f"{here}/config.json", "--device", "NVIDIA H200", "--mfu", "0.5"])
     shown = capsys.readouterr().out
     assert re.search(r"^tokens/s of one device +[\d,]+$", shown, re.M)
     assert max(map(len, shown.splitlines())) <= 80
+
     main([*plan[:3], "100", "--oversize", "drop"])
     shown = r" 8 / 53 / 99\n.*sequences: dropped +10\ntokens lost +1,120$"  # half of 80 have 47 or fewer
     assert re.search(shown, capsys.readouterr().out, re.M | re.S)
+
     main([*plan[:3], "7", "--oversize", "own_pack", "--json"])
     assert json.loads(capsys.readouterr().out)["fill"] == 1.0  # every sequence is its own pack
 
@@ -76,10 +82,12 @@ def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     model = ["--model", f"{here}/config.json", "--device", "H100 SXM"]
     plans = []
+
     for share in ([], ["--share-prefixes"]):
         plan = ["plan", f"{here}/texts.jsonl", "--capacity", "256", *model, *share]
         main([*plan, "--json", "--plot", f"{here}/packs.png"])
         plans.append(json.loads(capsys.readouterr().out))
+
     tokens = 100 * 49  # an EOS ends each answer
     distinct = 20 * 40 + 100 * 9
     assert [one["tokens"] for one in plans] == [tokens] * 2

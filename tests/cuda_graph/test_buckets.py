@@ -60,6 +60,7 @@ def test_a_batch_that_fits_is_covered_and_one_that_does_not_is_told_why(
     used = [-(-n // align) * align for n in lengths]
     tail = slots - sum(used)
     chosen, reason = choose([bucket], batch)
+
     if tail < 0:
         assert reason == "tokens"
     elif max(used, default=0) > bucket.max_seqlen:
@@ -78,6 +79,7 @@ def check_filled(batch: THDBatch, bucket: Bucket, lengths: list[int], used: list
     fill(inputs, batch)
     padded = pad_batch(batch, bucket)
     total = sum(used)
+
     for filled in (inputs.batch, padded):
         check_cu_seqlens(filled.cu_seqlens_padded, bucket.slots)
         sizes = filled.cu_seqlens_padded.diff().tolist()
@@ -95,6 +97,7 @@ def check_filled(batch: THDBatch, bucket: Bucket, lengths: list[int], used: list
             positions = positions % 7
         assert torch.equal(filled.position_ids[total:], positions)
         assert torch.equal(filled.position_ids[:total], batch.position_ids[:total])
+
     assert float(inputs.batch.loss_scale) == pytest.approx(batch.loss_scale)
 
 

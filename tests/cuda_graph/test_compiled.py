@@ -112,12 +112,14 @@ def test_forty_packs_in_eager_training_need_one_graph(backend: str) -> None:
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=compiler)
     after_first = 0
+
     for i, batch in enumerate(forty_packs()):
         loss = causal_lm_loss(model, batch)
         expected = causal_lm_loss(plain, batch)
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=ROUNDING)
         assert worst(gradients(model, loss), gradients(plain, expected)) < ROUNDING
         after_first = compiler.frame_count if i == 0 else after_first
+
     assert compiler.frame_count == after_first  # no recompilation
     assert_compiled_once()
 
@@ -146,12 +148,14 @@ def test_compiled_steps_keep_what_uncompiled_ones_do(case: str) -> None:
     hooked = list[int]()
     if case == "checkpoints":
         checkpoint_activations(model)
+
     if case == "hooks":
         layers_of(model)[1].register_forward_hook(lambda layer, args, out: hooked.append(1))
     step = graphed(model, compile_layers=True, keep_gradients=case != "sums")
     tolerance = 2e-2 if case == "autocast" else ROUNDING
     region = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
     batches = [random_batch(seed, count=5) for seed in range(3)]
+
     with region:
         model.zero_grad()
         for batch in batches:
@@ -160,6 +164,7 @@ def test_compiled_steps_keep_what_uncompiled_ones_do(case: str) -> None:
         model.zero_grad()
         for batch in batches:
             causal_lm_loss(model, batch).backward()
+
     expected = [p.grad for p in model.parameters() if p.grad is not None]
     assert worst(actual, expected) < tolerance
     assert step.stats.replays == len(batches)

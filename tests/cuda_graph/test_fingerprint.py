@@ -113,9 +113,11 @@ def test_changes_are_named(change: Callable[[Part], object], message: str) -> No
     part.metric.update(1.0)
     part.metric.more = nn.Linear(1, 1)  # the step does not use it
     watch = part.linear.register_forward_pre_hook(only_looking(partial(print)))
+
     assert fingerprint.change() is None
     watch.remove()
     assert fingerprint.change() is None
+
     change(part)
     reason = fingerprint.change()
     assert reason is not None

@@ -56,6 +56,7 @@ def test_fifty_layouts_equal_padded_eager() -> None:
     module = model()
     step = step_of(module)
     used = set()
+
     for seed in range(50):
         batch = batch_of(seed, count=1 + seed % 24)
         bucket, _ = choose(BUCKETS, batch)
@@ -70,6 +71,7 @@ def test_fifty_layouts_equal_padded_eager() -> None:
         assert torch.equal(loss, eager)
         assert worst(replayed, gradients(module, eager)) < BF16
         assert torch.allclose(loss, causal_lm_loss(module, batch), rtol=1e-2)
+
     assert used == {*BUCKETS, None}
     assert step.stats.replays > 20
 
@@ -142,13 +144,17 @@ def test_a_capture_that_breaks_at_its_end_leaves_allocator_and_generator_usable(
     module = model()
     batch = batch_of(1, count=6)
     step = GraphedStep(Broken(), module, buckets=BUCKETS)
+
     with pytest.warns(UserWarning, match=r"CUDA graphs are off.*test_gpu.py:\d+ in __call__"):
         loss = step(batch)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
     loss.backward()
     assert bool(torch.rand(8, device="cuda").isfinite().all())
+
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     reserved = []
+
     for _ in range(50):  # memory that several streams use comes back only while no capture is underway
         x = torch.ones(1 << 22, device="cuda")
         with torch.cuda.stream(side):
@@ -156,6 +162,7 @@ def test_a_capture_that_breaks_at_its_end_leaves_allocator_and_generator_usable(
         del x
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_reserved())
+
     assert reserved[-1] == reserved[5]
     after = step_of(module)
     assert torch.allclose(after(batch), causal_lm_loss(module, batch), rtol=1e-2)
@@ -167,6 +174,7 @@ def test_ddp_keeps_the_nodes_of_parameters_and_capture_does_not_meet_them(tmp_pa
     """One rank is enough: DDP makes the nodes that accumulate gradients where it is built."""
     store: Any = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl", **store, device_id=torch.device("cuda", 0))
+
     try:
         module = model()
         eager = model()

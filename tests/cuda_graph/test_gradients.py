@@ -147,12 +147,15 @@ def test_a_hook_of_a_parameter_gets_its_gradient_as_ever(kind: str) -> None:
     model.zero_grad()
     seen: list[float] = []
     weight = next(model.parameters())
+
     if kind == "before":
         handle = weight.register_hook(lambda gradient: seen.append(float(gradient.norm())))
     else:
         handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
+
     step(FITS[0]).backward()
     assert seen == pytest.approx([float(expected[0].norm())])
+
     handle.remove()
     for actual, gradient in zip(grads(model), expected, strict=True):
         torch.testing.assert_close(actual, gradient, rtol=1e-12, atol=1e-14)

@@ -107,6 +107,7 @@ def test_a_schedule_of_the_learning_rate_is_followed_in_fp32(kind: str) -> None:
     }
     jobs = both()
     rates = []
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as torch's, of schedules whose optimizer takes no steps
         for job in jobs:
@@ -121,6 +122,7 @@ def test_a_schedule_of_the_learning_rate_is_followed_in_fp32(kind: str) -> None:
                 assert isinstance(group["lr"], float)
                 group["lr"] = exact
                 schedule.step()
+
     assert len(set(rates)) == len(FITS)
     assert_equal(*jobs)
     assert jobs[0].step.stats.optimizer_replays == len(FITS) - 1

@@ -387,6 +387,7 @@ def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, k
     data.setup("fit")
     sequences = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
     expected = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+
     assert sorted(ids.tolist() for ids in sequences) == sorted(expected)
 
 
@@ -411,6 +412,7 @@ def test_nulls_and_mixed_values_under_a_type_of_json_are_learned(tmp_path: Path,
     data.setup("fit")
     sequences = [ids.tolist() for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
     expected = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+
     assert sorted(sequences) == sorted(expected)
 
 

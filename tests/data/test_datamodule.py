@@ -66,13 +66,16 @@ def test_loaders_work_without_a_trainer(num_workers: int) -> None:
     data.setup("fit")
     loader = data.train_dataloader()
     batches = list(loader)
+
     assert len(batches) == len(loader)
     assert all(isinstance(b, THDBatch) and len(b.input_ids) <= CAPACITY for b in batches)
     for batch in batches:
         for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
             assert ids.tolist() == samples[i]["input_ids"].tolist()
+
     del loader, data
     assert set(mp.active_children()) <= before  # workers end with their loader, not when garbage is collected
+
     again = THDDataModule(samples, capacity=CAPACITY, seed=3)
     assert [b.sequence_ids for b in batches_of(again)] == [b.sequence_ids for b in batches]
 
@@ -96,9 +99,11 @@ def test_validation_and_prediction_come_back_per_sequence() -> None:
     with torch.no_grad():
         results = [nll(module.model, sample) for sample in samples]
     expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
+
     assert metrics["val/loss"] == pytest.approx(expected, rel=1e-6)
     predicted = {i: x for batch in make_trainer().predict(module, data) or [] for i, x in batch}
     assert sorted(predicted) == list(range(40))
+
     for i, logits in predicted.items():
         ids = torch.as_tensor(samples[i]["input_ids"])[None]
         with torch.no_grad():
@@ -207,8 +212,10 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             THDDataModule(sequences(9), capacity=CAPACITY, **options)
+
     normed = TinyModule()
     normed.norm = nn.BatchNorm1d(4)
+
     for module, message in ((CausalLMModule(tiny_llama), "average nothing"), (normed, "one more epoch for")):
         data = THDDataModule(sequences(9), capacity=CAPACITY)
         averaging = StochasticWeightAveraging(1e-3)
@@ -231,15 +238,18 @@ def test_known_data_is_counted_once(tmp_path: Path) -> None:
     key = {"fingerprint": "a"}
     first = Known(sequences(50, labels=True))
     expected = build_index(list(first))
+
     for reads in (50, 0):
         data = Known(first)
         index = build_index(data, key=key, cache_dir=tmp_path)
         assert data.reads <= reads + 1  # one look at a sample tells what it holds
         assert index.lengths.tolist() == expected.lengths.tolist()
         assert index.loss_tokens.tolist() == expected.loss_tokens.tolist()
+
     assert isinstance(index.lengths, np.memmap)
     [folder] = tmp_path.iterdir()
     (folder / "lengths.npy").write_bytes(b"")
+
     with pytest.warns(UserWarning, match="It is built again now"):
         again = build_index(first, key=key, cache_dir=tmp_path)
     assert again.lengths.tolist() == expected.lengths.tolist()
@@ -396,6 +406,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tokenising", "c
 def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 16_000)
     command = [sys.executable, "-W", "ignore", "-c", _WORKING, kind, str(tmp_path)]
+
     with subprocess.Popen(command, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         if kind == "loading":
@@ -411,4 +422,5 @@ def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(workers, timeout=20)
         for worker in alive:
             worker.kill()
+
     assert not alive

@@ -219,12 +219,15 @@ def test_bad_rows_are_named_at_preparation_or_skipped(tmp_path: Path, form: str,
     source: Any = rows
     if form != "list":
         source = datasets.Dataset.from_list(rows)
+
     if form == "parquet":
         source.to_parquet(str(tmp_path / "t.parquet"))
         source = tmp_path / "t.parquet"
+
     place = r"t\.parquet, row 2" if form == "parquet" else "(Sequence|Row) 2"
     with pytest.raises(ValueError, match=rf"{place} .*{message}"):
         THDDataModule(source, capacity=8).setup("fit")
+
     data = THDDataModule(source, capacity=8, on_error="skip")
     with pytest.warns(UserWarning, match=rf"1 bad rows are left out; the first: .*{place} "):
         [batch] = batches_of(data)

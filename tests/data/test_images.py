@@ -61,6 +61,7 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
     packed.load_state_dict(one.state_dict())
     rows = []
     logits = []
+
     for i, line in enumerate(file.read_text().splitlines()):
         row = data.dataset[i]
         want = oracle(family, json.loads(line), tmp_path)
@@ -78,9 +79,11 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
             images["mm_token_type_ids"] = want["mm_token_type_ids"]
         with torch.no_grad():
             logits.append(one(input_ids=want["input_ids"], use_cache=False, **images).logits[0])
+
     with torch.no_grad():
         batch = THDBatch.collate(rows)
         found = batch.unpack(packed(**batch.hf_kwargs()).logits)
+
     for own, other in zip(found, logits, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
@@ -154,6 +157,7 @@ def test_every_way_to_give_an_image_is_the_same(tmp_path: Path) -> None:
 def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     records = []
+
     for i in range(5):
         record = chat(i, *["x"] * (i % 3))
         for part in record["messages"][0]["content"]:
@@ -161,17 +165,20 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
         for message in record["messages"]:
             message["content"] = as_parts(message["content"])
         records.append({**record, "images": [{"bytes": as_bytes(i + k), "path": None} for k in range(i % 3)]})
+
     made = datasets.Dataset.from_list(records)
     made.to_parquet(tmp_path / "chats.parquet")
     source = made.cast_column("images", datasets.Sequence(datasets.Image()))
     from_columns = opened(source, cache_dir=tmp_path / "cache").dataset
     from_file = opened(tmp_path / "chats.parquet", cache_dir=tmp_path / "cache").dataset
     direct = opened(records).dataset
+
     for i in range(5):
         assert from_columns[i]["input_ids"].tolist() == direct[i]["input_ids"].tolist()
         if i % 3:
             for rows in (from_columns, from_file):
                 assert torch.equal(rows[i]["pixel_values"], direct[i]["pixel_values"])
+
     image(1).save(tmp_path / "a.png")  # a path is relative to the folder of its file
     (tmp_path / "b").mkdir()
     image(4).save(tmp_path / "b" / "a.png")
@@ -179,6 +186,7 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
     for file in files:
         datasets.Dataset.from_list([{**records[1], "images": ["a.png"]}]).to_parquet(file)
     named = opened(files).dataset
+
     for i, row in enumerate((direct[1], direct[4])):
         assert torch.equal(named[i]["pixel_values"], row["pixel_values"])
 
@@ -316,6 +324,7 @@ def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
         cost=COST,
     )
     assert all(one.microbatch_patches.max() <= 20 for one in plan(data, 1))
+
     grids = THDDataModule(
         rows, capacity=80, extras_cost=lambda row: [[2, 3, len(row["features"])]], cost=COST
     )
@@ -428,9 +437,11 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
         row.update({k: v.double() for k, v in row.items() if k == "pixel_values"})
     data = THDDataModule(rows, capacity=48, num_workers=num_workers)
     make_trainer().fit(module, data)
+
     assert sorted(module.seen) == list(range(len(rows)))
     eager = build("qwen2_5_vl", "eager").double()
     expected = 0.0
+
     for row in rows:
         ids = row["input_ids"][None]
         labels = row["labels"]
@@ -440,6 +451,7 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
         with torch.no_grad():
             logits = eager(input_ids=ids, use_cache=False, **images).logits[0]
         expected += float(torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
+
     # transformers takes softmax and rotary tables of the vision tower in fp32, in blocks of other sizes
     assert module.total == pytest.approx(expected, rel=1e-7)
 
@@ -456,16 +468,20 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     message = "Sequence 2 has 30 tokens, more than fit a pack, and carries image_grid_thw, pixel_values"
     with pytest.raises(ValueError, match=message):
         batches_of(THDDataModule(image_samples(), capacity=8, oversize=oversize))
+
     data = THDDataModule(image_samples(), capacity=31, oversize=oversize)
     data.attach(alignment=Alignment(sequence_multiple=4, total_multiple=16))  # of 31 slots, 16 can be used
     data.setup("fit")
+
     with pytest.raises(ValueError, match=message):
         data.train_steps()
     texts = image_samples(long=7)
     texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
+
     assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))
     samples = KnowsLengths(image_samples())
     samples.lengths = [len(row["input_ids"]) for row in samples]
+
     with pytest.raises(ValueError, match=message):  # never read before: refused when it is
         batches_of(THDDataModule(samples, capacity=8, oversize=oversize))
 

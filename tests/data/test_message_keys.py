@@ -274,10 +274,12 @@ def outcome(case: Case, container: str, folder: Path) -> str:
     """Return what became of a key, in the words of ``CASES``, or a refusal that does not name it."""
     key, _, record, change, _ = case
     plain_ids, plain_targets = _plain(json.dumps(record))
+
     try:
         ids, targets = read(changed(record, change), container, folder / "changed")
     except ValueError as err:
         return "refused" if key in str(err) else f"refused, without naming {key}: {err}"
+
     learned = np.count_nonzero(np.array(targets) != -100)
     text = make_tokenizer(TEMPLATE).decode(ids)
     if WORDS in text:

@@ -94,13 +94,16 @@ def test_named_validation_sets_have_a_metric_each() -> None:
     labelled = {"a": [{**row, "label": 1} for row in a], "b": b}  # labels of sequences change no weight
     data = THDDataModule(val=labelled, capacity=CAPACITY)
     stop = L.callbacks.LambdaCallback(on_validation_batch_end=lambda *_: 1 / 0)
+
     with pytest.raises(ZeroDivisionError):  # what was evaluated until then counts in no later mean
         make_trainer(callbacks=[stop]).validate(module, data, verbose=False)
     of_sets = make_trainer().validate(module, data, verbose=False)
     metrics = {name: value for of_set in of_sets for name, value in of_set.items()}
+
     for name, rows in (("a", a), ("b", b)):
         [alone] = make_trainer().validate(module, THDDataModule(val=rows, capacity=CAPACITY), verbose=False)
         assert metrics[f"val/loss/{name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
+
     [both] = make_trainer().validate(module, THDDataModule(val=[*a, *b], capacity=CAPACITY), verbose=False)
     assert metrics["val/loss"] == pytest.approx(both["val/loss"], rel=1e-6)
 

@@ -70,6 +70,7 @@ def check(seed: int, folder: Path) -> None:
         if "has none of" in str(err) or "has no tokens" in str(err):  # the weights give a source no sequence
             return
         raise
+
     steps = len({(epoch, number) for number, (epoch, _) in enumerate(whole)})
     draw = random.Random(seed)
     is_packs = isinstance(make_case(seed)["global_batch"], Packs)
@@ -77,9 +78,11 @@ def check(seed: int, folder: Path) -> None:
     ran: Ran = []
     for cut in cuts:
         ran += run(make_case(seed), folder / "cut", max_epochs=EPOCHS, max_steps=cut)[0]
+
     if not is_packs:
         for epochs in range(1, EPOCHS):
             ran += run(make_case(seed), folder / "cut", max_epochs=epochs)[0]
+
     rest, again = run(make_case(seed), folder / "cut", max_epochs=EPOCHS)
     ran += rest
     assert [ids for _, ids in ran] == [ids for _, ids in whole], f"seed {seed}"

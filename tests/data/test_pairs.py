@@ -89,6 +89,7 @@ def test_pairs_are_read_from_files(suffix: str, tmp_path: Path) -> None:
             writer.writerows(RECORDS)
     else:
         datasets.Dataset.from_list(RECORDS).to_parquet(path)
+
     assert read(str(path), cache_dir=tmp_path / "cache") == wanted(RECORDS)
     assert read(str(path), cache_dir=tmp_path / "cache") == wanted(RECORDS)  # from the cache
     if suffix == "jsonl":
@@ -114,16 +115,19 @@ def test_parts_are_sequences_for_targets_counts_and_scales() -> None:
     plain = [{"input_ids": ids(text)} for record in RECORDS for text in record.values()]
     one = THDBatch.collate(plain)
     batch = THDBatch.collate([as_ids(record) for record in RECORDS], pad_to=600)
+
     assert batch.targets[: len(one.targets)].tolist() == one.targets.tolist()
     assert batch.position_ids[: len(one.targets)].tolist() == one.position_ids.tolist()
     assert (batch.stats.real_tokens, batch.loss_tokens) == (one.stats.real_tokens, one.loss_tokens)
     assert batch.loss_scale == one.loss_scale
     assert batch.sequence_scale == pytest.approx(1 / len(RECORDS))  # a query weighs one, with its documents
+
     packs = batches_of(THDDataModule(RECORDS, capacity=128, global_batch=Packs(1)))
     for pack in packs:
         assert pack.loss_scale == 1 / pack.loss_tokens
         assert pack.roles is not None
         assert pack.sequence_scale == pytest.approx(1 / pack.roles.count(QUERY))
+
     (weight,) = batch
     assert weight.size(0) == len(RECORDS)
 
@@ -215,6 +219,7 @@ def test_layouts_and_batches_that_would_part_examples_are_refused() -> None:
         THDBatch.collate([{"query": [1], "positive": "text"}])
     with pytest.raises(ValueError, match="has the roles.*wanted 0 for a query"):
         places_of((0, 2))
+
     data = THDDataModule(RECORDS, capacity=128, global_batch=Packs(2))
     data.attach(accumulate=2)
     with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=2 with queries.*Sequences"):

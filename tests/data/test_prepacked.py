@@ -43,13 +43,16 @@ def pack_by_hand(samples: list[dict[str, Any]], form: str, *, pad: int = 0) -> d
 def test_every_format_gives_the_sequences_back(lengths: list[int], form: str, pad: int, labels: bool) -> None:
     rng = np.random.default_rng(sum(lengths))
     samples: list[dict[str, Any]] = [{"input_ids": rng.integers(0, 50, n)} for n in lengths]
+
     for sample in samples:
         keep = rng.random(len(sample["input_ids"])) < 0.5
         sample["labels"] = np.where(keep, sample["input_ids"], -100)
+
     rows = [pack_by_hand(part, form, pad=pad) for part in (samples[:3], samples[3:]) if part]
     if not labels:
         for row in rows:
             row |= {"labels": None, "label": None}
+
     assert holds_packs(rows)
     unpacked = open_packed(rows)
     assert len(unpacked) == len(samples)
@@ -59,6 +62,7 @@ def test_every_format_gives_the_sequences_back(lengths: list[int], form: str, pa
         if labels:
             assert unpacked[i]["labels"].tolist() == sample["labels"].tolist()
     assert unpacked.row.tolist() == [int(i >= 3) for i in range(len(samples))]
+
     expected = [int((s["labels"][1:] != -100).sum()) if labels else len(s["labels"]) - 1 for s in samples]
     assert build_index(unpacked).loss_tokens.tolist() == expected == unpacked.loss_tokens.tolist()
 

@@ -223,6 +223,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
     folder = tmp_path / "data"
     b = write(folder, "b.jsonl", lines({"text": "three"}))
     a = write(folder, "a.jsonl", lines({"text": "one"}, {"text": "two"}))
+
     for source in ([str(b), str(a)], [b, a]):
         assert texts(source) == ["three", "one", "two"]
     for source in (str(folder / "*.jsonl"), folder, [str(folder / "a*"), str(folder / "b*")]):
@@ -233,6 +234,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
     for nothing in (["/nowhere/at-all"], [str(a), str(folder / "nothing.jsonl")]):
         with pytest.raises(ValueError, match="no file matches it"):
             open_source(nothing)
+
     table = write(folder, "a.csv", "text\nhi\n")
     with pytest.raises(ValueError, match="a.csv is a table. Tables are not read beside other files"):
         open_source([table, a])
@@ -240,15 +242,18 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         next(read_documents(table))
     with pytest.raises(ValueError, match="a.csv is a table. Tables are not read .* with processor="):
         Opener(processor=object()).open(table)
+
     note = write(folder, "notes.txt", "x")
     with pytest.raises(ValueError, match="is one document of text, but other files hold records"):
         open_source([note, a])
     with pytest.raises(ValueError, match=r"holds 1 table and 2 JSONL files"):
         open_source(folder)
+
     write(folder / "splits", "test.jsonl", A)
     write(folder / "splits", "train-00000-of-00001.jsonl", B)
     with pytest.raises(ValueError, match=r"holds several splits: test, train"):
         open_source(folder / "splits")
+
     datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"saved was saved by datasets"):
         open_source(tmp_path / "saved")
@@ -284,19 +289,24 @@ def test_addresses_are_fetched_once_into_the_cache(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus/b.jsonl", lines({"text": "far"}))
     memory.pipe("/corpus/c.jsonl.gz", gzip.compress(lines({"text": "away"})))
+
     assert texts("memory://corpus/*.jsonl*", cache_dir=tmp_path) == ["far", "away"]
     assert all(path.resolve().is_relative_to(tmp_path) for path in tmp_path.rglob("*"))
+
     memory.pipe("/corpus/b.jsonl", lines({"text": "new"}))
     assert texts("memory://corpus/b.jsonl", cache_dir=tmp_path) == ["new"]
     with pytest.raises(ValueError, match="does not exist, or holds no data"):
         open_source("memory://corpus/none.jsonl")
+
     memory.pipe({"/corpus/README.md": b"x", "/corpus/sub/test.jsonl": A})
     assert texts("memory://corpus", cache_dir=tmp_path) == ["new", "away", "a"]
     assert texts("memory://corpus/[!R]*", cache_dir=tmp_path) == ["new", "away"]
+
     memory.pipe("/corpus/sub/train.jsonl", A)
     with pytest.raises(ValueError, match=r"/corpus holds several splits: test, train"):
         open_source("memory://corpus")
     assert suffix_of("https://x.org/a.jsonl.gz?download=true") == ".jsonl"
+
     memory.rm("/corpus", recursive=True)
 
 

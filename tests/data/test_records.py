@@ -83,6 +83,7 @@ def test_text_and_prompts_are_two_sources(container: str, tmp_path: Path) -> Non
     words = "make text and prompts two sources of a mixture|no string under the key 'text', found"
     with pytest.raises(ValueError, match=words):
         read(CONTAINERS[container]([TEXT, TEXT, PROMPT], tmp_path), tmp_path)
+
     parts = {name: tmp_path / name for name in ("text", "prompts")}
     for part in parts.values():
         part.mkdir()
@@ -96,10 +97,12 @@ def test_text_and_prompts_are_two_sources(container: str, tmp_path: Path) -> Non
     )
     data.setup("fit")
     learned = set()
+
     for batch in data.train_dataloader():
         ids = batch.unpack(batch.input_ids)
         targets = batch.unpack(batch.targets)
         learned |= {(len(row), int((of_row != -100).sum())) for row, of_row in zip(ids, targets, strict=True)}
+
     assert learned == {(4, 3), (4, 2)}  # "abc" and EOS; "c" and EOS behind a prompt
 
 
@@ -154,12 +157,14 @@ def test_faults_of_files_are_named(tmp_path: Path) -> None:
     blank.write_text(" \n")
     full.write_text('{"text": "abc"}\n')
     table.write_text("text;label\nabc;1\n")
+
     with pytest.raises(ValueError, match=r"blank.jsonl has no record: it is empty or blank"):
         read(str(blank), tmp_path)
     with pytest.warns(DataWarning, match=r"1 of 2 files have no record.*blank.jsonl"):
         assert len(read([str(blank), str(full)], tmp_path)) == 1
     with pytest.raises(ValueError, match=r"a.csv: the first line, 'text;label', is one column"):
         read(str(table), tmp_path)
+
     full.write_text('{"text": "abc", "label": 1.0}\n{"text": "abc", "label": NaN}\n')
     with pytest.raises(ValueError, match=r"full.jsonl, line 2: 'label' is nan; wanted a finite number"):
         read(str(full), tmp_path)

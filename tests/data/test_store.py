@@ -252,6 +252,7 @@ def test_pieces_are_read_and_counted_with_their_targets(
     assume(oversize != "drop" or index.lengths.min() <= limit)
     planner = PackPlanner(index.lengths, limit, global_batch=Packs(1), oversize=oversize)
     targets: dict[int, dict[int, int]] = {}
+
     for k in range(len(planner)):
         for spans in planner.step(0, k, 1).microbatches(0):
             total = 0
@@ -266,6 +267,7 @@ def test_pieces_are_read_and_counted_with_their_targets(
                         targets[int(i)][place] = int(target)
                 total += sum(int(target) != -100 for target in piece_targets)
             assert index.loss_weights(samples, spans)[0].sum() == total
+
     for i, found_targets in targets.items():
         source = samples[i].get("labels", samples[i]["input_ids"])
         assert [found_targets[place] for place in range(len(source))] == [*source[1:].tolist(), -100]

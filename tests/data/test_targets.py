@@ -45,6 +45,7 @@ def brute_force(samples: list[Sample]) -> tuple[dict[tuple[int, int], float], di
     """Weight of every (sequence, token) among tokens, and among sequences; each sums to 1."""
     tokens = {}
     sequences = {}
+
     for i, sample in enumerate(samples):
         whole = np.ndim(sample["weights"]) == 0
         row = np.broadcast_to(sample["weights"], len(sample["input_ids"])).astype(np.float64)
@@ -55,6 +56,7 @@ def brute_force(samples: list[Sample]) -> tuple[dict[tuple[int, int], float], di
             tokens[i, j] = weight
             if total > 0:
                 sequences[i, j] = weight / total * of_sequence
+
     token_shares = {key: weight / sum(tokens.values()) for key, weight in tokens.items()}
     sequence_shares = {key: weight / sum(sequences.values()) for key, weight in sequences.items()}
     return token_shares, sequence_shares
@@ -431,9 +433,11 @@ def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
     data = THDDataModule(rows(12), capacity=40)
     module.model = classifier(family, 2).float().train()
     batch = THDBatch.collate(samples([0, 1, 0]))
+
     assert module.model(**batch.hf_kwargs()).logits.shape == (3, 2)
     AutoModelForSequenceClassification.from_config(module.model.config, attn_implementation="eager")
     module.model.config._attn_implementation = "eager"  # a later transformers copies the config
+
     with (
         caplog.at_level("INFO"),
         pytest.raises(ValueError, match="was given 'thd', got a pack and runs attn_implementation='eager'"),
@@ -441,6 +445,7 @@ def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
         make_trainer().fit(module, data)
     assert "Classification runs attn_implementation='eager', under which" in caplog.text
     assert "copy of the config" not in caplog.text  # no other model has this one
+
     module.model(input_ids=batch.input_ids[None, :3])  # a row by itself is none
     module.model.set_attn_implementation("thd")
     assert module.model(**batch.hf_kwargs()).logits.shape == (3, 2)

@@ -387,8 +387,10 @@ def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[s
     longer = Records()
     fit(whole, kind, accumulate, limit, epochs=EPOCHS)
     fit(longer, kind, accumulate, limit, epochs=EPOCHS + 1)
+
     assert longer.events[: len(whole.events)] == whole.events
     tried = 0
+
     for path, begun in whole.saved.items():
         if only and path.stem not in only:
             continue
@@ -399,6 +401,7 @@ def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[s
             steps = range(expected[:begun].count("step"), expected.count("step"))
             assert resumed.logger_of_steps.steps == [*steps], f"{path.stem}, {epochs} epochs"
             tried += 1
+
     return tried
 
 

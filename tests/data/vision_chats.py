@@ -91,6 +91,7 @@ def model(family: str, attention: str) -> Any:
             vision_start_token_id=ids["<|vision_start|>"],
             vision_end_token_id=ids["<|vision_end|>"],
         )
+
     torch.manual_seed(0)
     return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
 

@@ -273,18 +273,22 @@ def counted(model: torch.nn.Module, total: int, *, backward: bool = False) -> Co
     ids = torch.zeros(1, total, dtype=torch.long, device="meta")
     # transformers looks for packs in the position ids, which reads the device: tell it that there are none
     no_packs = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+
     with no_packs, FlopCounterMode(display=False) as counter:
         out = model(input_ids=ids, use_cache=False)
         if backward:
             out.logits.sum().backward()
+
     by_op: Counter[str] = Counter()
     counts = counter.get_flop_counts()
     for op, flops in counts["Global"].items():
         by_op[str(op).split(".")[-1]] += flops
+
     # older transformers multiply positions by frequencies as matrices; newer ones element by element
     for part in (name for name in counts if "rotary" in name.rpartition(".")[2]):
         for op, flops in counts[part].items():
             by_op[str(op).split(".")[-1]] -= flops
+
     return by_op
 
 

@@ -154,8 +154,10 @@ def test_compressed_attention_equals_the_models_own_masks_and_torchs_counter() -
     stats = SeqStats.from_lengths(lengths, windows=model.windows)
     forward = model.forward_flops(stats)
     training = model.training_flops(stats)
+
     assert forward.attention == attended_flops(config, lengths) + choices
     assert training.attention == 3 * forward.attention - 2 * choices
+
     # on one row torch counts whole rectangles: 32 keys and the blocks of 4 or 8 of them
     by_op = counted(meta_model(config), TOTAL, backward=True)
     terms = [term for layer in model.layers for term in layer.terms if term.basis == "token"]
@@ -164,6 +166,7 @@ def test_compressed_attention_equals_the_models_own_masks_and_torchs_counter() -
     plain = [term for term in terms if term.name not in products and term.kind not in ("embedding", "router")]
     keys = TOTAL * (4 * TOTAL + 2 * TOTAL // 4 + TOTAL // 8)
     squares = 3 * 2 * 6 * (24 + 24) * keys + 2 * 2 * 3 * 16 * TOTAL * TOTAL // 4
+
     assert by_op["bmm"] == batched + squares
     routers = 3 * 2 * 4 * 96 * 8 * TOTAL
     assert by_op["mm"] + by_op["addmm"] == sum(term.training for term in plain) * TOTAL + routers
@@ -290,6 +293,7 @@ def test_cross_attention_counts_queries_times_what_they_read() -> None:
     flops = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=keys))
     pairs = sum(1 for q, k in zip(queries, keys, strict=True) for _ in range(q) for _ in range(k))
     own_pairs = sum(n * (n + 1) // 2 for n in queries)
+
     assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own_pairs)
     no_image = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=[0, 0]))
     assert flops.linear - no_image.linear == 2 * 2 * 96 * 2 * 16 * sum(keys)
@@ -322,12 +326,14 @@ def test_patches_tower_and_projector_equal_torchs_counter(family: str) -> None:
     stats = SeqStats.from_lengths([], image_grid_thw=GRID, vision_windows=model.vision_windows)
     by_op = tower_flops(config)
     attention = matmuls = 0
+
     for layer in model.layers:
         for term in layer.terms if layer.path.startswith("visual") else ():
             one = FlopsModel(name="", layers=(type(layer)(path="", terms=(term,)),), merge=model.merge)
             flops = one.forward_flops(stats).vision
             attention += flops if term.name == "vision_attention" else 0
             matmuls += flops if term.name != "vision_attention" else 0
+
     assert attention > 0
     assert by_op["convolution"] > 0
     assert matmuls == by_op["mm"] + by_op["addmm"] + by_op["convolution"]

@@ -216,6 +216,7 @@ def test_every_key_and_value_on_one_device() -> None:
     linear = 6 * 50 * 100
     attention = 3 * 20 * (60**2 + 40**2) // 2
     flops = linear + attention
+
     assert throughput(STATS, seconds=2.0, model=MODEL, microbatches=1, peak=1e6, recompute="full") == {
         "device/items_per_sec": 62.5,
         "device/real_items_per_sec": 50.0,

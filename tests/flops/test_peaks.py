@@ -125,15 +125,18 @@ def test_a_measured_peak_is_the_best_of_some_shapes_and_runs(monkeypatch: pytest
     monkeypatch.setattr("lightning_thd.flops.peaks._CPU_SHAPES", ((2, 3, 4), (8, 8, 8), (4, 4, 4)))
     ticks = itertools.count()
     rate = measure_flops("cpu", dtype=torch.float32, seconds=2, clock=lambda: float(next(ticks)))
+
     assert rate == 2 * 8 * 8 * 8
     monkeypatch.setattr("lightning_thd.flops.peaks._CPU_SHAPES", ((8, 8, 8),))
     seconds = itertools.accumulate([0.0, 10.0, 2.0, 5.0, 9.0])  # what delays some runs is left out
     rate = measure_flops("cpu", dtype=torch.float32, seconds=20, clock=lambda: next(seconds))
+
     assert rate == 2 * 8 * 8 * 8 / 2
     refused = {"device=": ("meta", "nodevice", "mps:7", 2**31), "at most 3600": ("cpu",)}
     for said, devices in refused.items():
         for device in devices:
             with pytest.raises(ValueError, match=said):
                 measure_flops(device, dtype=torch.float32, seconds=2**31 if device == "cpu" else 0.1)
+
     monkeypatch.undo()
     assert 1e8 < measure_flops("cpu", dtype=torch.bfloat16, seconds=0.01) < 1e15

@@ -76,6 +76,7 @@ def main() -> None:
     warnings.simplefilter("always")
     warnings.showwarning = waits.seen
     warnings.simplefilter = warnings.filterwarnings = lambda *_, **__: None  # type: ignore[assignment]
+
     try:
         runpy.run_path(args.script, run_name="__main__")
     finally:

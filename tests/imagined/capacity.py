@@ -48,14 +48,18 @@ def main() -> None:
         trainer = quiet_trainer(accelerator="gpu", max_steps=3)
         trainer.fit(module, data)
         peak = torch.cuda.max_memory_allocated()
+
     capacity: Any = data.capacity
     memory = MemoryModel.from_config(CONFIG)
     training = Training(precision="32-true")
     predicted = memory.peak(capacity, training)
+
     assert capacity == memory.largest_capacity(int(BUDGET * 0.95), training), capacity
     assert max(module.slots) > 0.95 * capacity
+
     sys.stdout.write(f"capacity {capacity:,}, peak {peak:,}, predicted {predicted:,}\n")
     assert abs(peak / predicted - 1) < 0.1
+
     sys.stdout.write("within a tenth\n")
 
 

@@ -68,15 +68,18 @@ def main(dtype: torch.dtype) -> None:
     step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS, backend=backend, **options)
     actual = losses_and_gradients(step, model)
     largest = max(float(x.double().norm()) for x in expected)
+
     for ours, theirs in zip(actual, expected, strict=True):
         error = float((ours.double() - theirs.double()).norm())
         assert error <= TOLERANCES[dtype] * max(float(theirs.double().norm()), 1e-2 * largest), error
+
     assert step.stats.replays > PACKS // 2, step.stats
     assert step.stats.fallbacks["tokens"] > 0, step.stats
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
     assert RUNS[True] == 2 * LAYERS * len(BUCKETS), RUNS  # forward and backward
     assert RUNS[False] == 2 * RUNS[True], RUNS  # the first and the last warm-up, and no run after them
     assert not any("forward" in vars(layer) for layer in layers_of(model))
+
     sys.stdout.write(f"compiled once, captured {RUNS[True]} times, {step.stats.replays} replays: equal\n")
 
 

@@ -52,10 +52,12 @@ def caller() -> str:
     """Return file, line and function of the nearest frame of ours, else of a library's, else of a test's."""
     frames = []
     frame = sys._getframe(1)
+
     while frame is not None:
         if "/imagined" not in frame.f_code.co_filename:
             frames.append((frame.f_code.co_filename, f"{frame.f_lineno} {frame.f_code.co_name}"))
         frame = frame.f_back
+
     for places in (
         ("/lightning_thd/",),
         ("/site-packages/lightning", "/transformers/", "/accelerate/", "/trl/", "/torchao/"),
@@ -66,6 +68,7 @@ def caller() -> str:
             if any(place in name for place in places):
                 _, ours, short = name.rpartition("/lightning_thd/")
                 return f"{short if ours else '/'.join(name.split('/')[-3:])}:{line}"
+
     return "backward" if threading.current_thread() is not threading.main_thread() else "?"
 
 
@@ -99,6 +102,7 @@ def compiled(name: str, *options: str) -> Path:
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     out = BUILT / f"imagined_{name}_{key}.so"
     BUILT.mkdir(parents=True, exist_ok=True)
+
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
@@ -108,6 +112,7 @@ def compiled(name: str, *options: str) -> Path:
             command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{root}/lib"]
             subprocess.run([*command, "-o", str(part)], check=True)
             part.rename(out)
+
     return out
 
 
@@ -191,11 +196,13 @@ def _flash_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, left
     size = q.shape[-1]
     _demand(size <= 256 and size % 8 == 0 and size == v.shape[-1], f"head dimension {size}, {v.shape[-1]}")
     _demand(q.shape[1] % k.shape[1] == 0, "Number of heads in key/value must divide number of heads in query")
+
     for cu, most, slots in ((cu_seqlens_q, max_q, q.shape[0]), (cu_seqlens_k, max_k, k.shape[0])):
         lengths = cu.diff().tolist()
         assert min(lengths, default=0) >= 0, f"imagined CUDA: cu_seqlens falls: {cu.tolist()[:20]}"
         assert max(lengths, default=0) <= most, f"imagined CUDA: max_seqlen={most} is below the longest"
         assert int(cu[-1]) <= slots, "imagined CUDA: cu_seqlens reach beyond the tokens"
+
     for _, a, b in _sequences(cu_seqlens_q, cu_seqlens_k):
         n = a.stop - a.start
         m = b.stop - b.start
@@ -226,16 +233,20 @@ def _fa_forward(
     _outside("_flash_attention_forward")
     left = others.pop("window_size_left", None)
     right = others.pop("window_size_right", None)
+
     assert not any(value is not None for value in others.values())
     assert dropout_p == 0
+
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # The kernel writes no token outside of the sequences.
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.float32)
+
     for a, b, seen in _flash_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal, left, right):
         if a.start < a.stop:
             attended, lse[:, a] = _attend(q[a], k[b], v[b], scale, seen)
             out[a] = attended.to(q.dtype)
+
     none = torch.zeros((), dtype=torch.uint64)
     return out, lse, torch.zeros(2, dtype=torch.uint64), none, torch.empty(0, dtype=q.dtype)
 
@@ -266,14 +277,17 @@ def _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask_typ
     _demand(takes_dtype, f"Only fp32, half & bf16 supported, got {q.dtype}")
     new = q.dtype != torch.bfloat16 or torch.cuda.get_device_capability() >= (8, 0)
     _demand(new, "bfloat16 is only supported on sm80+ here")
+
     for x in (cu_seqlens_q, cu_seqlens_k):
         fits = x is not None and x.dtype == torch.int32 and x.dim() == 1 and x.is_contiguous()
         _demand(fits, "cu_seqlens must be given, int32, contiguous")
+
     has_longest = len(cu_seqlens_q) == len(cu_seqlens_k) and max_q is not None and max_k is not None
     _demand(has_longest, "cu_seqlens_q and cu_seqlens_k must have one length, and both longest be given")
     _demand(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
     windowed = window is not None and window > 0
     _demand(not windowed or mask_type, "window_size is used with causal masks only")
+
     for i, a, b in _sequences(cu_seqlens_q, cu_seqlens_k):
         n = a.stop - a.start
         m = b.stop - b.start
@@ -305,16 +319,19 @@ def _ea_forward(
     assert bias is None
     assert dropout_p == 0
     assert others.get("seqlen_k") is None
+
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype)
     rows = -(-max_q // 32) * 32 if with_lse else 0
     lse = torch.full((len(cu_seqlens_q) - 1, q.shape[2], rows), torch.inf)
+
     for i, a, b, seen in _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask, window):
         if a.start < a.stop:
             attended, total = _attend(q[0, a], k[0, b], v[0, b], scale, seen)
             out[0, a] = attended.to(q.dtype)
             if rows:
                 lse[i, :, : a.stop - a.start] = total
+
     none = torch.zeros((), dtype=torch.int64)
     return out, lse, none, none.clone(), max_q, max_k
 
@@ -341,6 +358,7 @@ def _ea_backward(
     assert bias is None
     assert dropout_p == 0
     assert not bias_requires_grad
+
     _demand(grad.dtype == q.dtype and grad.shape == out.shape, "grad_out must be as out")
     fits = lse.dtype == torch.float32 and lse.shape == (
         len(cu_seqlens_q) - 1,
@@ -351,9 +369,11 @@ def _ea_backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=x.dtype) for x in (q, k, v))
     parts = _efficient_parts(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, mask, o.get("window_size"))
+
     for i, a, b, seen in parts:
         here = (grad[0, a], q[0, a], k[0, b], v[0, b], out[0, a], lse[i, :, : a.stop - a.start])
         dq[0, a], dk[0, b], dv[0, b] = (x.to(q.dtype) for x in _attend_backward(*here, scale, seen))
+
     return dq, dk, dv, torch.empty(0, dtype=q.dtype)
 
 
@@ -377,6 +397,7 @@ def _addmm_dtype_out(total, a, b, out_dtype, *, beta=1, alpha=1, out):
 def _register():
     lib = torch.library.Library("aten", "IMPL")
     _kept.append(lib)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, f in (

@@ -51,6 +51,7 @@ def compare() -> None:
     batch = BATCH.to("cuda")
     slots = batch.input_ids.shape[-1]
     results = []
+
     for offload in (False, True):
         made = model(offload=offload)
         for _ in range(2):  # the second step meets the inputs of the first
@@ -58,12 +59,15 @@ def compare() -> None:
             loss, held = after_forward(made, batch)
             loss.backward()
         results.append((data(loss), {n: data(p.grad) for n, p in made.named_parameters()}, held))
+
     (expected, gradients, most), (loss, found, least) = results
     assert torch.equal(loss, expected), (loss, expected)
     assert largest_error(found, gradients) == 0.0
+
     inputs = LAYERS * slots * HIDDEN * 4
     # The embedding's output, the input of the first layer, has another holder.
     assert 0.98 * inputs * (LAYERS - 1) / LAYERS < most - least <= inputs, (most, least, inputs)
+
     sys.stdout.write(f"{most:,} bytes after a forward pass, {least:,} with offload: equal\n")
 
 

@@ -69,8 +69,10 @@ def check_uploads(log: Any) -> None:
             changing.targets.fill_(7)  # as a hook before the transfer may
             assert set(data((there := changing.to("cuda")).targets).tolist()) == {7}
         assert (there.max_targets is None) is not inference  # more than were counted when they were collated
+
     mixed = batches()["plain"].replace(extras={"soft": torch.ones(3, requires_grad=True)})
     assert mixed.replace(position_ids=mixed.position_ids.cuda()).to("cuda").extras["soft"].requires_grad
+
     for name, batch in batches().items():
         for sent in (batch, batch.pin_memory()):
             log.uploads.clear()
@@ -145,8 +147,10 @@ def check_static_inputs() -> None:
                 rows = (static.input_ids, static.targets, static.position_ids, static.loss_scale)
                 found.append([data(x).clone() for x in (*rows, *offsets)])
             assert all(map(torch.equal, *found)), name
+
     written = batches()["plain"].to("cuda")
     assert written.buffer() is not None
+
     written.targets.fill_(7)
     assert written.buffer() is None
 
@@ -157,18 +161,21 @@ def check_whole_sets(log: Any) -> None:
     sets = [batches()[name] for name in ("plain", "labels", "nothing")]
     log.reads.clear()
     mean_loss(causal_lm_loss, model, sets, device=torch.device("cuda"))
+
     assert len(log.reads) == 1, log.reads
     (written := sets[1].to("cuda")).targets.fill_(7)
     causal_lm_loss(model, written)  # more targets than were counted when it was collated
     log.reads.clear()
     with torch.no_grad():
         Rows(None, inputs=True).add(model, sets[0].to("cuda"))
+
     assert len(log.reads) == 3, log.reads  # logits, labels and ids
     rows = torch.ones(3, 8, dtype=torch.int64, device="cuda")
     model._thd_shares_prefixes = True
     log.reads.clear()
     _packed(model, rows, rows, rows, {})
     _as_rows(torch.ones(24, device="cuda", requires_grad=True), rows).sum().backward()
+
     assert len(log.reads) == 1, log.reads
 
 
@@ -243,18 +250,22 @@ def check_training(log: Any, precision: str) -> None:
     log.clear()
     start = log.step
     found = train(precision, "gpu")
+
     assert len(found) == len(expected) > STEPS
     away = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     rounding = {"32-true": 1e-6, "64-true": 1e-9, "bf16-true": 2e-2}.get(precision, 5e-3)
+
     assert away < rounding, (precision, away, found, expected)
     reads = [r for r, at in zip(log.reads, log.read_steps, strict=True) if start + 1 < at < start + STEPS]
     scaler = ("item", "optimizer_step") if precision == "16-mixed" else None  # torch's GradScaler reads
     ours = [read for read in reads if scaler is None or any(word not in str(read) for word in scaler)]
+
     assert not ours, ours
     sent = [u for u in log.uploads if "batch/upload" in str(u[-1])]
     # fp64 runs on the portable kernel, which sends its own tables of the batch.
     assert len(sent) == len(found) * (1 + (precision == "64-true")), (len(sent), len(found))
     assert all(upload[2:4] == (True, True) for upload in sent)
+
     sys.stdout.write(f"{precision}: {len(found)} microbatches, {away:.1e} from the CPU's losses\n")
 
 
@@ -264,6 +275,7 @@ def main() -> None:
     if what == "sample":
         check_precisions()
         check_second_device()
+
     with imagined_gpu(capability=tuple(map(int, sys.argv[2].split(".")))) as log:
         if what == "sample":
             check_uploads(log)

@@ -31,11 +31,13 @@ def test_example(name: str, capability: str, tmp_path: Path) -> None:
     arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
     found = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
     ours = {row: n for row, n in our_reads(found).items() if row.split()[-1] not in READS.get(name, ())}
+
     assert not ours, found["reads"]
     if name in WITHOUT_STEPS:
         return
     # GradScaler leaves out the first steps of fp16, whose scaled gradients overflow.
     assert STEPS - 2 * (capability == "7.5") <= found["steps"] <= STEPS
+
     uploads = found["uploads"]
     batches = {row: n for row, n in uploads.items() if "batch/upload" in row}
     assert batches

@@ -194,6 +194,7 @@ class Job:
         losses = []
         if (last := self._last(engine, "complete")) is not None:
             load(str(last))
+
         while loop.global_step < self.steps:
             for step in loop.loader:
                 for batch in step.microbatches:
@@ -211,6 +212,7 @@ class Job:
                     (folder / "complete").touch()
                 if loop.global_step == self.steps:
                     break
+
         return losses
 
     def _last(self, engine: str, whole: str) -> Path | None:

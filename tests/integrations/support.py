@@ -32,9 +32,11 @@ def make_loop(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     host = options.pop("host", None)
     options = {"peak": 1e9, **options}
+
     if engine == "accelerate":
         host = host or accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         return host, prepare_thd(host, model, data, optimizer, scheduler, **options)
+
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     fabric = L.Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
     fabric.launch()

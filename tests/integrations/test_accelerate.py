@@ -57,14 +57,17 @@ def _sharded(accumulate: int, step: Any) -> Any:
     accelerator.state.fsdp_plugin = plugin
     _, loop = make_loop("accelerate", step, host=accelerator)
     losses = []
+
     for batch, _ in zip(loop.loader, range(4), strict=False):
         losses.append(float(loop.backward(batch)))
         accelerator.clip_grad_norm_(loop.model.parameters(), 0.5)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         loop.scheduler.step()
+
     sharded = [isinstance(p, torch.distributed.tensor.DTensor) for p in loop.model.parameters()]
     assert all(sharded)
+
     return {n: p.full_tensor().detach() for n, p in loop.model.named_parameters()}, losses
 
 

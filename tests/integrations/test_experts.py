@@ -32,14 +32,17 @@ def loop_of(engine: str, model: Any, **options: Any) -> Any:
 def test_every_integration_balances_sequences(tmp_path: Path) -> None:
     model = expert_model("gpt_oss")
     batch = THDBatch.collate(SAMPLES)
+
     with torch.no_grad():
         expected = pytest.approx(float(one_at_a_time(model, SAMPLES)), rel=1e-9)
         plain = pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-9)
+
     for engine in ("fabric", "accelerate"):
         loop = loop_of(engine, model, router_balance="sequence")
         step = next(iter(loop.loader))
         assert len(step) > 3
         assert float(loop.backward(step)) == expected
+
     args: Any = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     options: dict[str, Any] = {"capacity": 256, "router_balance": "sequence"}
     trainer = packed_trainer()(model=model, args=args, train_dataset=SAMPLES, **options)
@@ -47,11 +50,13 @@ def test_every_integration_balances_sequences(tmp_path: Path) -> None:
     module._trainer = SimpleNamespace(accumulate_grad_batches=1)
     logged = {}
     module.log = lambda name, value, **_: logged.update({name: float(value)})
+
     with torch.no_grad():
         assert float(trainer.compute_loss(model, {"batch": batch})) == expected
         assert mean_loss(trainer._loss, model, [batch], device=torch.device("cpu"))[0] == plain
         module.training_step(batch, 0)
         module.validation_step(batch, 0)
+
     assert logged == {"train/loss": expected, "val/loss": plain}
 
 

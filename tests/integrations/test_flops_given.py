@@ -89,8 +89,10 @@ def test_packed_trainer_counts_a_model_of_ones_own(
     logs = Logs()
     trainer = OwnTrainer(model=Own(True), args=arguments, callbacks=[logs], **options)
     trainer.train()
+
     assert logs.rows[-1]["total_flops"] == pytest.approx(2 * by_hand(LENGTHS), rel=1e-9)
     assert trainer.state.total_flos == pytest.approx(2 * by_hand(LENGTHS), rel=1e-9)
+
     rated = [row for row in logs.rows if "device/mfu" in row]
     assert rated
     for row in rated:

@@ -73,6 +73,7 @@ def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
         preprocess_logits_for_metrics=best_token,
     )
     expected = theirs.predict(SAMPLES)
+
     for of_rank in run_ranks(evaluate, world, str(tmp_path)):
         metrics = of_rank["metrics"]
         predicted = of_rank["predicted"]

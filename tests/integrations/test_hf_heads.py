@@ -87,11 +87,13 @@ def test_a_pass_of_all_rows_equals_one_row_at_a_time(auto: Any, per_token: bool,
         capacity=24,
         peak=1e12,
     )
+
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-9)
     output = trainer.predict(samples)
     if not per_token:
         assert output.predictions.shape == (len(samples), CLASSES)
         assert output.label_ids.tolist() == [sample["label"] for sample in samples]
+
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -114,6 +116,7 @@ def test_rows_whose_labels_would_be_wrong_are_refused(tmp_path: Path) -> None:
         packed_trainer()(
             model=tagger, args=arguments(tmp_path), capacity=24, data_kwargs={"oversize": "split"}
         )
+
     bad: list[tuple[Any, dict[str, Any], str]] = [
         (tagger, {"input_ids": [5, 6]}, "has no labels"),
         (tagger, {"input_ids": [5, 6], "labels": [1, 2]}, "label for its first token"),

@@ -71,6 +71,7 @@ def test_options_are_refused_by_name(tmp_path: Path) -> None:
         setattr(args, name, VALUES.get(name, True))
         with pytest.raises(ValueError, match=rf"SFTConfig\({name}=.*\) .+\. (Set|Leave|Use|Lower|Name) "):
             packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+
     with pytest.raises(ValueError, match="peak='mesure' is not a device's dense FLOP/s"):
         make(tmp_path, peak="mesure")
     bases = (TrainingArguments,)
@@ -78,6 +79,7 @@ def test_options_are_refused_by_name(tmp_path: Path) -> None:
     later: Any = dataclasses.make_dataclass("Later", fields, bases=bases)
     later.__module__ = "transformers.x"  # Python 3.12 sets it to the caller's
     refuse_options(later(output_dir=str(tmp_path), use_cpu=True))
+
     with pytest.raises(ValueError, match=r"Later\(new_loss='focal'\): packed_trainer does not know"):
         refuse_options(later(output_dir=str(tmp_path), use_cpu=True, new_loss="focal"))
     mine: Any = dataclasses.make_dataclass("Mine", [("colour", str, "red")], bases=bases)
@@ -318,6 +320,7 @@ def test_label_smoothing_and_weights_of_rows_change_the_loss(tmp_path: Path) -> 
     weights = torch.cat([torch.full((len(s["labels"]) - 1,), s["weights"]) for s in samples]) * (labels >= 0)
     expected = (losses * weights).sum() / weights.sum()
     expected.backward()
+
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     for actual, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-9, atol=1e-12)

@@ -87,6 +87,7 @@ def model_of(kind: str, tokenizer: Any, attention: str) -> Any:
         )
     else:
         config = LlamaConfig(**sizes)
+
     torch.manual_seed(0)
     model = auto_class(kind).from_config(
         config, attn_implementation=attention, experts_implementation="eager"

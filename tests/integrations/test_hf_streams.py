@@ -44,9 +44,11 @@ def train(folder: str, accumulate: int, steps: int, resume: bool = False, callba
         peak=1e12,
     )
     trainer.seen = []
+
     if callback is not None:
         callback.trainer = trainer
         trainer.add_callback(callback)
+
     trainer.train(resume_from_checkpoint=resume or None)
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
 
@@ -60,16 +62,19 @@ def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     runs = run_ranks(train, ranks, str(tmp_path), accumulate, 3)
     more = run_ranks(train, ranks, str(tmp_path), accumulate, 6, True)
     packs = [[*one[1], *other[1]] for one, other in zip(runs, more, strict=True)]
+
     assert all(len(one) == 6 * accumulate for one in packs)
     steps = [
         [i for one in packs for pack in one[k * accumulate : (k + 1) * accumulate] for i in pack]
         for k in range(6)
     ]
     first = [i for ids in steps for i in ids][:60]
+
     assert len(set(first)) >= len(first) - 8  # a pass of 60 sequences, and the beginning of the next
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     expected, _ = train_alone(model, samples_of(samples, steps), optimizer)
+
     for parameters, _ in more:
         assert largest_error(parameters, expected) < 1e-10
 
@@ -80,14 +85,17 @@ def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
     trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
     stream = streamed_dataset(source, trl_like)
     (record,) = list(stream)
+
     assert list(record["labels"]) == [-100, 6, 7]
     for row in ({"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [5, 6]}):  # without masks
         (record,) = list(streamed_dataset(Dataset.from_list([row]).to_iterable_dataset(), trl_like))
         assert record == row
+
     with pytest.raises(ValueError, match=r"cannot prepare a Stream. Give it a datasets.IterableDataset"):
         streamed_dataset(Stream("x"), trl_like)
     assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
     assert not any(map(is_streamed, ({"a": ("x.jsonl", 1)}, sequences(2), None)))
+
     (step,) = THDDataModule(stream, capacity=16, global_batch=Packs(1)).train_steps()
     assert step.microbatches[0].targets.tolist() == [6, 7, -100]
 

@@ -117,11 +117,13 @@ def test_thawed_weights_count_from_their_step(tmp_path: Path) -> None:
     samples = sequences(60, labels=True)
     expected = 0
     model = tiny_llama()
+
     for step, ids in enumerate(trainer.seen):
         Thaws().on_step_begin(None, type("", (), {"global_step": step}), None, model=model)
         flops = FlopsModel.from_config(model.config).for_module(model)
         stats = SeqStats.from_lengths([len(samples[i]["input_ids"]) for i in ids], windows=flops.windows)
         expected += flops.training_flops(stats).model
+
     assert trainer.state.total_flos == pytest.approx(expected, rel=1e-9)
     metered = trainer._meter.state()["flops"]
     assert sum(metered.values()) - metered["recompute"] == pytest.approx(expected, rel=1e-9)

@@ -186,12 +186,14 @@ def _refused(kind: str) -> str:
     scheduler: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
     steps = {"packs": Packs(3), "sequences": Sequences(4)}
     data: Any = torch.utils.data.DataLoader([1, 2]) if kind == "loader" else make_data(steps.get(kind))
+
     if kind == "cp":
         accelerator.state.parallelism_config = accelerate.ParallelismConfig(cp_size=2)
     elif kind == "engine":
         accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
     elif kind == "scheduler":
         scheduler = accelerator.prepare(scheduler)
+
     try:
         loop = prepare_thd(accelerator, model, data, optimizer, scheduler, peak=1e9)
         step = next(iter(loop.loader))
@@ -206,6 +208,7 @@ def _refused(kind: str) -> str:
             accelerator.skip_first_batches(loop.loader, 2)
     except Exception as err:
         return f"{type(err).__name__}: {err}"
+
     return ""
 
 
@@ -296,10 +299,12 @@ def _evaluate(engine: str) -> Any:
     first = loop.evaluate(data)
     batches = epochs(loop)
     loop.backward(next(batches))
+
     with pytest.raises(ValueError, match=r"runs one set, but val= names several. Pass them one by one"):
         loop.evaluate(THDDataModule(val={"a": samples, "b": samples}, capacity=CAPACITY))
     with pytest.raises(TypeError, match=r"evaluate\(\) is a dict.* Pass THDDataModule"):
         loop.evaluate(samples)
+
     return first, loop.evaluate(data), logged, loop.model.training
 
 
@@ -344,6 +349,7 @@ def _several_optimizers(engine: str) -> float:
                 each.step()
                 each.zero_grad()
         trained.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
     assert largest_error(trained[0], dict(tiny_llama().named_parameters())) > 1e-3
     return largest_error(*trained)
 

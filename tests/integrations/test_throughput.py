@@ -53,11 +53,13 @@ def test_a_padded_loop_of_fabric() -> None:
     batches: Any = torch.utils.data.DataLoader([batch_of(one) for one in LENGTHS], batch_size=None)
     monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=3, warmup_steps=0)
     monitor.watch(model, log=lambda metrics, step: logged.append((step, metrics)))
+
     for batch in host.setup_dataloaders(batches):
         with monitor.step(batch):
             host.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
+
     latest = monitor.finish()
     assert ([at for at, _ in logged], latest["train/total_flops"]) == ([3, 4], by_hand(bare.config))
     assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)

@@ -242,13 +242,16 @@ def test_loops_refuse_the_first_step_and_evaluations(engine: str) -> None:
     assert torch._C._len_torch_function_stack() == 0  # the counter of FLOPs has stopped
     with pytest.raises(UnreadBoundariesError, match=REFUSED):
         loop.evaluate(data())
+
     for off in ({"needs_boundaries": False}, {"data": data(needs_boundaries=False)}):
         _, loop = make_loop(engine, None, model=Own(False).double(), **{**options, **off})
         loop.backward(next(iter(loop.loader)))
         loop.evaluate(data())
+
     _, loop = make_loop(engine, None, model=Own(True).double(), **options)
     loop.backward(next(iter(loop.loader)))
     assert loop._train_loss is loop._loss_fn
+
     loop.evaluate(data())
 
 
@@ -299,6 +302,7 @@ def run_loop(ported: bool, *, steps: bool = True, stream: bool = False, **option
     datamodule.setup("fit")
     monitor = Monitor(peak=1e9)
     monitor.watch(model, capacity=CAPACITY)
+
     for number, step in enumerate(datamodule.train_steps() if steps else datamodule.train_dataloader()):
         with monitor.step(step):
             batches = step.to("cpu").microbatches if steps else [step.to("cpu")]
@@ -309,6 +313,7 @@ def run_loop(ported: bool, *, steps: bool = True, stream: bool = False, **option
         if number == 2:
             assert type(batches[0]) is THDBatch  # once a pack has passed, nothing is noted
             break
+
     return model
 
 

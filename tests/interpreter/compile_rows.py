@@ -59,11 +59,13 @@ def kernel_report(
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     ptx = compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [ptxas, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
     return {
         "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
@@ -95,6 +97,7 @@ def main() -> None:
                 reports[f"gradient of {kind}, {title}"] = kernel_report(
                     rows._divergence_gradient, columns, **options
                 )
+
     json.dump(reports, sys.stdout)
 
 

@@ -128,6 +128,7 @@ def cases() -> list[tuple[str, Callable[[], Any], Callable[[Any, Any], Tensor], 
     weighted = THDBatch.collate(_samples(weights=0.5)).replace(**scale)
     forked = THDBatch.collate(_forked(), share_prefixes=True).replace(**scale)
     found = []
+
     for kind, batch, losses in (
         ("plain", plain, PLAIN | UNSHARED | PREFERENCES),
         ("weighted", weighted, PLAIN),
@@ -136,6 +137,7 @@ def cases() -> list[tuple[str, Callable[[], Any], Callable[[Any, Any], Tensor], 
         ("shared rollouts", _rollouts(share_prefixes=True), POLICIES),
     ):
         found += [(f"{kind} {name}", _dense, loss, batch) for name, loss in losses.items()]
+
     found += [(f"experts {name}", _experts, loss, plain) for name, loss in BALANCED.items()]
     return found
 

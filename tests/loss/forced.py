@@ -28,6 +28,7 @@ def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
         from lightning_thd.loss.kernels import rows
     else:
         from tests.loss import rows_in_torch as rows  # type: ignore[no-redef]
+
     calls: list[str] = []
     with (
         mock.patch.dict(sys.modules, {"lightning_thd.loss.kernels.rows": rows}),

@@ -53,9 +53,11 @@ def statistics(
     base = largest.masked_fill(largest == -torch.inf, 0.0)[:, None]
     shift = (stats[MAX].double() - base[:, 0]).clamp_min(-1e4)
     away = (logits - base).clamp_min(-1e4)
+
     if entropy:
         older = stats[WEIGHTED] + stats[SUM] * shift
         stats[WEIGHTED] = shift.exp() * older + (away.exp() * away).sum(1)
+
     stats[SUM] = shift.exp() * stats[SUM] + away.exp().sum(1)
     stats[MAX] = largest
 

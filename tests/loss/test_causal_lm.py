@@ -184,12 +184,15 @@ def test_dft_weighs_each_tokens_loss_by_its_probability(share_prefixes: bool) ->
     batch = THDBatch.collate(samples, share_prefixes=share_prefixes)
     loss_of_batch = dft_loss(causal_lm_logprobs(model, batch).logp, batch)
     expected = torch.zeros((), dtype=torch.float64)
+
     for i, row in enumerate(rows):
         logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
         picked = logp.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
         expected = expected - (0.5 + i) * (picked * picked.detach().exp()).sum()
+
     expected = expected / sum((0.5 + i) * (len(row) - 1) for i, row in enumerate(rows))
     torch.testing.assert_close(loss_of_batch, expected, rtol=1e-9, atol=0)
+
     head = model.lm_head.weight  # below it Llama's norms round gradients to fp32
     [one], [other] = (torch.autograd.grad(loss, [head]) for loss in (loss_of_batch, expected))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -182,15 +182,18 @@ def test_a_step_of_several_microbatches_equals_one_batch(capacity: int, dropout:
     data = THDDataModule(EXAMPLES, capacity=capacity, global_batch=Sequences(len(EXAMPLES)))
     data.setup("fit")
     (step,) = data.train_steps()
+
     assert (len(step) > 1) == (capacity < 400)
     model = encoder("bert", dropout=dropout)
     torch.manual_seed(3)
     losses = []
     model.zero_grad()
+
     for batch in step.microbatches:
         loss = info_nce(model, batch.to("cpu"), **options)
         (loss / len(step)).backward()
         losses.append(loss.detach())
+
     accumulated = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     if dropout:
         torch.manual_seed(3)
@@ -204,6 +207,7 @@ def test_a_step_of_several_microbatches_equals_one_batch(capacity: int, dropout:
     else:
         model = encoder("bert", attention="sdpa")
         expected = loss_by_hand(model, EXAMPLES, **options)
+
     assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-9)
     assert largest_difference(accumulated, gradients(model, expected)) < 1e-9
 
@@ -313,6 +317,7 @@ def test_bad_calls_are_named() -> None:
         (encoder("qwen3", attention="sdpa"), batch, {}, "attn_implementation='sdpa', with which sequences"),
         (torch.zeros(3, 4), batch, {}, r"embeddings are .*\[3, 4\]; wanted floats \[21, D\]"),
     ]
+
     for given, wrong, options, message in cases:
         with pytest.raises(ValueError, match=message):
             info_nce(given, wrong, **options)

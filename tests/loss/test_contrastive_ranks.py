@@ -153,8 +153,10 @@ def test_flops_and_epoch_means_count_each_microbatch_once() -> None:
     flops = FlopsModel.from_config(module.model.config)
     counted = flops.training_flops(SeqStats.from_lengths(lengths))
     expected = counted.model - counted.logits  # the model has no head
+
     assert len(module.seen) > 3  # several microbatches
     assert float(trainer.callback_metrics["train/total_flops"]) == pytest.approx(expected, rel=1e-6)
+
     mean = sum(module.losses) / 3  # all steps have ten queries
     assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(mean, rel=1e-6)
 

@@ -271,11 +271,13 @@ def test_a_number_of_loss_tokens_known_on_the_host_changes_nothing(monkeypatch: 
     targets = targets.masked_fill((targets != -100).cumsum(0) > count, -100)
     arguments = LossArgs(hidden=leaves[0], weight=leaves[1], targets=targets)
     results = []
+
     for loss_tokens in (None, count, count + 8):
         with_bound = replace(arguments, loss_tokens=loss_tokens)
         loss = linear_nll(with_bound, Penalties(), token_weights=None)
         logp = linear_logprobs(with_bound, entropy=False).logp
         results.append((loss, logp, *torch.autograd.grad(loss + logp.square().sum(), leaves)))
+
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
     with pytest.raises(RuntimeError, match="more targets count than the 15"):

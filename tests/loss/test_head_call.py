@@ -174,14 +174,17 @@ def test_log_probabilities_and_statistics_of_whole_logits() -> None:
     batch = random_batch(1)
     plain: Any = tiny_llama(torch.float64)
     plain.load_state_dict(model.state_dict(), strict=False)
+
     for options in ({"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sequences"}):
         torch.testing.assert_close(*(causal_lm_loss(m, batch, **options) for m in (model, plain)))
     with static_shapes():  # as recorded steps run
         torch.testing.assert_close(*(causal_lm_loss(m, batch) for m in (model, plain)))
     actual, expected = (causal_lm_logprobs(m, batch, temperature=0.7) for m in (model, plain))
+
     torch.testing.assert_close(tuple(actual), tuple(expected))
     stats = [causal_lm_loss_and_stats(m, batch)[1] for m in (model, plain)]
     torch.testing.assert_close(*stats)
+
     samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 9]}]
     batches = [THDBatch.collate(samples, share_prefixes=share) for share in (True, False)]
     torch.testing.assert_close(*(causal_lm_loss(model, batch) for batch in batches))

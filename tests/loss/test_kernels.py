@@ -82,15 +82,18 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype, chunk: object, voca
     leaves, targets, taught = operands(case)
     with torch.no_grad():
         leaves[0][targets == -100] = torch.nan
+
     with kernels_forced(interpreted=False) as calls:
         loss = fused(kind, leaves, targets, taught, chunk=chunk, **case.kwargs(leaves))
         ours = torch.autograd.grad(loss, leaves)
+
     assert set(calls) == LAUNCHES[kind]
     with torch.no_grad():
         leaves[0][targets == -100] = 0.0
     leaves64 = wide(leaves)
     expected = whole(kind, case, leaves64, targets, taught)
     theirs = torch.autograd.grad(expected, leaves64)
+
     # The teacher's states are rounded to the student's bf16.
     assert relative(loss, expected) < (2e-4 if kind in DIVERGENCES and dtype == torch.bfloat16 else 2e-5)
     for mine, oracle in zip(ours, theirs, strict=True):
@@ -161,6 +164,7 @@ def over_ranks() -> list[float]:
             errors += [relative(a, b) for a, b in zip([loss, *ours], [expected, *theirs], strict=True)]
         assert set(calls) == {"statistics", "gradient", "divergence_terms", "divergence_gradient"}
         errors += [1e-6 * error for error in at_the_edges()]  # in fp64, which stays with torch's operators
+
     return errors
 
 
@@ -203,5 +207,6 @@ def test_a_sample_of_the_kernels_in_tritons_interpreter() -> None:
     ran = subprocess.run(
         [*command, "-m", "not slow"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
+
     assert ran.returncode == 0, ran.stdout
     assert " passed" in ran.stdout

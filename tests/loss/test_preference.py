@@ -57,10 +57,12 @@ def test_dpo_equals_trl(kind: str) -> None:
     columns = 7
     policy, reference = (-torch.rand(2 * pairs, columns, generator=generator) * 2 for _ in range(2))
     mask = torch.ones(2 * pairs, columns + 1, dtype=torch.long)
+
     for row, length in enumerate((7, 3, 5, 2, 6, 4)):
         mask[row, length + 1 :] = 0
         policy[row, length:] = 0.0
         reference[row, length:] = 0.0
+
     mask[:, 0] = 0  # the prompt
     e = 0.1 if kind in (*SMOOTH, *SORTED) else 0.0
     policy.requires_grad_()
@@ -80,6 +82,7 @@ def test_dpo_equals_trl(kind: str) -> None:
         sums[0][0], sums[0][1], sums[1][0], sums[1][1], kind=kind, beta=0.3,  # type: ignore[arg-type]
         label_smoothing=e, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
     )  # fmt: skip
+
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
         torch.autograd.grad(ours, policy, retain_graph=True),
@@ -143,6 +146,7 @@ def test_kto_equals_trl(divergence: bool) -> None:
         undesirable_weight=0.5, divergence=(kl - ref_kl).mean().clamp_min(0) if divergence else 0.0,
     )  # fmt: skip
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+
     torch.testing.assert_close(ours, theirs.nanmean(), rtol=1e-6, atol=1e-6)
 
 
@@ -187,8 +191,10 @@ def test_weights_and_scale_are_those_of_single_pairs_and_no_weight_touches_nothi
     settings = settings_of(name, 4)
     one = [{k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in settings.items()} for i in range(4)]
     each = torch.stack([function(*(row[i : i + 1] for row in clean), **one[i]) for i in range(4)])
+
     torch.testing.assert_close(function(*clean, **settings), each.mean())
     leaves = [torch.where(weights == 0, poison, row.detach()).requires_grad_() for row in clean]
+
     for how, divisor in (({}, weights.sum()), ({"scale": 0.25}, 4.0)):
         ours = function(*leaves, weights=weights, **settings, **how)
         wanted = (each * weights).sum() / divisor

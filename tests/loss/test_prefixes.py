@@ -32,20 +32,24 @@ def tree(
     """Draw sequences that branch anywhere, among them duplicates, prefixes of others and strangers."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(3, vocabulary, int(rng.integers(1, 12)))]
+
     for _ in range(int(rng.integers(4, 9))):
         parent = rows[int(rng.integers(len(rows)))]
         held = parent[: int(rng.integers(0, len(parent) + 1))]
         rows.append(
             np.concatenate([held, rng.integers(3, vocabulary, int(rng.integers(0 if len(held) else 1, 8)))])
         )
+
     rows += [rows[0], rows[int(rng.integers(len(rows)))][:1]]
     samples: list[dict[str, Any]] = [{"input_ids": row} for row in rows]
+
     for sample in samples:
         ids = sample["input_ids"]
         if labels and rng.random() < 0.6:
             sample["labels"] = np.where(rng.random(len(ids)) < 0.5, -100, ids)
         if weights and rng.random() < 0.4:
             sample["weights"] = rng.random(len(ids)).astype(np.float32) if rng.random() < 0.5 else 0.3
+
     return samples
 
 
@@ -109,23 +113,29 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
     samples = tree(seed)
     plain = THDBatch.collate(samples)
     shared = THDBatch.collate(samples, share_prefixes=True)
+
     for options in ({"reduction": "sequences"}, {"label_smoothing": 0.1, "z_loss": 0.01}):
         loss, gradients = measured(llama, plain, **options)
         same, summed = measured(llama, shared, **options)
         assert abs(float(same - loss)) <= TOLERANCE
         assert largest_difference(summed, gradients) <= 1e-6  # norms are in fp32
+
     for actual, expected in zip(
         causal_lm_logprobs(llama, shared), causal_lm_logprobs(llama, plain), strict=True
     ):
         assert torch.allclose(actual, expected, rtol=0, atol=1e-7)
+
     sums = [sequence_sums(causal_lm_logprobs(llama, batch).logp, batch) for batch in (shared, plain)]
     assert torch.allclose(*sums, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="its own loss would count the slots of a prefix only once"):
         llama(**shared.hf_kwargs(), labels=shared.input_ids[None])
+
     rows = [batch.unpack(llama(**batch.hf_kwargs()).logits) for batch in (shared, plain)]
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*rows, strict=True))
+
     slots, targets, weights = shared.predictions
     assert len(set(zip(slots.tolist(), targets.tolist(), strict=True))) == len(slots)
+
     token_weights = 1.0 if plain.weights is None else plain.weights
     assert float(weights.sum()) == pytest.approx(float(((plain.targets != -100) * token_weights).sum()))
 
@@ -181,6 +191,7 @@ def test_the_trees_hold_all_that_may_meet() -> None:
         counts["labels inside"] += any((x[1:n] != -100).any() for x, n in held)
         counts["no labels inside"] += any(n > 1 and (x[1:n] == -100).any() for x, n in held)
         counts["weights"] += any("weights" in sample for sample in samples)
+
     assert min(counts.values()) >= 2, counts
     assert len(counts) == 7
 

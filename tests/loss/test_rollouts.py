@@ -49,19 +49,24 @@ def test_there_and_back(seed: int, multiple: int, total: int) -> None:
     ids, mask, response = random_rows(seed)
     align = Alignment(sequence_multiple=multiple, total_multiple=max(multiple, total))
     packed = PackedRollouts.from_padded(ids, mask, response_mask=response, align=align)
+
     assert torch.equal(packed.unpack(torch.ones(packed.held.shape), of="token").bool(), mask)
     counted = predictable(mask, response)
     assert torch.equal(packed.counts, counted.sum(1))
+
     # what a slot predicts is its target, wherever it has one
     targets = packed.batch.targets
     assert torch.equal(packed.pack(ids, fill=-100)[targets != -100], targets[targets != -100])
     assert torch.equal(packed.unpack(packed.pack(ids, of="token"), of="token"), torch.where(mask, ids, 0))
+
     values = torch.randn(ids.shape, dtype=torch.float64)
     back = packed.unpack(packed.pack(values))
     assert torch.equal(back[counted], values[counted])
     torch.testing.assert_close(packed.sums(packed.pack(values)), (values * counted).sum(1))
+
     by_sequence = sequence_sums(packed.pack(values), packed.batch)
     torch.testing.assert_close(by_sequence, packed.sums(packed.pack(values))[mask.any(1)])
+
     means = (values * counted).sum(1) / counted.sum(1).clamp_min(1)
     torch.testing.assert_close(packed.means(packed.pack(values)), means)
 
@@ -85,6 +90,7 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
     logprobs = packed.logprobs(model, temperature=0.7)
     expected = torch.zeros(ids.shape, dtype=torch.float64)
     entropy = torch.zeros_like(expected)
+
     for b in range(len(ids)):
         slots = mask[b].nonzero().flatten()
         if not len(slots):
@@ -93,14 +99,18 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
         log_p = logits.log_softmax(-1)
         expected[b, slots[1:]] = log_p[:-1].gather(1, ids[b, slots[1:]][:, None]).squeeze(1)
         entropy[b, slots[1:]] = -(log_p.exp() * log_p).sum(-1)[:-1]
+
     counted = predictable(mask, response)
     assert counted.any()
     torch.testing.assert_close(logprobs.logp, expected * counted)
     torch.testing.assert_close(logprobs.entropy, entropy * counted)
+
     total = packed.sequence_logprobs(model, temperature=0.7)
     torch.testing.assert_close(total, (expected * counted).sum(1))
+
     mean = packed.sequence_logprobs(model, temperature=0.7, mean=True)
     torch.testing.assert_close(mean, (expected * counted).sum(1) / counted.sum(1).clamp_min(1))
+
     # a policy loss through the unpacked values, against the same through the oracle
     advantages = torch.randn(ids.shape, dtype=torch.float64)
     ours = torch.autograd.grad(
@@ -109,4 +119,5 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
     theirs = torch.autograd.grad(
         ((expected * advantages - 0.1 * entropy) * counted).sum(), list(model.parameters())
     )
+
     torch.testing.assert_close(ours, theirs)

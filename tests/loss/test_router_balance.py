@@ -122,6 +122,7 @@ def test_a_step_does_not_depend_on_its_packing(family: str) -> None:
     gradients = grads(model)
     rng = np.random.default_rng(0)
     targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in SAMPLES)
+
     for microbatches, how in (
         (1, {}),
         (2, {}),
@@ -211,16 +212,20 @@ def test_a_step_is_balanced_over_its_tokens_so_far() -> None:
     packs = [THDBatch.collate(part, loss_scale=0.0, token_scale=2 / TOKENS) for part in parts]
     packs = [pack.replace(microbatch=i) for i, pack in enumerate(packs)]
     balances = []
+
     for pack in packs:
         balances.append(float(causal_lm_loss(model, pack, router_balance="step")) / 2)
         # Lightning may evaluate inside an accumulated step
         causal_lm_loss(model, THDBatch.collate(SAMPLES, token_scale=0.0), router_balance="step")
+
     assert balances == pytest.approx([float(x) for x in over_a_step(model, parts)], rel=1e-9)
     again = float(causal_lm_loss(model, packs[0], router_balance="step")) / 2
     assert again == balances[0]  # a step begins with its first microbatch
+
     whole = THDBatch.collate(SAMPLES, loss_scale=0.0, token_scale=1 / TOKENS)
     one = causal_lm_loss(model, whole, router_balance="step")
     logits = [layer for sample in SAMPLES for layer in alone(model, sample)]
+
     assert float(one) == pytest.approx(COEFFICIENT * float(balance(logits, 2)), rel=1e-9)
 
 
@@ -262,6 +267,7 @@ def test_refusals() -> None:
         (recomputed := expert_model("qwen3_moe"), batch, sequence, "use_reentrant=False"),
         (recomputed, batch, {}, "use_reentrant=False"),
     ]
+
     checkpoint_activations(recomputed, use_reentrant=True)
     recomputed.enable_input_require_grads()
     recomputed.config.output_router_logits = True
@@ -270,6 +276,7 @@ def test_refusals() -> None:
     balancing = expert_model("qwen3_moe")
     balancing.config.output_router_logits = True
     cases.append((balancing, shard, {"router_balance": "microbatch"}, "one rank's shard.*'sequence'"))
+
     for one, packed, how, words in cases:
         with pytest.raises(ValueError, match=words):
             causal_lm_loss(one, packed, **how)

@@ -132,22 +132,27 @@ def test_tensor_parallel_heads() -> None:
 def test_peft(kind: str) -> None:
     peft = pytest.importorskip("peft")
     options: dict[str, Any] = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "lm_head"]}
+
     if kind == "modules_to_save":
         options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     elif kind == "dora":
         options["use_dora"] = True
     elif kind == "tokens":
         options |= {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 7]}
+
     family = "Qwen3" if kind == "tokens" else "Granite"  # whose embedding is tied
     model = peft.get_peft_model(build(family), peft.LoraConfig(**options)).double()
+
     if kind == "two adapters":
         model.add_adapter("other", peft.LoraConfig(**{**options, "r": 2}))
         model = model.double()
         model.base_model.set_adapter(["default", "other"])
+
     batch = make_batch(ignored=0.3)
     with contextlib.nullcontext() if kind == "modules_to_save" else pytest.warns(UserWarning, match="whole"):
         loss = causal_lm_loss(model, batch)
     assert worst(gradients(model, loss), gradients(model, oracle(model, batch))) < 1e-12
+
     with model.disable_adapter():
         torch.testing.assert_close(causal_lm_loss(model, batch), oracle(model, batch))
 
@@ -200,16 +205,19 @@ def test_composable_checkpoints_of_parts_are_exact_and_of_the_whole_model_refuse
     model = build("Qwen3")
     batch = make_batch()
     expected = gradients(model, causal_lm_loss(model, batch))
+
     for names in (["model"], ["model.layers.0", "model.layers.1.mlp"]):
         checkpointed = build("Qwen3")
         for name in names:
             checkpoint(checkpointed.get_submodule(name))
         recomputed = gradients(checkpointed, causal_lm_loss(checkpointed, batch))
         assert worst(recomputed, expected) < 1e-12
+
     whole = build("Qwen3")
     checkpoint(whole)
     with pytest.raises(ValueError, match="is checkpointed as a whole by torch's composable checkpoint"):
         causal_lm_loss(whole, batch)
+
     outputs = whole(**batch.hf_kwargs(), labels=batch.targets[None], shift_labels=batch.targets[None])
     assert worst(gradients(whole, outputs.loss), expected) < 1e-5  # transformers computes its loss in fp32
 

@@ -254,6 +254,7 @@ def compare(old: Path, new: Path, arguments: list[str]) -> int:
     cells += [(f, layout) for f in after for layout in after[f] if (f, layout) not in set(cells)]
     unequal = 0
     computed = sum(not isinstance(before.get(f, {}).get(layout, ""), str) for f, layout in cells)
+
     for family, layout in cells:
         lines = list(differences(before.get(family, {}).get(layout), after.get(family, {}).get(layout)))
         unequal += bool(lines)
@@ -262,6 +263,7 @@ def compare(old: Path, new: Path, arguments: list[str]) -> int:
             print(f"{family}, {layout}: {line}")
         if len(lines) > 3:
             print(f"{family}, {layout}: ... and {len(lines) - 3} more")
+
     print(
         f"{len(cells)} cells of {len(before)} families, of which the old checkout computes {computed} and "
         f"refuses the rest: {unequal} differ."

@@ -93,6 +93,7 @@ def assert_same(got: Result, want: Result, *, tolerance: float) -> None:
         assert relative_error(ours, theirs) <= tolerance
     assert relative_error(got.loss, want.loss) <= tolerance
     assert got.gradients.keys() == want.gradients.keys()
+
     largest = max(gradient.abs().max().item() for gradient in want.gradients.values())
     errors = {
         name: relative_error(got.gradients[name], gradient, 1e-3 * largest)
@@ -101,6 +102,7 @@ def assert_same(got: Result, want: Result, *, tolerance: float) -> None:
         if max(gradient.abs().max(), got.gradients[name].abs().max()).item() > 1e-6 * largest
     }
     assert len(errors) >= len(want.gradients) / 2
+
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, (worst, errors[worst])
 

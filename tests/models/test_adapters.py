@@ -112,14 +112,18 @@ def test_an_inactive_adapter_takes_no_part(kind: str, options: dict[str, Any], m
     model: Any = adapted(kind, options)
     model.add_adapter("other", getattr(peft, active)(task_type="CAUSAL_LM", **plain))
     batch = THDBatch.collate(SAMPLES)
+
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(model, batch)
     model.set_adapter("other")
+
     if kind == "LilyConfig":  # the active one is no better
         with pytest.raises(ValueError, match=r"'other' \(LILY\)"):
             causal_lm_loss(model, batch)
         return
+
     model.double()
     expected = [nll(model, sample) for sample in SAMPLES]
     mean = torch.stack([total for total, _ in expected]).sum() / sum(count for _, count in expected)
+
     torch.testing.assert_close(causal_lm_loss(model, batch), mean, rtol=1e-12, atol=0)

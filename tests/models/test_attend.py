@@ -111,8 +111,10 @@ def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_the
     kinds: list[dict[str, Any]] = [{}, {"sliding_window": 2}, {"is_causal": False}]
     block = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3)).bool()
     expected = [thd_attention(Layer(), q, k, v, None, **offsets, **kind)[0] for kind in kinds]
+
     torch.testing.assert_close(expected[0], oracle(q, k, v, block.tril()))
     torch.testing.assert_close(expected[2], oracle(q, k, v, block))
+
     with packed(batch):
         for _ in range(2):
             for kind, want in zip(kinds, expected, strict=True):  # as arguments, and of the layer itself
@@ -122,9 +124,11 @@ def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_the
             assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.bfloat16
         assert thd_attention(Layer(), q.double(), k.double(), v.double(), None)[0].dtype == torch.float64
         assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.float32
+
     with packed(THDBatch.collate([{"input_ids": [1] * 3}] * 2, align=Alignment.for_(cp=2))):
         rows = qkv(2, 5)  # beside a pack of two padded sequences, as an encoder's are
         beside = thd_attention(Layer(is_causal=False), *rows, None)[0]
+
     torch.testing.assert_close(beside, oracle(*rows, torch.ones(5, 5, dtype=torch.bool)))
     assert not torch.allclose(thd_attention(Layer(), q, k, v, None)[0], expected[0])
 

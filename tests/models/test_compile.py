@@ -33,10 +33,12 @@ def graphs_after_each_pack(model: Any, *, fullgraph: bool, told: bool) -> list[i
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
         # Older transformers read the experts' sizes in the backward pass, which torch cannot trace.
         model.set_experts_implementation("batched_mm")
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
     counts = []
+
     for seed, lengths in enumerate(CUTS):
         batch = THDBatch.collate(matrix.samples(lengths, seed))
         gradients = []
@@ -55,6 +57,7 @@ def graphs_after_each_pack(model: Any, *, fullgraph: bool, told: bool) -> list[i
             limit = 5e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
             assert matrix.relative_error(ours, theirs, 1e-3 * largest if rounding else 1e-6) <= limit
         counts.append(counter.frame_count)
+
     return counts
 
 

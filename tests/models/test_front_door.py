@@ -219,6 +219,7 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
     kwargs = {name: value for name, value in kwargs.items() if name not in ("use_cache", "attention_mask")}
     labels = batch.input_ids[None]
     got = model(ids, None, positions, None, None, labels, **kwargs)
+
     torch.testing.assert_close(got.loss, loss_alone(stock), rtol=2e-5, atol=0)
     assert torch.equal(model(ids, None, positions).logits, got.logits)  # a pack by its positions
     assert torch.equal(model(ids, None, positions.to(torch.uint16)).logits, got.logits)

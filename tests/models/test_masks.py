@@ -134,6 +134,7 @@ def test_listed_families_build_masks_without_a_look_at_positions(
     model = build(name, "thd").eval()
     batch, _ = packs()
     got = model(**batch.hf_kwargs()).logits
+
     assert not seen
     for module in model.modules():
         module.__dict__.pop(plain_masks.PLAIN_MASKS, None)

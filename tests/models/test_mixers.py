@@ -201,11 +201,13 @@ def test_groups_worked_examples_and_limit() -> None:
     bias = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
     groups = plan_groups([2, 3], torch.device("cpu"))
     want = torch.tensor([2.0, 5.0, 4.0, 9.0, 15.0]).view(1, 5, 1)
+
     assert torch.equal(run_grouped(running_sum, (x,), {"bias": bias}, groups, 5), want)
     # Per-token arguments are found inside tuples, and final states are not mistaken for tokens.
     pair = run_grouped(lambda x, both: (running_sum(x, both[0]), x[:, -1]), (x, (bias, None)), {}, groups, 5)
     assert torch.equal(pair[0], want)
     assert pair[1] is None
+
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
     groups = plan_static_group(offsets, 4, 5)
     assert groups.sources[0].tolist() == [[0, 1, 5, 5], [2, 3, 4, 5]]

@@ -56,17 +56,22 @@ def test_rows_loss_and_gradients_are_those_of_the_sequences_alone(family: str) -
     labels = torch.tensor([0, 1, 1, 0])
     got = ours(**batch.hf_kwargs(), labels=labels)
     want = alone(stock)
+
     assert got.logits.shape == (4, 2)
     assert relative_error(got.logits, want) <= 1e-5
+
     for return_dict in (False, True):
         items = ours(**batch.hf_kwargs(), labels=labels, return_dict=return_dict)
         assert torch.equal(items[0], got.loss)
         assert torch.equal(items[1], got.logits)
+
     loss = torch.nn.functional.cross_entropy(want, labels)
     torch.testing.assert_close(got.loss, loss, rtol=1e-5, atol=1e-6)
+
     got.loss.backward()
     loss.backward()
     largest = max(float(p.grad.abs().max()) for p in stock.parameters() if p.grad is not None)
+
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         assert b.grad is None or relative_error(a.grad, b.grad, 1e-2 * largest) <= 1e-4

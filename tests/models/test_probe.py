@@ -406,15 +406,18 @@ def test_a_config_changed_after_construction_is_followed_or_refused(name: str) -
     family, change, refused = CHANGED[name]
     models = [build_tiny(family, families("causal")[family], kind) for kind in ("eager", "thd")]
     docs = samples(lengths=(7, 1, 21, 9))
+
     for model in models:
         model.load_state_dict(models[0].state_dict())
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
             change(config)
+
     batch = THDBatch.collate([{"input_ids": ids} for ids in docs])
     if refused is not None:
         with pytest.raises(ValueError, match=refused):
             models[1](**batch.hf_kwargs())
         return
+
     for ids, ours in zip(docs, batch.unpack(models[1](**batch.hf_kwargs()).logits), strict=True):
         expected = models[0](input_ids=ids[None], use_cache=False).logits[0]
         torch.testing.assert_close(ours.view_as(expected), expected, rtol=1e-4, atol=1e-5)

@@ -124,10 +124,12 @@ def test_a_family_built_in_a_public_way_is_exact_or_refused(name: str, way: str,
     model = WAYS[way](name, tmp_path).eval()
     error = 0.0
     refusal = ""
+
     try:
         error = error_of(model, name)
     except ValueError as raised:
         refusal = str(raised)
+
     if refusal:
         assert way not in WORKING, f"{name}, {way}: the pack is refused: {refusal}"
         # "packed sequences": transformers' own layers of linear attention refuse what they would mix.

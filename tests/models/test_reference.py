@@ -63,9 +63,11 @@ class PortedAttention(Attention):
         k, v = self.kv(x).unflatten(-1, (2, GROUPS, HEAD)).unbind(1)
         if wrong == "heads":  # neighbouring query heads share keys, not distant ones
             q = q.unflatten(1, (GROUPS, -1)).transpose(1, 2).flatten(1, 2)
+
         if wrong != "rope":
             q = rotated(q.transpose(0, 1), place).transpose(0, 1)
             k = rotated(k.transpose(0, 1), place).transpose(0, 1)
+
         options: dict[str, Any] = {"scale": SCALE, "softcap": CAP, "window": WINDOW}
         if wrong in options:
             options[wrong] = None

@@ -116,14 +116,18 @@ def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> 
     message = (
         "LlamaForCausalLM got labels with a pack: the labels are the next tokens already, as batch.targets"
     )
+
     with pytest.raises(ValueError, match=message):
         model(**batch.hf_kwargs(), labels=batch.targets[None])
     with pytest.raises(ValueError, match="Pass shift_labels=labels too"):
         model(**pack(pad_to=60).hf_kwargs(), labels=pack(pad_to=60).targets[None])
+
     shifted = model(**batch.hf_kwargs(), labels=batch.targets[None], shift_labels=batch.targets[None]).loss
     assert torch.equal(shifted, model(**batch.hf_kwargs(), labels=batch.input_ids[None]).loss)
+
     masked = batch.input_ids.masked_fill(torch.arange(batch.input_ids.numel()) % 3 > 0, -100)
     assert model(**batch.hf_kwargs(), labels=masked[None]).loss.isfinite()
+
     same = THDBatch.collate([{"input_ids": [9] * 30}])  # its own and the next token are one
     assert model(**same.hf_kwargs(), labels=same.targets[None]).loss.isfinite()
 

@@ -76,15 +76,18 @@ def test_a_registered_family_runs_its_recurrent_layers_inside_the_sequences(
     model: Any = build("llama", "thd").eval()
     model.model.layers[0].mlp = MyMlp(MyConvolution())
     (batch, _) = packs()
+
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.mixer \(MyConvolution\).*register_family"):
         model(**batch.hf_kwargs())
     seen: list[nn.Module] = []
     register_family("llama", recurrent_layers=["MyConvolution"], adapt=seen.append)
+
     try:
         prepare(model)
         got = batch.unpack(model(**batch.hf_kwargs()).logits)
     finally:
         registry._REGISTERED.clear()
+
     assert any(inner is model for inner in seen)
     for ids, logits in zip(batch.unpack(batch.input_ids), got, strict=True):
         alone = model(input_ids=ids[None], use_cache=False).logits[0]

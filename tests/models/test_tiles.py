@@ -136,6 +136,7 @@ def test_an_mlp_keeps_its_input_only() -> None:
     slots = BATCH.input_ids.shape[-1]
     # SiLU's input and output, the second factor and the product: four tensors of the intermediate size.
     saved = kept_bytes(whole) - kept_bytes(tiled)
+
     assert saved == pytest.approx(layers * slots * 4 * inner * 4, rel=0.02)
 
 

@@ -152,6 +152,7 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
     ]
     turn = sample([(1, 4, 4)], generator)
     rows.append({key: torch.cat([rows[0][key], turn[key]]) for key in turn})
+
     for row in rows:
         ids = row["input_ids"][None]
         grids = row.get("image_grid_thw")
@@ -159,6 +160,7 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
         positions, _ = model.model.get_rope_index(ids, row["mm_token_type_ids"][None], image_grid_thw=grids)
         row["position_ids"] = positions[:, 0]
         row |= {key: value.double() for key, value in row.items() if value.is_floating_point()}
+
     return rows
 
 
@@ -172,6 +174,7 @@ def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None
     tower = model.model.visual.patch_embed
     tower.register_forward_pre_hook(lambda _, given: patches.append(given[0].shape[0]))
     rows = rows_with_shared_images(model)
+
     with nothing_narrower():
         for share in (False, True):
             model.zero_grad()
@@ -180,9 +183,11 @@ def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None
             loss.backward()
             gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             results.append([loss.detach(), *gradients])
+
     # A conversation with one picture more than another shares none: they are in one tensor.
     assert patches == [3 * (48 + 32 + 48) + 64, 48 + 32 + 48 + 64]
     assert batch.stats.vision_patches == patches[1]
+
     scale = max(float(x.abs().max()) for x in results[0])
     for a, b in zip(*results, strict=True):
         assert float((a - b).abs().max()) <= 1e-9 * scale

@@ -45,13 +45,16 @@ def test_a_stage_draws_what_the_whole_model_draws(family: str) -> None:
     host = family_model(family)
     before = torch.get_rng_state()
     draw_weights(whole, CPU, seed=1)
+
     assert torch.equal(torch.get_rng_state(), before)
     expected = tensors(whole)
     for name, value in host.named_buffers():  # no checkpoint holds the frequencies of a rope
         assert torch.equal(value, expected[name]), name
+
     for name, value in host.named_parameters():  # other numbers of the same distribution
         spread = float(value.detach().std()) if value.numel() > 1_000 else 0.0
         assert float(expected[name].detach().std()) == pytest.approx(spread, rel=0.2) or not spread, name
+
     seen = 0
     for rank in range(2):
         part = stage(on_meta(family), rank)
@@ -60,9 +63,11 @@ def test_a_stage_draws_what_the_whole_model_draws(family: str) -> None:
             tied = rank == 1 and part.config.tie_word_embeddings and "head" in name  # type: ignore[union-attr]
             assert tied or torch.equal(value, expected[name]), name  # the first stage sends its tied weight
             seen += isinstance(value, nn.Parameter)
+
     assert seen >= len(list(whole.parameters()))
     other = on_meta(family)
     draw_weights(other, CPU, seed=2)
+
     assert any(not torch.equal(value, expected[name]) for name, value in other.named_parameters())
 
 
@@ -99,6 +104,7 @@ def test_wrapped_models_are_read_and_their_adapters_drawn(tmp_path: Path) -> Non
     model = peft.get_peft_model(load(tmp_path), how, autocast_adapter_dtype=False)
     read_weights(model)
     draw_weights(model, CPU, seed=1)
+
     for name, value in model.named_parameters():
         if "lora_A" in name:
             assert float(value.detach().std()) > 0.01
@@ -182,10 +188,12 @@ def test_changes_behind_from_pretrained_are_refused(tmp_path: Path) -> None:
     require_unchanged(model)
     nn.init.zeros_(model.model.norm.weight)
     message = r"\['model.norm.weight'\] of Qwen3ForCausalLM changed after from_pretrained, which"
+
     with pytest.raises(ValueError, match=message):
         require_unchanged(model)
     model = load(tmp_path)
     model.resize_token_embeddings(72, mean_resizing=False)
+
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight'.* changed after from_pretrained"):
         require_unchanged(model)
     model = load(tmp_path)

@@ -163,6 +163,7 @@ def test_says_what_is_wrong(call: Callable[[], object], message: str) -> None:
 def test_no_plan_is_below_the_bound_that_the_benchmark_prints() -> None:
     cost = Cost(linear=20, quadratic=1)
     tight = 0
+
     for seed in range(5):
         lengths = np.random.default_rng(seed).integers(1, 11, 6)
         work = cost(lengths)
@@ -176,4 +177,5 @@ def test_no_plan_is_below_the_bound_that_the_benchmark_prints() -> None:
         if np.isfinite(best):
             assert least <= best + 1e-12
             tight += best / least < 1.05
+
     assert tight >= 1  # it is near enough to be of use

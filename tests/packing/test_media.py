@@ -83,6 +83,7 @@ def test_ranks_have_equal_flops_and_packs_no_patch_too_many(
     before = []
     # No search: placing the largest first is even enough.
     monkeypatch.setitem(balanced_bins.__globals__, "exchange", None)
+
     for k in range(2):
         plan = planner.step(0, k, dp)
         work = flops(plan)
@@ -94,6 +95,7 @@ def test_ranks_have_equal_flops_and_packs_no_patch_too_many(
         assert plan.patches.sum() == PATCHES[plan.spans.index, 0].sum() == plan.microbatch_patches.sum()
         other = flops(by_tokens.step(0, k, dp))
         before.append(other.max(axis=0).sum() * dp / other.sum())
+
     assert min(before) > 1.1
 
 
@@ -104,14 +106,17 @@ def test_packs_of_windows_hold_no_patch_too_many(oversize: Any) -> None:
         LENGTHS, 16_384, global_batch=Packs(4), patches=PATCHES, max_patches=most, oversize=oversize
     )
     wide = PATCHES[:, 0] > most
+
     assert planner.entries.counts["own_pack" if oversize == "own_pack" else "dropped"] == wide.sum() > 10
     seen: list[int] = []
+
     for k in range(len(planner)):
         plan = planner.step(0, k, 4)
         for spans in (spans for rank in plan.spans_by_rank() for spans in rank):
             seen += spans.index.tolist()
             assert spans.lengths.sum() <= 16_384
             assert PATCHES[spans.index, 0].sum() <= most or len(spans) == 1
+
     assert sorted(seen) == np.flatnonzero(~wide | (oversize == "own_pack")).tolist()
     # Packs may be as many as the larger of both sums asks for, and an eighth more.
     kept = PATCHES[~wide, 0].sum() / most

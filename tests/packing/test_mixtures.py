@@ -26,9 +26,11 @@ def test_shares_are_within_one_sequence_of_the_weights(sizes: dict[str, int], se
     for name, count in counts.items():
         assert abs(count - sum(counts.values()) * weights[name] / sum(weights.values())) < 1
         assert count >= sizes[name]  # "longest": each is used whole
+
     lengths = {name: np.full(size, 3) for name, size in sizes.items()}
     mixture = make_mixture(lengths, weights, seed=seed)
     drawn: Counter[int] = Counter()
+
     for epoch in range(3):
         indices = mixture.indices(epoch, np.arange(mixture.total))
         assert np.bincount(mixture.source_of(indices), minlength=len(sizes)).tolist() == list(counts.values())
@@ -55,6 +57,7 @@ def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> 
     assert other.resume(made.state(1, 4)) == (1, 4)
     with pytest.raises(ValueError, match="lengths was"):
         planner(step, seed=1).resume(made.state(1, 4))
+
     for epoch in (1, 0, 2):
         pure = [p.step(epoch, 3, 2).spans.index.tolist() for p in (made, other)]
         assert pure[0] == pure[1]

@@ -48,6 +48,7 @@ def test_an_epoch_holds_every_token_once_below_the_cap(
     planner = PackPlanner(
         lengths, capacity, global_batch=batch, oversize=oversize, align=align, window=window, seed=3
     )
+
     for epoch in (0, 1):
         used = run_epoch(planner, epoch, dp)
         for i, length in enumerate(lengths):
@@ -55,6 +56,7 @@ def test_an_epoch_holds_every_token_once_below_the_cap(
             tokens = min(length, limit) if oversize == "truncate" else length
             tokens = 0 if oversize == "drop" and length > limit else tokens
             assert [n for piece in pieces for n in range(*piece)] == list(range(tokens))
+
     for k in range(len(planner)):
         for spans in itertools.chain(*planner.step(0, k, dp).spans_by_rank()):
             padded = sum(n if align is None else align.padded_length(n) for n in spans.lengths.tolist())
@@ -100,13 +102,16 @@ def test_counts_what_happens_to_oversize_sequences() -> None:
         assert (planner.entries.counts[name], planner.entries.counts["tokens_lost"]) == (2, lost)
         assert plan.real_tokens == sum(lengths) - lost
         assert plan.sequences == 4
+
     lengths = np.where(np.arange(1_000) % 3 == 0, 9_000, 10)
     planner = PackPlanner(lengths, 8192, global_batch=Sequences(100), oversize="drop")
     assert planner.entries.counts["dropped"] == 334
     assert planner.entries.counts["tokens_lost"] == 334 * 9_000
+
     steps = [planner.step(0, k, 2) for k in range(len(planner))]
     assert [step.sequences for step in steps] == [100] * 6 + [66]  # exactly n, although some are left out
     assert sorted(np.concatenate([s.spans.index for s in steps])) == [i for i in range(1_000) if i % 3]
+
     plan = PackPlanner([20], 8, global_batch=Sequences(1), oversize="split").step(0, 0, 1)
     assert plan.spans.start.tolist() == [0, 8, 16]
     assert plan.spans.stop.tolist() == [8, 16, 20]

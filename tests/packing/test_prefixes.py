@@ -41,6 +41,7 @@ def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, c
     data = rows()
     planner = planner_of(data, capacity, global_batch=batch, loss_tokens="all")
     assert (planner.num_packs is None) == isinstance(batch, Sequences)
+
     for epoch in (0, 1):
         used = list[int]()
         for k in range(len(planner)):
@@ -56,6 +57,7 @@ def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, c
             if isinstance(batch, Sequences) and k < len(planner) - 1:
                 assert len(held[0]) == batch.n
         assert sorted(used) == list(range(len(data)))
+
     dropping = planner_of(data, capacity, global_batch=batch, tail="drop", seed=-1)
     ran = sum(dropping.step(1, k).sequences for k in range(len(dropping)))
     assert ran + dropping.tail_dropped(1) == len(data) > ran - (capacity > 20)

@@ -234,6 +234,7 @@ def test_plans_are_near_the_best_of_all(ranks: int) -> None:
     """Plans of six sequences take 1.06 times the least time on average, and the bound is below it."""
     rng = np.random.default_rng(ranks)
     relative_times = []
+
     for _ in range(25):
         lengths = np.clip(rng.lognormal(2.0, 1.2, 6), 1, 60).astype(np.int64)
         sharing = Sharing(max_degree=int(rng.choice([2, ranks])))
@@ -245,6 +246,7 @@ def test_plans_are_near_the_best_of_all(ranks: int) -> None:
         assert least_time(tables, ranks) <= best * (1 + 1e-9)  # the bound that benchmarks print holds
         assert slowest_ranks(plan) >= best * (1 - 1e-9)
         relative_times.append(slowest_ranks(plan) / best)
+
     assert np.mean(relative_times) < 1.06
     assert max(relative_times) < 1.5
 

@@ -30,13 +30,16 @@ def test_an_epoch_shuffles_windows_packs_and_ties_but_never_members() -> None:
         home[window_members(packs.entries, 500, 0, window, window + 1)] = window
     epochs = [read(packs, epoch) for epoch in range(6)]
     orders = [tuple(dict.fromkeys(home[pack[0]] for pack in epoch)) for epoch in epochs]
+
     assert all(len({home[i] for i in pack}) == 1 for epoch in epochs for pack in epoch)
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert len(set(orders)) > 1
+
     # Inside a window: the packs come in another order, and equal lengths change places between packs.
     inside = [[pack for pack in epoch if home[pack[0]] == 0] for epoch in epochs[:2]]
     assert inside[0] != inside[1]
     assert {frozenset(pack) for pack in inside[0]} != {frozenset(pack) for pack in inside[1]}
+
     sizes = [sorted(tuple(sorted(lengths[list(pack)])) for pack in packs_) for packs_ in inside]
     assert sizes[0] == sizes[1]
 

@@ -32,6 +32,7 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
     group: Any = dist.group.WORLD
     cp = group.size()
     errors = {}
+
     for family in families:
         samples = tree(seed=sum(map(ord, family)) % 7)
         options = OPTIONS.get(family, {})
@@ -55,6 +56,7 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
                 abs(float(shard_loss - loss)) / float(loss),
                 largest_difference(kept, [grad for grad in expected if grad.abs().max() > 0]),
             ]
+
     return errors
 
 
@@ -77,6 +79,7 @@ def test_every_slot_and_prediction_is_on_one_rank(layout: Layout, cp: int, seed:
     whole = THDBatch.collate(tree(seed), align=align, share_prefixes=True)
     parts = [shard_batch(whole, group=None, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
     predictions = []
+
     for part in parts:
         mine = part.boundaries.layout.own
         rows = part.predictions
@@ -86,12 +89,14 @@ def test_every_slot_and_prediction_is_on_one_rank(layout: Layout, cp: int, seed:
         assert torch.equal(part.boundaries.positions, whole.boundaries.positions[mine])
         assert torch.equal(part.input_ids[part.prefixes.token_slots][part.prefixes.here],
                            whole.input_ids[whole.prefixes.token_slots][part.prefixes.here])  # fmt: skip
+
     expected = whole.predictions
     assert sorted(row for row in predictions if row[1] != -100) == [
         (slot, target, pytest.approx(weight))
         for slot, target, weight in zip(*(x.tolist() for x in expected), strict=True)
         if target != -100
     ]
+
     here = torch.stack([part.prefixes.here for part in parts])
     assert torch.equal(here.sum(0), torch.ones(sum(whole.lengths), dtype=torch.int64))
 
@@ -104,14 +109,17 @@ def test_queries_see_the_keys_of_their_path_in_the_window(layout: Layout, left: 
     whole = THDBatch.collate(tree(2), align=Alignment.for_(cp=cp), share_prefixes=True)
     prefixes = whole.prefixes
     shown = {}
+
     for path, queries in zip(
         torch.split(prefixes.keys, list(prefixes.key_lengths)), prefixes.query_lengths, strict=True
     ):
         for i in range(len(path) - queries, len(path)):
             first = 0 if left < 0 else max(0, i - left)
             shown[int(path[i])] = path[first : i + 1].tolist()
+
     order = [shard_batch(whole, group=None, cp=cp, rank=r, layout=layout) for r in range(cp)]
     gathered = torch.cat([part.boundaries.layout.own for part in order])
+
     for part in order:
         call = part.boundaries.layout.call(causal=True, left=left)
         keys = gathered[call.keys]

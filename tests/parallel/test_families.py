@@ -64,6 +64,7 @@ def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[flo
     mesh = init_device_mesh("cpu", (2,))
     warnings.filterwarnings("ignore")
     errors = {}
+
     for family in families:
         loss, expected = gradients(build(family))
         model = build(family)
@@ -80,6 +81,7 @@ def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[flo
         )
         cut = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
         errors[family] = (abs(cut_loss - loss) / loss, worst, cut)
+
     return errors
 
 

@@ -39,6 +39,7 @@ def train(layout: Any = None, way: Any = "auto") -> dict[str, Tensor]:
     model = build()
     group = dist.group.WORLD
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+
     for step in range(STEPS):
         rows = [{"input_ids": (torch.arange(n) * 7 + step) % 60 + 1} for n in LENGTHS]
         align = None if layout is None else Alignment.for_(cp=group.size(), layout=layout)
@@ -52,6 +53,7 @@ def train(layout: Any = None, way: Any = "auto") -> dict[str, Tensor]:
             dist.all_reduce(parameter.grad)
             parameter.grad /= group.size()
         optimizer.step()
+
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -77,6 +77,7 @@ def test_blocks_hold_every_pair_once(pack: tuple[list[int], int, str], causal: b
     lengths, cp, layout = pack
     left = left if causal and layout == "striped" else -1
     pairs: list[tuple[int, int]] = []
+
     for rank, source in product(range(cp), range(cp)):
         block = plan_block(lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left)
         if block is None:
@@ -95,6 +96,7 @@ def test_blocks_hold_every_pair_once(pack: tuple[list[int], int, str], causal: b
             for i, j in product(range(len(q_part)), range(len(k_part))):
                 if (block.right < 0 or j <= i + shift) and (block.left < 0 or j >= i + shift - block.left):
                     pairs.append((int(q_part[i]), int(k_part[j])))
+
     assert len(pairs) == len(set(pairs))
     assert set(pairs) == seen_pairs(lengths, causal=causal, left=left)
 

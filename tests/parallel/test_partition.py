@@ -58,6 +58,7 @@ def test_calls_hold_exactly_the_keys_a_query_may_see(
     padded = [-(-n // (2 * cp)) * 2 * cp for n in lengths]
     owner = np.repeat(np.arange(len(padded)), padded)
     left = left if causal else -1
+
     for rank in range(cp):
         plan = partition.plan_keys(padded, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
         slots_of_rank = partition.rank_indices(padded, cp=cp, rank=rank, layout=layout)

@@ -100,6 +100,7 @@ def test_messages() -> None:
         shard_batch(with_images, group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match="wants a multiple of 4.*align"):
         shard_batch(THDBatch.collate([{"input_ids": [1] * 6}]), group=None, cp=2, rank=0)
+
     shard = shard_batch(batch, group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match=r"unpack\(\) got a tensor of shape \(3,\), but the shard has"):
         shard.unpack(torch.zeros(3))

@@ -85,6 +85,7 @@ def in_torch(model: nn.Module, *, ported: bool = True) -> Ran:
     data.setup("fit")
     ran = Ran.nothing()
     note_gradients(optimizers[0], model, ran)
+
     for _, step in zip(range(STEPS), data.train_steps(), strict=False):
         losses = [loss_of(model, batch, ported=ported) / len(step) for batch in step.microbatches]
         torch.stack(losses).sum().backward()
@@ -93,6 +94,7 @@ def in_torch(model: nn.Module, *, ported: bool = True) -> Ran:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
     return ran._replace(parameters=parameters_of(model))
 
 

@@ -128,11 +128,13 @@ def test_an_accelerate_script() -> None:
     ran = Ran.nothing()
     optimizer = note_gradients(optimizer_of(model.parameters()), model, ran)
     loop = prepare_thd(accelerator, model, data, optimizer, peak=1e9)
+
     for _, step in zip(range(STEPS), loop.loader, strict=False):
         ran.losses.append(float(loop.backward(step)))
         ran.steps.append([i for batch in step.microbatches for i in batch.sequence_ids])
         loop.optimizer.step()
         loop.optimizer.zero_grad()
+
     check(start, ROWS, ran._replace(parameters=parameters_of(model)), causal_alone)
     wrong = prepare_thd(accelerator, start, data, optimizer_of(start.parameters()), peak=1e9)
     with pytest.raises(ValueError, match="runs attn_implementation='eager', which can let packed"):
@@ -146,15 +148,18 @@ def test_trl_sft_with_prompts(tmp_path: Path) -> None:
     model = llama(vocabulary=len(tokenizer))
     draw = np.random.default_rng(0)
     rows = []
+
     for _ in range(40):
         length = int(draw.integers(4, 20))
         ids = draw.integers(1, len(tokenizer), length).tolist()
         rows.append({"input_ids": ids, "completion_mask": [0, 0, *[1] * (length - 2)]})
+
     start = eager(model)
     chosen = partial(trl.SFTConfig, completion_only_loss=True)
     options: Any = {"processing_class": tokenizer, "arguments": chosen}
     ran = in_trainer(model, Dataset.from_list(rows), tmp_path, trl.SFTTrainer, **options)
     labelled = [{"input_ids": r["input_ids"], "labels": [-100, -100, *r["input_ids"][2:]]} for r in rows]
+
     check(start, labelled, ran, causal_alone, to=1e-6)  # TRL's head computes in fp32
     with pytest.raises(ValueError, match="packing=True"):
         in_trainer(

@@ -89,12 +89,15 @@ def test_a_resumed_run_goes_on_exactly_and_weights_load_both_ways(
     fit(tmp_path, whole, plugin, steps=4)
     fit(tmp_path, first, FP8Precision(recipe), steps=2).save_checkpoint(tmp_path / "two.ckpt")
     fit(tmp_path, second, resumed, steps=4, ckpt_path=tmp_path / "two.ckpt")
+
     assert first.losses + second.losses == whole.losses
     assert list(second.state_dict()) == plain
+
     llama().load_state_dict(second.model.state_dict())
     second.model.load_state_dict(llama().state_dict())
     histories = resumed.state_dict()
     expected = plugin.state_dict()
+
     assert len(histories) == len(expected) == (14 if recipe == "delayed" else 0)
     for name, state in expected.items():
         assert state["scaling_fwd"][1].count_nonzero() == 4
@@ -213,6 +216,7 @@ def test_models_the_engine_would_run_wrongly_are_refused(te: State) -> None:
     convert_linear(model, recipe="current")
     with pytest.raises(Exception, match=r"has Transformer Engine layers already \(model.layers.0"):
         convert_linear(model, recipe="current")
+
     with pretended_ranks(1, backend="gloo"):
         mesh = init_device_mesh("cpu", (1,))
         layer = nn.Linear(32, 32)
@@ -224,6 +228,7 @@ def test_models_the_engine_would_run_wrongly_are_refused(te: State) -> None:
         later[0].weight = nn.Parameter(distribute_tensor(later[0].weight.detach(), mesh))
         with pytest.raises(Exception, match=r"sharded by FSDP2 or tensor.*\(0.weight\) is not"):
             in_low_precision(causal_lm_loss, later)
+
     recipe = FP8Precision("current").recipe
     for strategy in (THDModelParallelStrategy(tensor_parallel_size=2), FSDPStrategy()):
         with pytest.raises(Exception, match=r"engine='te' with .*Strategy, which shards .* engine='torchao'"):
@@ -254,11 +259,13 @@ def test_devices(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     resolved = resolve(recipe, "te")
     device = torch.device("cuda", 0)
+
     if message is None:
         check_device(resolved, device)
     else:
         with pytest.raises(Exception, match=message):
             check_device(resolved, device)
+
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(Exception, match="engine='te' is NVIDIA's. On an AMD GPU .* use engine='torchao'"):
         check_device(resolved, device)

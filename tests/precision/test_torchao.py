@@ -98,6 +98,7 @@ def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
         handle.remove()
         model(torch.arange(16)[None], use_cache=False)
         model.load_state_dict(model.state_dict())
+
     assert len(set(events[False])) == 10
     assert events[True] == events[False]
 
@@ -215,6 +216,7 @@ def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Pat
         pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"),
     ):
         convert_linear(llama(), engine="torchao")
+
     for model, plugin, message in (
         (llama().half(), emulated(), r"is torch.float16: FP8 takes weights in .* that float16 lost"),
         (llama(), FP8Precision("rowwise", engine="torchao"), "training runs on 'cpu'"),
@@ -244,6 +246,7 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
     model = llama()
     convert_linear(model, recipe=recipe, engine="torchao", emulate=True)
     step = graphed(model)
+
     for seed in range(6):
         batch = random_batch(seed)
         bucket, _ = choose(BUCKETS, batch)
@@ -257,6 +260,7 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(replayed, gradients(model, eager), strict=True))
         with torch.no_grad():  # so that the next replay finds other numbers, of another size, to scale
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+
     assert step.stats.replays >= 3
     for holder in (model, model.model.layers[0].mlp.up_proj):
         holder.__dict__["_thd_fp8"] = KNOWN_RECIPES["te", "delayed"]

@@ -92,11 +92,13 @@ def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     family, _, depth = family.partition("@")
     chosen = FAMILIES[family]
     arguments = {**chosen.arguments, **({} if chosen.kind == "ssm" else _WIDE)}
+
     if depth:
         arguments |= {"num_hidden_layers": int(depth.rstrip("t")), "tie_word_embeddings": depth[-1] == "t"}
         kinds = arguments.get("layer_types")
         if kinds is not None:
             arguments["layer_types"] = (kinds * int(depth.rstrip("t")))[: int(depth.rstrip("t"))]
+
     config = getattr(transformers, chosen.config)(**arguments)
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -165,6 +167,7 @@ def check_stages(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolera
     """Compare all ranks of a pipeline with one process; returns the largest relative error of a weight."""
     seen: set[str] = set()
     worst = 0.0
+
     for rank in found:
         names = {
             name: name if name in wanted["params"] else _EMBEDDING for name in rank["params"]
@@ -176,8 +179,10 @@ def check_stages(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolera
             assert rank[kind] == pytest.approx(wanted[kind], rel=tolerance)
         if "logged" in rank:  # Lightning keeps logs in fp32
             assert rank["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)
+
     assert seen == set(wanted["params"])
     assert worst < tolerance
+
     return worst
 
 
@@ -211,9 +216,11 @@ def train(
     trainer = make_trainer(layout, family, accumulate_grad_batches=accumulate, **(trainer_options or {}))
     trainer.fit(module, data(step))
     losses = torch.tensor(module.losses, dtype=torch.float64, device=trainer.strategy.root_device)
+
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
+
     return {
         "params": full_parameters(module.model),
         "losses": (losses.view(-1, accumulate).sum(1)).tolist(),

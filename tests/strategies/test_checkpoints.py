@@ -103,6 +103,7 @@ def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
             assert outcomes[0].error is None, (cell, outcomes[0].error)
             expected[cell] = outcomes[0].value
             assert (folder / cell / f"step={SAVED}.ckpt").is_dir() == (PLACES[cell].strategy != "thd_ddp")
+
     faults = []
     for world in (1, 2, 4):
         into = [way for way in ways if PLACES[way[1]].world == world]
@@ -111,6 +112,7 @@ def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
             errors = [error_or(outcome, compare) for outcome in outcomes]
             # Other layouts pad other packs: the same sums in another order.
             faults += [(way, e) for e in errors if isinstance(e, str) or not e < 1e-10]
+
     assert not faults, "\n".join(f"{way}: {error}" for way, error in faults)
 
 
@@ -193,10 +195,12 @@ def test_states_of_other_parameters_are_refused() -> None:
     module(torch.ones(1, 3)).sum().backward()
     whole.step()
     part = torch.optim.Adam(module[0].parameters())
+
     with pytest.raises(ValueError, match=r"groups of \[4\] parameters, but this optimizer has groups of \[2"):
         by_name(whole.state_dict(), part, module)
     named = by_name(whole.state_dict(), whole, module)
     assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
     # Lightning's own strategy numbers by the module, in ascending order: here without the first weight.
     state = {"state": {3: "b", 1: "a"}, "param_groups": [{"lr": 1.0, "params": [3]}, {"params": [1]}]}
     theirs = torch.optim.Adam([{"params": [module[1].bias]}, {"params": [module[0].bias]}])
@@ -204,17 +208,20 @@ def test_states_of_other_parameters_are_refused() -> None:
     assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
     with pytest.raises(ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1"):
         by_index(named, part, module)
+
     part.step()
     with pretended_ranks(2):
         shard = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (2,)), src_data_rank=None)
         with pytest.raises(ValueError, match=r"holds a DTensor, of which only the first"):
             Checkpoints(THDModelParallelStrategy()).save(print, {"callbacks": [shard]}, "", None)
+
     fsdp = FSDPStrategy()  # whose numbers are not those of its flat parameters
     seen = list[Any]()
     fsdp._optimizers = [part]  # type: ignore[assignment]
     fsdp._lightning_module = module
     checkpoint = {"optimizer_states": [{"state": {}, "param_groups": [{"params": [9, 0]}, {"params": [1]}]}]}
     Checkpoints(fsdp).load_optimizers(seen.append, checkpoint)
+
     assert seen == [checkpoint]
     with pytest.raises(ValueError, match=r"holds 2 parameters that the checkpoint's optimizer did not, \['1"):
         by_index(by_name(part.state_dict(), part, module), whole, module)

@@ -92,6 +92,7 @@ def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     """Run layouts on the same ranks, and compare each with one process."""
     ranks = runs[0][0].world
     of_ranks = run_ranks(train_all, ranks, family, runs)
+
     for number, (layout, balance) in enumerate(runs):
         of_run = [rank[number] for rank in of_ranks]
         packs = {rank["rank"]: rank["packs"] for rank in of_run}
@@ -107,6 +108,7 @@ def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
         for rank in of_run:
             of_rank = {name: value for name, value in rank["gradients"].items() if name in gradients}
             assert largest_error(of_rank, {name: gradients[name] for name in of_rank}) < 1e-9
+
     return of_ranks
 
 

@@ -83,14 +83,18 @@ def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_p
         folder.mkdir()
     job = start(killed, 2, 1, SHARE_PREFIXES="1")
     os.kill(wait_for_step(killed / "ledger-1.txt", 5, job), signal.SIGKILL)
+
     assert job.wait(120) != 0
     assert (killed / "checkpoints" / "last.ckpt").exists()
+
     for folder in (killed, whole):
         done = start(folder, 1, 1, SHARE_PREFIXES="1").wait(240)
         assert done == 0, (folder / "log.txt").read_text()[-4000:]
+
     assert largest_error(torch.load(killed / "final.pt"), torch.load(whole / "final.pt")) < 1e-10
     begun, resumed = sequences_of(killed / "ledger-0.txt")
     (expected,) = sequences_of(whole / "ledger-0.txt")
+
     assert len(begun) > 4
     assert resumed == {step: ids for step, ids in expected.items() if step >= min(resumed)}
 
@@ -99,18 +103,23 @@ def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_p
 def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
     job = start(tmp_path, 2, 1, "--max-restarts=1", KILL_AT="1:7")
     assert job.wait(280) == 0, (tmp_path / "log.txt").read_text()[-4000:]
+
     starts = [sequences_of(tmp_path / f"ledger-{rank}.txt") for rank in range(2)]
     assert all(len(of_rank) == 2 for of_rank in starts)  # killed once, started twice
+
     again = [min(of_rank[1]) for of_rank in starts]
     assert again[0] == again[1]
     assert again[0] in (4, 6)  # checkpoints at 2, 4, 6; the last may not have been whole
+
     for before, after in starts:
         assert sorted(after) == list(range(again[0], kill_job.STEPS))
         shared = sorted(before.keys() & after.keys())[:-1]  # in the last one before the kill it was cut off
         assert [before[step] for step in shared] == [after[step] for step in shared]
+
     for step, ids in enumerate(planned_sequences()):
         last = [after if step in after else before for before, after in starts]
         assert sorted(i for of_rank in last for i in of_rank[step]) == ids, step
+
     trained = torch.load(tmp_path / "final.pt")
     assert largest_error(trained, run_ranks(alone, 1)[0]) < 1e-10
 
@@ -170,12 +179,14 @@ def test_a_stage_dies_and_every_rank_ends_with_an_error(
     finally:
         for rank in ranks:
             rank.kill()
+
     record_property("seconds from the kill to the last error", round(took, 1))
     assert codes[1] == -signal.SIGKILL
     for rank in (0, 2, 3):
         assert codes[rank] != 0
         assert "Error" in (tmp_path / f"log-{rank}.txt").read_text()
     assert [rank.wait(240) for rank in start_ranks(tmp_path, layout)] == [0] * layout.world
+
     expected = run_ranks(alone, 1, kill_job.FAMILY)[0]
     for rank in range(layout.world):
         params = torch.load(tmp_path / f"final-{rank}.pt")

@@ -51,11 +51,13 @@ def check(
     expected = train_by_hand(family, layout, step, dtype)
     before = dict(family_model(family, dtype).named_parameters())
     assert all(not torch.equal(expected["params"][name], before[name]) for name in before)
+
     errors = [largest_error(rank["params"], expected["params"]) for rank in found]
     assert max(errors) < TOLERANCE[dtype]
     for rank in found:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[dtype])
         assert rank["steps"] == STEPS
+
     tokens = [rank["real_tokens"] for rank in found]
     assert len(set(tokens[0])) > 1  # unequal packs, one after the other
     assert layout.dp == 1 or tokens[0] != tokens[-1]  # and side by side
@@ -63,6 +65,7 @@ def check(
     if isinstance(step, Sequences):  # Lightning keeps logs in fp32
         assert found[0]["logged"] == pytest.approx(expected["losses"][-1], rel=1e-6)
         assert found[0]["microbatches"] > STEPS  # several a step, or nothing was accumulated
+
     return max(errors)
 
 

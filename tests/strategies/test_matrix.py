@@ -48,15 +48,18 @@ def refusals(strategy: str, layout: str) -> dict[str, str]:
 def check(strategy: str, layout: str, features: list[str], folder: Path) -> None:
     place = layout_of(layout)
     left_out = OF_A_PACK if place.dp > 1 else set()
+
     if strategy.endswith(
         "ddp"
     ):  # torch's DDP waits for the gradient of every weight it was given, and says so
         left_out = left_out | {"frozen later"}
+
     features = [feature for feature in features if feature not in left_out]
     [expected] = run_ranks(one_process, 1, features, timeout_s=600)
     row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
     refused = refusals(strategy, layout)
     faults = []
+
     for feature, outcomes in zip(features, row, strict=True):
         compare = partial(error_of, wanted=expected.get(oracle_of(feature, layout)))
         errors = [error_or(outcome, compare) for outcome in outcomes]
@@ -65,6 +68,7 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
             continue
         # Lightning keeps logs in fp32.
         faults += [(feature, e) for e in errors if isinstance(e, str) or e[0] >= 1e-10 or e[1] >= 2e-6]
+
     assert not faults, "\n".join(f"{strategy} {layout} {feature}: {error}" for feature, error in faults)
 
 

@@ -72,17 +72,21 @@ def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
     second = str(tmp_path / "dp")
     behind = Layout(pp=2, options={**INTERLEAVED, "asynchronous_checkpoints": True})
     stages = run_ranks(save_and_go_on, 2, behind, first, False)
+
     assert all(rank["losses"] == stages[0]["losses"] for rank in stages)
     params = {name: value for rank in stages[::-1] for name, value in rank["params"].items()}
+
     for folder, layout in ((first, Layout(dp=2)), (first, Layout(pp=2, dp=2)), (first, Layout())):
         ranks = run_ranks(save_and_go_on, layout.world, layout, folder, True)
         mean = [sum(losses) / len(ranks) for losses in zip(*(r["losses"] for r in ranks), strict=True)]
         assert mean == pytest.approx(stages[0]["losses"][3:], rel=1e-10)
         for name, value in ranks[0]["params"].items():
             assert torch.allclose(value, params[name], rtol=1e-9, atol=1e-10), name
+
     run_ranks(save_and_go_on, 2, Layout(dp=2), second, False)
     again = run_ranks(save_and_go_on, 2, Layout(pp=2), second, True)
     assert again[0]["losses"] == pytest.approx(stages[0]["losses"][3:], rel=1e-10)
+
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{first}/exported", dtype=torch.float64)
     for name, value in full_parameters(model).items():
         assert torch.equal(value, params[name]), name
@@ -445,13 +449,16 @@ def test_weights_drawn_or_read_on_stages_are_those_of_the_whole_model(
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) / 10)
         model.save_pretrained(tmp_path, max_shard_size="40KB")
+
     folder = str(tmp_path) if reads else None
     (expected,) = run_ranks(fit_later, 1, family, folder, Layout(), wrap)
     tied = next((name for name in expected if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
     seen: set[str] = set()
+
     for rank in run_ranks(fit_later, 2, family, folder, Layout(pp=2), wrap):
         of_stage = {name if name in expected else tied: value for name, value in rank.items()}  # the head's
         for name, value in of_stage.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10 * wrap, atol=1e-10 * wrap)
         seen |= of_stage.keys()
+
     assert seen == expected.keys()

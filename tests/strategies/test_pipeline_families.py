@@ -93,6 +93,7 @@ def verdicts(chunk: list[Family], folder: Path) -> dict[str, tuple[str, str]]:
     if not chunk:
         return {}
     failed = folder / "failed.json"
+
     try:
         _, last = run_ranks(train_all, 2, chunk, 2, str(failed), timeout_s=30.0 + 20 * len(chunk))
     except RankError as err:
@@ -102,6 +103,7 @@ def verdicts(chunk: list[Family], folder: Path) -> dict[str, tuple[str, str]]:
         failed.unlink()
         rest = [family for family in chunk if family[0] != name]
         return {name: (verdict, why), **verdicts(rest, folder)}
+
     (alone,) = run_ranks(train_all, 1, chunk, 1, str(failed), timeout_s=30.0 + 20 * len(chunk))
     return {
         name: ("exact" if actual == pytest.approx(expected, rel=1e-5) else "wrong", f"{actual} {expected}")

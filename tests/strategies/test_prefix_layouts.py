@@ -103,6 +103,7 @@ def by_hand(family: str, steps: int) -> dict[str, Any]:
     optimizer = make_optimizer(model)
     losses = []
     seen = []
+
     for k in range(steps):
         plan = planner.step(*divmod(k, len(planner)), 1)
         seen.append(sorted(plan.spans.index.tolist()))
@@ -114,6 +115,7 @@ def by_hand(family: str, steps: int) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         losses.append(float(loss.detach()))
+
     return {"params": dict(model.named_parameters()), "losses": losses, "seen": seen}
 
 
@@ -121,6 +123,7 @@ def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any])
     """Compare all ranks of a job, from its first step on, with one process."""
     steps = slice(case.first, case.stop)
     names: set[str] = set()
+
     for rank in found:
         renamed = {} if "lm_head.weight" in wanted["params"] else {"lm_head.weight": EMBEDDING}
         params = {renamed.get(name, name): value for name, value in rank["params"].items()}
@@ -129,9 +132,11 @@ def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any])
             largest_error(params, {name: wanted["params"][name].detach() for name in params}) < TOLERANCE
         ), case
         assert rank["shared"] > 0
+
     assert names == wanted["params"].keys()
     losses = np.mean([rank["losses"] for rank in found], axis=0)
     assert losses.tolist() == pytest.approx(wanted["losses"][steps], rel=TOLERANCE), case
+
     others = case.layout.world // case.layout.dp
     for k, ids in enumerate(wanted["seen"][steps]):
         assert sorted(i for rank in found for i in rank["seen"][k]) == sorted(ids * others), case

@@ -111,12 +111,15 @@ class Cluster:
         programs = folder / "bin"
         programs.mkdir()
         python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", python)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
+
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+
         self.environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",

@@ -66,6 +66,7 @@ def cold_starts(rounds: int, folder: Path) -> dict[str, int]:
         )
         assert os.listdir(folder / f"{k}") == ["cache"]
         shutil.rmtree(folder / f"{k}")
+
     return {"cold starts": rounds, "builds": rounds, "errors": 0}
 
 

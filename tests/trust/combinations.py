@@ -51,9 +51,11 @@ def draw(rng: random.Random) -> Case:
     """Draw one combination."""
     where = dict(rng.choice(rng.choice([ONE, ONE, TWO, FOUR])))
     options: dict[str, Any] = {}
+
     if where.get("cp", 1) > 1:
         options["context_parallel_layout"] = rng.choice(CUTS)
         options["context_parallel_communication"] = rng.choice(COMMUNICATIONS)
+
     if where.get("tp", 1) > 1 and rng.random() < 0.3:
         options["sequence_parallel"] = True
     dp = where.get("dp", 1)
@@ -121,6 +123,7 @@ def run(count: int, seed: int, minutes: float) -> Tally:
     ends = time.monotonic() + 60 * minutes
     waiting: dict[int, list[Case]] = {}
     drawn = 0
+
     while drawn < count and time.monotonic() < ends:
         case = draw(rng)
         drawn += 1
@@ -129,6 +132,7 @@ def run(count: int, seed: int, minutes: float) -> Tally:
         if len(group) == CHUNK:
             _together(waiting.pop(case.world), tally)
             sys.stderr.write(f"{dict(tally.outcomes)}\n")
+
     for group in waiting.values():
         _together(group, tally)
     return tally

@@ -203,6 +203,7 @@ def run_case(case: Case) -> Outcome:
     except Exception:
         trace = traceback.format_exc()
         return Outcome("ended" if "Connection closed by peer" in trace else "crashed", trace)
+
     error = largest_error(trained, by_hand(case, used), part=case.where.pp > 1)
     bound = BOUND_ROUTER if case.family in FP32_ROUTER else BOUND
     bound = BOUND_FP32 if case.family in FP32_INSIDE else bound
@@ -241,9 +242,11 @@ def packed(case: Case) -> tuple[dict[str, Tensor], list[list[int]]]:
     )
     trainer.fit(module, data)
     used = [module.used]
+
     if dist.is_initialized() and where.world > 1:
         used = [None] * where.world  # type: ignore[list-item]
         dist.all_gather_object(used, module.used)
+
     return full_parameters(module.model), [
         sorted({i for rank in used for i in rank[k]}) for k in range(STEPS)
     ]
@@ -254,6 +257,7 @@ def by_hand(case: Case, used: list[list[int]]) -> dict[str, Tensor]:
     model = case.model()
     samples = case.samples()
     optimizer = make_optimizer(model)
+
     for ids in used:
         parts = [loss_of(model, samples[i], case) for i in ids]
         if case.reduction == "sequences":
@@ -267,6 +271,7 @@ def by_hand(case: Case, used: list[list[int]]) -> dict[str, Tensor]:
         if case.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
+
     # The last stage of a pipeline has its own copy of a tied head, under the head's name.
     once = case.where.pp == 1
     return {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=once)}

@@ -52,10 +52,12 @@ def compare(steps: int = STEPS) -> dict[str, bool]:
         "tp 2": Layout(tp=2),
         "pp 2": Layout(pp=2),
     }
+
     for name, layout in layouts.items():
         first, again = (run_ranks(digest, layout.world, layout, 0, steps) for _ in range(2))
         alike = layout.pp > 1 or len(set(first)) == 1  # a stage has parameters of its own
         same[f"{name}, run to run, on every rank"] = first == again and alike
+
     return same
 
 

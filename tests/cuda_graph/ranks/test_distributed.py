@@ -74,6 +74,7 @@ def raw_ddp() -> tuple[float, int, dict[str, int]]:
     reference = DistributedDataParallel(eager)
     step = graphed(wrapped)
     error = 0.0
+
     for i in range(5):
         batch = random_batch(2 * i + dist.get_rank(), count=14 if i == 2 and dist.get_rank() else 5)
         if i == 0 and dist.get_rank() == 0:  # yet it captures, or the other rank would wait for its vote
@@ -84,6 +85,7 @@ def raw_ddp() -> tuple[float, int, dict[str, int]]:
         causal_lm_loss(reference, batch).backward()
         pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
         error = max(error, worst([a.grad for a, _ in pairs], [b.grad for _, b in pairs]))
+
     assert "forward" not in model.__dict__
     return error, step.stats.replays, dict(step.stats.fallbacks)
 
@@ -179,9 +181,11 @@ def compare(name: str, count: int) -> dict[str, Any]:
     for one in (model, whole):
         torch.manual_seed(0)
         shake(one)
+
     apply_tensor_parallel(model, model_plan(model), init_device_mesh("cpu", (2,)))
     step = graphed(model)
     result: dict[str, Any] = {"loss": 0.0, "gradients": 0.0}
+
     for seed in range(count):
         batch = random_batch(seed)  # the same on both ranks
         model.zero_grad()
@@ -194,6 +198,7 @@ def compare(name: str, count: int) -> dict[str, Any]:
         pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), whole.parameters(), strict=True)]
         full = [a.full_tensor() if isinstance(a, DTensor) else a for a, _ in pairs]
         result["gradients"] = max(result["gradients"], worst(full, [b for _, b in pairs]))
+
     cut = sum(isinstance(p, DTensor) for p in model.parameters())
     return {**result, "cut": cut, "replays": step.stats.replays, "fallbacks": dict(step.stats.fallbacks)}
 

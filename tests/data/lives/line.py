@@ -90,6 +90,7 @@ class Line:
         all_uses = self.uses(slice(None))
         # Packs of a stream are filled from a window, in which a short source may stand several times.
         choosy = setup.mixed and setup.stream is not None and not isinstance(setup.step, Sequences)
+
         for k in range(len(setup.lengths)):
             counts = [all_uses[i] for i in self._taking_part(k, certain=True)]
             slack = number if setup.tail == "drop" else 1
@@ -98,6 +99,7 @@ class Line:
                 self._taking_part(k, certain=False)
             )
             assert not any(all_uses[i] for i in unlikely), "a sequence that is dropped was used"
+
         if setup.steps_per_epoch is not None:
             assert len(self.epochs[-1]) == setup.steps_per_epoch
         elif setup.mixed and setup.stream is None:
@@ -106,6 +108,7 @@ class Line:
             self._check_streams(all_uses, number)
         else:
             self._check_once(self.uses(slice(-1, None)))
+
         self.epochs.append([])
 
     def check_state(self, state: Any, places: dict[tuple[int, int], int]) -> None:
@@ -120,6 +123,7 @@ class Line:
         pending = Counter((shard, row) for shard, row, _ in stream["pending"].tolist())
         uses = self.uses(slice(None))
         cursors = stream["cursors"].tolist()
+
         for place in {*pending, *places}:
             shard, row = place
             read = stream["rounds"][shard // per_source] + (row < cursors[shard])

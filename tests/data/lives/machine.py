@@ -67,18 +67,22 @@ class Lives(RuleBasedStateMachine):
         self.workers = workers if self.with_workers else 0
         expected = self.capacity if capacity is None else capacity
         state = None if self.saved is None else self.saved[0]
+
         if state is not None and expected != self.capacity and self.setup.stream is None:
             with pytest.raises(ValueError, match=f"capacity was {self.capacity}, is {expected}"):
                 self._start(expected, state)
             self.tally["changed capacities refused"] += 1
             return
+
         self.tally["changed capacities taken"] += state is not None and expected != self.capacity
         self.capacity = expected
+
         if self.saved is None:
             self.line = Line(self.setup)  # in as many parts as there are ranks
             self.places = {}
         else:
             self.line = self.saved[1].copy()
+
         self.line.capacities.add(expected)
         self.job = self._start(expected, state)
         self._begin_epoch()

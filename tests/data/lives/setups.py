@@ -230,9 +230,11 @@ def setups(draw: Any, *, kinds: tuple[str, ...] = ("map", "mixture", "stream", "
     longest = SMALLEST if oversize == "error" else MOST - 1
     number = draw(st.integers(2, 3)) if kind in ("mixture", "streams") else 1
     lengths = []
+
     for _ in range(number):
         more = draw(st.lists(st.integers(1, longest), min_size=0 if number > 1 else 3, max_size=20))
         lengths.append((draw(st.integers(1, SMALLEST)), *more))
+
     weights = tuple(draw(st.sampled_from([1.0, 2.0, 0.3])) for _ in lengths)
     packs = draw(st.booleans())
     step = Packs(4) if packs else Sequences(draw(st.integers(1, 9)))

@@ -36,14 +36,17 @@ def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Pat
     lines[7] = '{"input_ids": []}'
     (tmp_path / "001.jsonl").write_text("\n".join(lines))
     messages = run_ranks(partial(caught, n=6), 2, f"{tmp_path}/*.jsonl", timeout_s=60)
+
     for message in messages:
         assert "Rank 1: shard" in message
         assert "001.jsonl, row 3: not JSON" in message
         assert "on_error='skip'" in message
+
     odd = json.loads(lines[9])  # a user's function raises an error for this record only
     cost = {"extras_cost": lambda record: 1 // (record != odd)}
     loader = module(f"{tmp_path}/*.jsonl", n=6, on_error="skip", **cost).train_steps()
     used = [i for step in loader for batch in step.microbatches for i in batch.sequence_ids]
+
     assert len(used) == len(set(used)) == 36
     assert loader.counts["bad"] == 4
     with pytest.raises(ValueError, match="3 records could not be used, more than max_errors=2.*row 7"):

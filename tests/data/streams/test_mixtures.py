@@ -125,6 +125,7 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
     total = 0
     of = 0
     used: Counter[int] = Counter()
+
     for ranks, steps in ((1, 3), (3, 2), (2, 4), (1, 3)):
         kwargs: Any = {"state": state, "steps": steps, "window": 6, "dry": dry}
         of_ranks = run_ranks(partial(run, **kwargs), ranks, str(tmp_path), WEIGHTS, timeout_s=100)
@@ -136,6 +137,7 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
         used += counted(of_ranks)
         state = of_ranks[0][1]
         assert all(repr(other) == repr(state) for _, other in of_ranks)
+
     assert total == 120
     assert set(used.values()) == {1}
 
@@ -163,18 +165,22 @@ def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path) 
     for name, samples in rows.items():
         lines = [json.dumps({key: list(map(int, row)) for key, row in one.items()}) for one in samples]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
     logged = logged_losses(source_losses(tmp_path / "logs", data=stream_of_losses(tmp_path)))
     torch.manual_seed(0)
     model = TinyModule(lr=0.0).model
     alone = {name: [nll(model, row) for row in samples] for name, samples in rows.items()}
+
     for name, samples in rows.items():
         assert logged[f"data/{name}/tokens"][-1] == 2 * sum(len(row["input_ids"]) for row in samples)
         losses = logged[f"data/{name}/loss"]
         whole = sum(float(loss.detach()) for loss, _ in alone[name]) / sum(count for _, count in alone[name])
         assert len(losses) >= 3
         assert min(losses) - 1e-6 <= whole <= max(losses) + 1e-6
+
     steps = [step for _ in range(2) for step in stream_of_losses(tmp_path).train_steps()]
     used = [[i for batch in step.microbatches for i in batch.sequence_ids] for step in steps]
+
     for k, name in enumerate(rows):
         expected = []
         for start in range(0, len(used), 3):

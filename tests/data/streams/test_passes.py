@@ -138,4 +138,5 @@ def test_a_trainer_of_transformers_reads_each_pass_in_its_own_order(tmp_path: Pa
         peak=1e12,
     )
     trainer.train()
+
     assert dataset.begun[:3] == [0, 1, 2]

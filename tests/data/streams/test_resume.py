@@ -89,6 +89,7 @@ def test_a_shard_that_lost_rows_is_noticed(tmp_path: Path) -> None:
 def test_every_sequence_counts_once_along_the_surviving_line(tmp_path: Path, kills: int) -> None:
     write_shards(tmp_path, [90, 20, 60, 5, 65])
     names = []
+
     for number in range(kills + 1):
         ranks = (4, 2)[number % 2]
         workers = (0, 2)[number // 2 % 2]
@@ -99,6 +100,7 @@ def test_every_sequence_counts_once_along_the_surviving_line(tmp_path: Path, kil
             chaos.kill(job, tmp_path, names[-1])
         else:
             assert job.wait(300) == 0, (tmp_path / f"{names[-1]}.log").read_text()[-3000:]
+
     steps = chaos.surviving_line(tmp_path, names)
     used = [i for ids in steps.values() for i in ids]
     assert sorted(used) == sorted(read_shards(tmp_path))

@@ -40,6 +40,7 @@ def test_what_is_planned_and_what_is_left_are_all_there_is(
     how = scheduling(Packs(n * dp) if packs else Sequences(n), dp, 30, tail)
     pool = pool_of(lengths, dp)
     rows: list[int] = []
+
     while True:
         steps, pool = plan_steps(pool, how, ended=ended)
         if not steps:
@@ -51,6 +52,7 @@ def test_what_is_planned_and_what_is_left_are_all_there_is(
             assert len(step.targets()) == len(step.table)
             assert not packs or step.microbatches == n
             assert packs or len(step.table) == n or (ended and tail == "pad")
+
     assert sorted([*rows, *pool["row"].tolist()]) == list(range(len(lengths)))
     assert len(pool) == 0 or not (ended and tail == "pad")
 

@@ -66,6 +66,7 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
     rows = [{"input_ids": torch.arange(n) * 7 % 60 + 1} for n in LENGTHS]
     batch = THDBatch.collate(rows, align=Alignment.for_(cp=cp, layout=layout))
     errors = {}
+
     for family in families:
         model = build_in_double(family)
         passed = [0]
@@ -86,6 +87,7 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
             for n, grad in expected.items()
         )
         errors[family] = (abs(shard_loss - loss) / loss, worst, passed[0])
+
     return errors
 
 

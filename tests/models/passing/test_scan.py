@@ -89,6 +89,7 @@ def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
     if kind == "convolution":
         out: Tensor = alone(convolved, carrier)(t["x"].T[None], t["weight"], t["bias"])
         return out[0].T
+
     if kind == "state_space":
         out = alone(oracle.state_space, carrier)(
             *(t["x"][None], t["dt"][None], t["decay"], t["b"][None], t["c"][None]),
@@ -99,6 +100,7 @@ def run(kind: str, t: dict[str, Tensor], carrier: Carrier | None) -> Tensor:
             dt_limit=(0.1, 2.0),
         )
         return out[0]
+
     outputs = alone(oracle.delta_rule, carrier)(
         *(t[name][None] for name in ("q", "k", "v")),
         g=t["g"][None],
@@ -161,6 +163,7 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int, autocast: bool 
     dtype = torch.float32 if autocast else torch.float64
     bound = 2e-5 if autocast else 1e-10
     worst = 0.0
+
     for kind, lengths, layout in itertools.product(kinds, CASES[:cases], layouts):
         multiple = 1 if layout == "contiguous" else 2 * cp
         padded = [math.ceil(length / multiple) * multiple for length in lengths]
@@ -170,6 +173,7 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int, autocast: bool 
             error = float((results[name] - expected).norm() / expected.norm().clamp_min(1e-3))
             assert error < bound, (kind, lengths, layout, name, error)
             worst = max(worst, error)
+
     return worst
 
 

@@ -162,6 +162,7 @@ def test_a_norm_that_runs_before_the_layers_and_was_registered_behind() -> None:
     config = transformers.BartConfig(is_decoder=True, is_encoder_decoder=False, vocab_size=64, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
     model.model.decoder.embed_positions = Nowhere()
+
     for rank in range(2):
         channel: Any = SimpleNamespace(rank=rank, ranks=2, dtype=lambda device: torch.float32)
         of_rank = copy.deepcopy(model)
