@@ -240,7 +240,7 @@ TWO = (IDS.expand(2, 64), KV, POS.expand(2, 64), POS_KV)
         (
             (IDS, KV, POS, POS_KV),
             {"mask": "top_left"},
-            "mask='top_left'; wanted one of causal, causal_bottom",
+            "mask='top_left'; wanted one of causal, causal_bottom_right, padding",
         ),
         ((IDS, KV, POS, POS_KV), {"max_segments": 0}, "max_segments=0; wanted 1 or more"),
         ((IDS, KV, POS, POS_KV), {"max_segments": 2}, "ids_q holds ids from 0 to 3, but .*max_segments=3"),

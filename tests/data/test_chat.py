@@ -256,7 +256,9 @@ def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_o
     talk = [USER, ANSWER, {**USER, "content": "And two?"}, {**ANSWER, "content": "four"}]
     assert learned(opens, talk, skip=3) == "four<|end|>"
     assert learned(opens, talk, skip=1) == "It is blue.<|end|>four<|end|>"
-    with pytest.raises(ValueError, match="marks 4 parts for"):
+    with pytest.raises(
+        ValueError, match="marks 4 parts for 2 messages of the assistant. Mark each message once"
+    ):
         learned(MARKED_TWICE, talk, skip=3)
 
 

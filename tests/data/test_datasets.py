@@ -33,7 +33,7 @@ def test_records_and_packed_hold_for_streams() -> None:
     assert texts(both, records="prompt") == texts(both) == ["pc"]
     with pytest.raises(ValueError, match=r"a record of kind 'prompt' among records of kind 'ids'"):
         read(both, records="ids")
-    with pytest.raises(ValueError, match=r"packed='packs' takes rows apart, which a"):
+    with pytest.raises(ValueError, match=r"packed='packs' takes rows apart, which a stream cannot"):
         read(both, packed="packs")
     restarting = Rows({"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]})
     with pytest.raises(ValueError, match="position_ids begin again"):

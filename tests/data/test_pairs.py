@@ -235,7 +235,10 @@ IDS = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(9)]
 def test_a_mixture_of_pairs_and_plain_sequences_is_refused_at_setup(first: bool, others: Any) -> None:
     sources = {"pairs": (RECORDS, 1.0), "plain": (others, 1.0)}
     data = THDDataModule(sources if first else dict(reversed(sources.items())), capacity=128)
-    with pytest.raises(ValueError, match="'pairs' holds queries with documents, but 'plain' of the same mix"):
+    with pytest.raises(
+        ValueError,
+        match="'pairs' holds queries with documents, but 'plain' of the same mixture has plain sequences",
+    ):
         data.setup("fit")
 
 

@@ -99,7 +99,7 @@ LABELLED = WITHOUT._replace(label=np.array([0, 1]))
 def test_a_store_of_arrays(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-    with pytest.raises(IndexError, match="Sequence 5 of a TokenStore of 1 seq"):
+    with pytest.raises(IndexError, match="Sequence 5 of a TokenStore of 1 sequences does not exist"):
         TokenStore.from_rows([[1]])[5]
 
 

@@ -58,7 +58,9 @@ def test_a_loop_with_compiled_layers_equals_the_hand_loop() -> None:
 def test_without_a_gpu_training_goes_on_or_says_why() -> None:
     _, loop = make_loop("fabric", Sequences(12))
     assert loop.capture() is None
-    with pytest.raises(ValueError, match=r"capture\(require=True\), but there is no CUDA device. Leave req"):
+    with pytest.raises(
+        ValueError, match=r"capture\(require=True\), but there is no CUDA device. Leave require out"
+    ):
         loop.capture(require=True)
     with pytest.raises(ValueError, match="max_sequences=0: wanted 'auto', a number of sequences"):
         loop.capture(max_sequences=0)

@@ -298,7 +298,9 @@ def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="x gradient_accumulation_steps=2 make 2 packs a step"):
         packs.get_train_dataloader()
     short = make(tmp_path, capacity=8)
-    with pytest.raises(ValueError, match=r"Set data_kwargs={'oversize': 'truncate'}, 'split', 'drop' or"):
+    with pytest.raises(
+        ValueError, match=r"Set data_kwargs={'oversize': 'truncate'}, 'split', 'drop' or 'own_pack'"
+    ):
         short.get_train_dataloader()
     trainer = make(tmp_path)
     (inputs, *_) = trainer.get_train_dataloader()

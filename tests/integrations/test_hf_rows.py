@@ -357,7 +357,9 @@ def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False)
         args.model_init_kwargs = None if attention is None else {"attn_implementation": attention}
-        with pytest.raises(ValueError, match="runs attn_implementation='sdpa', under which"):
+        with pytest.raises(
+            ValueError, match="runs attn_implementation='sdpa', under which sequences of a pack may see"
+        ):
             packed_trainer(trl.DPOTrainer)(*models, args=args, train_dataset=data, processing_class=tokenizer)
     pack_rows(thd)
     assert thd.config._attn_implementation == "thd"

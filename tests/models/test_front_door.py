@@ -98,7 +98,9 @@ def test_a_language_model_without_thd_inside_one_with_it_is_refused(way: str, co
     model = families.build(*LLAVA, "eager")
     HALVES[way](model)
     call = called(model, compiled)
-    with pytest.raises(ValueError, match=r"its language model runs attn_implementation='eager'"):
+    with pytest.raises(
+        ValueError, match=r"got a pack, and its language model runs attn_implementation='eager'"
+    ):
         call(**pack().hf_kwargs())
 
 

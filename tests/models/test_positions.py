@@ -145,7 +145,10 @@ def test_a_layer_that_is_not_known_is_refused_when_its_model_is_prepared(
 def test_a_rope_that_no_layer_computes_is_refused() -> None:
     model: Any = build_rope("llama dynamic", "thd")
     model.model.rotary_emb = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"Llama\w+ has a rope of type dynamic, .* but no layer with"):
+    with pytest.raises(
+        ValueError,
+        match=r"Llama\w+ has a rope of type dynamic, .* but no layer with a rope_type and frequencies",
+    ):
         prepare(model)
 
 

@@ -209,7 +209,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"q_proj.weight is torch.float16: FP8 takes weights in"):
+    with pytest.raises(
+        ValueError,
+        match=r"q_proj.weight is torch.float16: FP8 takes weights in torch.bfloat16 or torch.float32",
+    ):
         convert_linear(llama().half(), engine="torchao", emulate=True)
     with (
         mock.patch("torch.cuda.is_available", return_value=False),
