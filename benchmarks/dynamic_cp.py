@@ -49,7 +49,7 @@ from lightning_thd import Sequences, THDBatch, THDDataModule, THDDDPStrategy, ca
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, balance
 from lightning_thd.packing.degrees import Tables
-from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, share_out
+from lightning_thd.packing.sharing import DynamicBins, Sharing, Waits, share_out
 from lightning_thd.parallel.context.costs import LayerSizes
 from tests.ranks import run_ranks
 
@@ -185,8 +185,8 @@ def in_order(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) 
     return step_s(np.reshape(times, (-1, groups)).T, max(1, waiting(case.ranks, sharing) // degree))
 
 
-def shared_step(
-    plan: SharedBins, lengths: Ints, ranks: int, cost: Cost, sharing: Sharing, way: Way
+def dynamic_step(
+    plan: DynamicBins, lengths: Ints, ranks: int, cost: Cost, sharing: Sharing, way: Way
 ) -> tuple[float, float, int]:
     """Seconds of a dynamic step, seconds all ranks work in it, and slots of the fullest rank.
 
@@ -242,7 +242,7 @@ def run_case(case: Case, way: Way, host: str) -> Found:
         begin = time.process_time()
         plan = share_out(lengths, case.capacity, ranks=case.ranks, sharing=sharing, cost=cost)
         planning = (time.process_time() - begin) * 1e3
-        taken, busy, fullest = shared_step(plan, lengths, case.ranks, cost, sharing, way)
+        taken, busy, fullest = dynamic_step(plan, lengths, case.ranks, cost, sharing, way)
         fixed = fixed_step(lengths, case, cost, sharing, way)
         plain = in_order(lengths, case, cost, sharing, way)
         tables = Tables.of(lengths, case.capacity, sharing, cost)

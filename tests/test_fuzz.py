@@ -23,7 +23,7 @@ EXCEPTIONS = {
     "LogProbs": _ANSWER,
     "TokenStats": _ANSWER,
     "LengthSummary": _ANSWER,
-    "SharedBins": _ANSWER,
+    "DynamicBins": _ANSWER,
     "PackingReport": _ANSWER,
     "LintReport": _ANSWER,
     "Op": _ANSWER,

@@ -34,16 +34,16 @@ from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, head
 Way = Literal["all_gather", "ulysses", "needed", "ring"]
 
 
-def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
+def choose_way(shard: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     """Choose how a layer's keys reach other context-parallel ranks; all ranks make the same choice."""
     looks_ahead = not spec.causal and spec.windowed
-    setting = layout.communication
+    setting = shard.communication
 
     if setting == "ulysses" or (looks_ahead and setting == "auto"):
-        if sizes.heads % layout.cp != 0:
+        if sizes.heads % shard.cp != 0:
             raise ValueError(
-                f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
-                f"ulysses, and a window that looks ahead, need a multiple of {layout.cp}."
+                f"{sizes.heads} query heads cannot be shared out among {shard.cp} context-parallel ranks; "
+                f"ulysses, and a window that looks ahead, need a multiple of {shard.cp}."
             )
         return "ulysses"
 
@@ -53,45 +53,45 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
             "windows. Use context_parallel_communication='ulysses'."
         )
     if setting == "auto":
-        return _cheaper_way(layout, sizes, spec)
+        return _cheaper_way(shard, sizes, spec)
     # With a window, a ring supports only striped shards; ``needed`` replaces it for others.
-    if setting == "ring" and layout.layout != "striped" and spec.left >= 0:
+    if setting == "ring" and shard.layout != "striped" and spec.left >= 0:
         return "needed"
     return setting
 
 
-def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
+def _cheaper_way(shard: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     """Return the cheaper of ``needed`` and ``ulysses``, computed once per batch and kind of layer."""
     key = ("way", sizes, spec.causal, spec.left)
-    if key not in layout.cache:
-        counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
-        most_pairs, pairs = _pairs(layout, spec)
-        layout.cache[key] = cheapest_way(
+    if key not in shard.cache:
+        counts = needs.need_counts(shard.padded_lengths, **shard.cut, causal=spec.causal, left=spec.left)
+        most_pairs, pairs = _pairs(shard, spec)
+        shard.cache[key] = cheapest_way(
             sizes,
-            cp=layout.cp,
-            slots=layout.local_slots,
+            cp=shard.cp,
+            slots=shard.local_slots,
             needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),  # those of the busiest rank
             pairs=pairs,
             most_pairs=most_pairs,
         )
-    way: Way = layout.cache[key]
+    way: Way = shard.cache[key]
     return way
 
 
-def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
+def _pairs(shard: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
     """Count the query-key pairs of the busiest rank, and those of all ranks; with a window, estimate them."""
-    lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
+    lengths = np.asarray(shard.padded_lengths, dtype=np.float64)
     if spec.causal and spec.left >= 0:
         # All queries see about the same number of keys, so all ranks have about equal work.
         all_pairs = float(np.minimum(lengths, spec.left + 1) @ lengths)
-        return all_pairs / layout.cp, all_pairs
+        return all_pairs / shard.cp, all_pairs
 
     if spec.causal:
-        pairs = partition.causal_work(layout.padded_lengths, **layout.cut)
+        pairs = partition.causal_work(shard.padded_lengths, **shard.cut)
     else:
         of_ranks = []
-        for rank in range(layout.cp):
-            queries = partition.held_lengths(layout.padded_lengths, **layout.cut, rank=rank)
+        for rank in range(shard.cp):
+            queries = partition.held_lengths(shard.padded_lengths, **shard.cut, rank=rank)
             of_ranks.append(float((queries * lengths).sum()))
         pairs = np.array(of_ranks)
     return float(pairs.max()), float(pairs.sum())
@@ -104,12 +104,12 @@ def context_parallel_attention(
     k_NGD: Tensor,
     v_NGE: Tensor,
     *,
-    layout: ShardLayout,
+    shard: ShardLayout,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output of this rank's shard of a pack; all ranks must call this together."""
-    assert layout.group is not None
+    assert shard.group is not None
     sizes = LayerSizes(
         heads=q_NHD.shape[1],
         kv_heads=k_NGD.shape[1],
@@ -117,26 +117,26 @@ def context_parallel_attention(
         value_size=v_NGE.shape[2],
         element_bytes=q_NHD.element_size(),
     )
-    way = choose_way(layout, sizes, spec)
-    layout.traffic.count(way)
+    way = choose_way(shard, sizes, spec)
+    shard.traffic.count(way)
 
     if way == "ulysses":
-        return _attend_to_pack(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
+        return _attend_to_pack(attend, q_NHD, k_NGD, v_NGE, shard, sinks)
     if way == "ring":
-        steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
+        steps = needs.ring_steps(shard, causal=spec.causal, left=spec.left)
         calls = [[step.call] if step.call else [] for step in steps]
-        source = KeySource(calls, steps, layout)
+        source = KeySource(calls, steps, shard)
         return merged_attention(raw_kernel(), source, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
-    if layout.layout == "striped":
-        blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
-        k, v = _fetch(k_NGD, v_NGE, way, layout, spec)
+    if shard.layout == "striped":
+        blocks = needs.block_calls(shard, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
+        k, v = _fetch(k_NGD, v_NGE, way, shard, spec)
         return merged_attention(raw_kernel(), KeySource([blocks]), q_NHD, k, v, spec=spec, sinks=sinks)
 
     if way == "all_gather":
-        call = layout.call(causal=spec.causal, left=spec.left)
+        call = shard.call(causal=spec.causal, left=spec.left)
     else:
-        call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
-    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, call.keys)
+        call = needs.needed_call(shard, causal=spec.causal, left=spec.left)
+    k, v = _fetch(k_NGD, v_NGE, way, shard, spec, call.keys)
     return attend(q_NHD, k, v, call._replace(keys=None), sinks=sinks)  # these keys are gathered already
 
 
@@ -145,64 +145,64 @@ def _attend_to_pack(
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGE: Tensor,
-    layout: ShardLayout,
+    shard: ShardLayout,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend by Ulysses: exchange rows for heads, attend on the whole pack, exchange back."""
-    assert layout.group is not None
-    kv_heads = _kv_heads_to_send(q_NHD.shape[1], k_NGD.shape[1], layout)
-    exchange = partial(rows_to_heads, group=layout.group, traffic=layout.traffic)
-    q = gathered(exchange(q_NHD), layout.restore)
-    k = gathered(exchange(k_NGD, heads=kv_heads), layout.restore)
-    v = gathered(exchange(v_NGE, heads=kv_heads), layout.restore)
+    assert shard.group is not None
+    kv_heads = _kv_heads_to_send(q_NHD.shape[1], k_NGD.shape[1], shard)
+    exchange = partial(rows_to_heads, group=shard.group, traffic=shard.traffic)
+    q = gathered(exchange(q_NHD), shard.restore)
+    k = gathered(exchange(k_NGD, heads=kv_heads), shard.restore)
+    v = gathered(exchange(v_NGE, heads=kv_heads), shard.restore)
     if sinks is not None:
-        sinks = sinks.chunk(layout.cp)[layout.rank]
+        sinks = sinks.chunk(shard.cp)[shard.rank]
 
-    lengths = layout.padded_lengths
-    offsets = layout.pack_offsets
+    lengths = shard.padded_lengths
+    offsets = shard.pack_offsets
     longest = max(lengths)
     pack = KernelCall(offsets, offsets, longest, longest, q_lengths=lengths, kv_lengths=lengths)
     out = attend(q, k, v, pack, sinks=sinks)
-    return heads_to_rows(gathered(out, layout.gathered), layout.group, traffic=layout.traffic)
+    return heads_to_rows(gathered(out, shard.gathered), shard.group, traffic=shard.traffic)
 
 
 def _fetch(
     k_NGD: Tensor,
     v_NGE: Tensor,
     way: Way,
-    layout: ShardLayout,
+    shard: ShardLayout,
     spec: AttentionSpec,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collect the keys and values of this and other ranks, and select the rows ``index`` (None means all)."""
-    assert layout.group is not None
+    assert shard.group is not None
     rows = joined(k_NGD, v_NGE)
 
     if way == "all_gather":
-        rows = all_gather_rows(rows, layout.group, layout.traffic)
+        rows = all_gather_rows(rows, shard.group, shard.traffic)
     else:
-        plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
+        plan = needs.exchanged(shard, causal=spec.causal, left=spec.left)
         if plan.group_rows:  # the total of all ranks, so either all ranks exchange or none
             sent = rows.index_select(0, plan.send_rows)
             counts = (plan.send_counts, plan.receive_counts)
-            received = exchange_rows(sent, *counts, layout.group, layout.traffic)
+            received = exchange_rows(sent, *counts, shard.group, shard.traffic)
             rows = torch.cat([rows, received])
 
     return split(gathered(rows, index), k_NGD, v_NGE)
 
 
-def _kv_heads_to_send(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
+def _kv_heads_to_send(heads: int, kv_heads: int, shard: ShardLayout) -> Tensor | None:
     """Return the key-value heads to send, rank 0's first, equally many a rank; None if cp divides G."""
-    if kv_heads % layout.cp == 0:
+    if kv_heads % shard.cp == 0:
         return None
 
-    heads_of_rank = heads // layout.cp
+    heads_of_rank = heads // shard.cp
     heads_of_kv_head = heads // kv_heads
     # Send one key-value head per rank if all its query heads share that head, else one per query head.
     step = heads_of_rank if heads_of_kv_head % heads_of_rank == 0 else 1
 
     def make() -> Tensor:
-        kv_heads_to_send: Tensor = layout.put(np.arange(0, heads, step) // heads_of_kv_head)
+        kv_heads_to_send: Tensor = shard.put(np.arange(0, heads, step) // heads_of_kv_head)
         return kv_heads_to_send
 
-    return layout.once(("kv_heads", heads, kv_heads), make)
+    return shard.once(("kv_heads", heads, kv_heads), make)

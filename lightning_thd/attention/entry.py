@@ -278,7 +278,7 @@ def _attend_shard(
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
     return context_parallel_attention(
-        attend, raw_kernel, q, k, v, layout=call.exchange, spec=spec, sinks=sinks
+        attend, raw_kernel, q, k, v, shard=call.exchange, spec=spec, sinks=sinks
     )
 
 

@@ -41,8 +41,8 @@ from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.packing.plan import join_spans
-from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan
-from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
+from lightning_thd.packing.sharing import DynamicPlanner, DynamicStepPlan
+from lightning_thd.parallel.context.dynamic_step import DynamicStep, digest_of
 from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
@@ -652,15 +652,15 @@ class Batches(TorchDataset[Batch]):
         run = None if self._kind == "step" else counted  # microbatches that run, if an epoch ends inside
         scales = plan.step_scales(run)
         assert scales is not None, "a planner of training data knows its loss tokens"
-        if isinstance(plan, SharedStepPlan):
-            return self._shared_step(plan, scales)
+        if isinstance(plan, DynamicStepPlan):
+            return self._dynamic_step(plan, scales)
         if self._kind == "step":
             return THDStep([self._maker.batch(spans, scales, k) for k, spans in enumerate(microbatches)])
         return self._maker.batch(microbatches[microbatch], scales, microbatch)
 
-    def _shared_step(self, plan: SharedStepPlan, scales: tuple[float, float, float]) -> SharedStep:
+    def _dynamic_step(self, plan: DynamicStepPlan, scales: tuple[float, float, float]) -> DynamicStep:
         """Read a step in which packs are shared by groups of ranks; every rank reads its whole packs."""
-        assert isinstance(self._planner, SharedPlanner)
+        assert isinstance(self._planner, DynamicPlanner)
         microbatches = plan.microbatches(self._rank)
         degrees = plan.degrees[self._rank].tolist()
         batches = []
@@ -669,4 +669,4 @@ class Batches(TorchDataset[Batch]):
             maker = replace(self._maker, collate=collate)
             loss_scale, sequence_scale, token_scale = (scale / degree for scale in scales)
             batches.append(maker.batch(spans, (loss_scale, sequence_scale, token_scale), number))
-        return SharedStep(batches, degrees, digest_of(plan.degrees))
+        return DynamicStep(batches, degrees, digest_of(plan.degrees))

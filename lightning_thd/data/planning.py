@@ -30,7 +30,7 @@ from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
-from lightning_thd.packing.sharing import SharedPlanner, Sharing
+from lightning_thd.packing.sharing import DynamicPlanner, Sharing
 from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ def _make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: 
     }
     if sharing is not None:
         del plan["align"]  # each degree has its own alignment
-        return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan)
+        return DynamicPlanner(data.index.lengths, capacity, sharing=sharing, **plan)
 
     plan |= _image_limits(data, settings, job)
     if settings.share_prefixes:

@@ -32,7 +32,7 @@ _ROUNDING = 1 + 1e-9  # Levels are raised by this factor, because sums of work a
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SharedBins:
+class DynamicBins:
     """The sequences of each group of ranks, and the ranks and microbatch that run them."""
 
     order: IntArray  # int64 ``[S]``, positions of the sequences, group after group
@@ -51,7 +51,7 @@ def share_out(
     ranks: int,
     sharing: Sharing,
     cost: Callable[[IntArray], FloatArray],
-) -> SharedBins:
+) -> DynamicBins:
     """Assign a degree, a microbatch and ranks to every sequence of a step."""
     capacity = whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
     instance(sharing, "sharing", Sharing, advice="Pass Sharing(max_degree=...).")
@@ -152,11 +152,11 @@ class _Left:
         return True
 
 
-def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
+def _bins(tables: Tables, groups: list[_Group]) -> DynamicBins:
     """Convert groups to arrays, by microbatch and then by rank."""
     groups = sorted(groups, key=lambda group: (group.microbatch, group.first))
     sizes = [len(group.members) for group in groups]
-    return SharedBins(
+    return DynamicBins(
         order=np.array([position for group in groups for position in group.members]),
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
         degree=np.array([tables.degrees[group.c] for group in groups]),
@@ -167,7 +167,7 @@ def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
     )
 
 
-def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
+def _even_microbatches(tables: Tables, ranks: int) -> DynamicBins:
     """Fill one microbatch after another, each with the longest sequences that are left."""
     # A rank reaches the level of a long sequence only with sequences that are about as long: shorter ones
     # have less work per slot, so its slots run out first.
@@ -257,7 +257,7 @@ def _finish(left: _Left, microbatches: list[list[_Group]], room: int, ranks: int
         added += 1
 
 
-def _even_step(tables: Tables, ranks: int) -> SharedBins:
+def _even_step(tables: Tables, ranks: int) -> DynamicBins:
     """Give each sequence the fewest ranks on which its load is within an even share; then fill up groups."""
     # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
     # and no rank waits for another.
@@ -272,9 +272,9 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
     work = np.zeros(ranks)  # each rank's work so far
     used = np.zeros(ranks, dtype=np.int64)  # each rank's number of microbatches so far
     for c in range(len(tables.degrees) - 1, 0, -1):
-        shared = [n for n in left.numbers if fewest[n] == c]
+        of_degree = [n for n in left.numbers if fewest[n] == c]
         left.numbers = [n for n in left.numbers if fewest[n] != c]
-        for group in _shared_groups(left, tables, c, shared[::-1], work, used):
+        for group in _groups_of_degree(left, tables, c, of_degree[::-1], work, used):
             before = group.load
             left.fill(group, before + even - float(work[group.first]))
             work[group.first : group.first + tables.degrees[c]] += group.load - before
@@ -295,7 +295,7 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
         count += 1
 
 
-def _shared_groups(
+def _groups_of_degree(
     left: _Left, tables: Tables, c: int, numbers: list[int], work: FloatArray, used: IntArray
 ) -> list[_Group]:
     """Put sequences into groups of a degree, on the ranks with least work; update ``work`` and ``used``."""

@@ -16,15 +16,15 @@ import numpy as np
 from lightning_thd.packing.bins import regrouped
 from lightning_thd.packing.degrees import IntArray, Sharing, Waits, check_tiling
 from lightning_thd.packing.entries import Lengths
-from lightning_thd.packing.groups import SharedBins, share_out
+from lightning_thd.packing.groups import DynamicBins, share_out
 from lightning_thd.packing.plan import FloatArray, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 
-__all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
+__all__ = ["DynamicBins", "Sharing", "Waits", "check_tiling", "share_out"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedStepPlan(StepPlan):
+class DynamicStepPlan(StepPlan):
     """One optimizer step in which each microbatch has its own degree.
 
     The ranks of a group share one pack, and ``spans`` repeats its spans for each rank.
@@ -53,7 +53,7 @@ class SharedStepPlan(StepPlan):
         return whole / self.degrees
 
 
-class SharedPlanner(PackPlanner):
+class DynamicPlanner(PackPlanner):
     """Plans the steps of every epoch: the degree, the ranks and the microbatch of each sequence.
 
     With ``Packs(n)`` a step takes the sequences of n packs, each as large as the largest group, so that all
@@ -87,7 +87,7 @@ class SharedPlanner(PackPlanner):
         if self.settings["multiples"] is None:  # all sequences fit, so steps do not depend on the capacity
             self.settings["capacity"] = None
 
-    def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
+    def step(self, epoch: int, k: int, dp: int = 1) -> DynamicStepPlan:
         """Return the plan of a step without computing the steps before it; see ``PackPlanner.step``."""
         self._check_request(epoch, k, 1)  # not dp: n of Packs(n) need not be a multiple of it
         check_tiling(dp, self.sharing.max_degree)
@@ -112,10 +112,10 @@ class SharedPlanner(PackPlanner):
             measure=partial(np.take, whole.span_work, repeated),
             patches=whole.patches[repeated],
         )
-        return SharedStepPlan(**values, degrees=bins.degree[group], load=bins.load[group])
+        return DynamicStepPlan(**values, degrees=bins.degree[group], load=bins.load[group])
 
 
-def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:
+def _groups_of_ranks(bins: DynamicBins, dp: int) -> IntArray:
     """Return the index of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
     # One entry for each rank of each group: the group, and the rank's number inside the group.
     group = np.repeat(np.arange(len(bins.degree)), bins.degree)

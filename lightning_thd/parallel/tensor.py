@@ -50,15 +50,15 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
             _CHECKS[style](name, module, mesh.size())
     between = _between_products(model, matched)
 
-    shards = _Shards(mesh)
+    cutter = _Cutter(mesh)
     for _, module, style in matched:
-        _STYLES[style](module, shards)
+        _STYLES[style](module, cutter)
     for module in between:
-        sum_own_gradients(module, shards.group)
+        sum_own_gradients(module, cutter.group)
 
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            if shards.was_cut(parameter):
+            if cutter.was_cut(parameter):
                 raise ValueError(
                     f"{name}.{parameter_name} is tied to a weight that the tensor-parallel plan cuts. Add "
                     f"{name!r} to the plan: an embedding as 'embedding_rowwise', a head as "
@@ -130,13 +130,13 @@ def _check_head_norm(name: str, norm: nn.Module, head_dim: int | None) -> None:
         )
 
 
-class _Shards:
-    """Cuts parameters into DTensor shards; modules with a tied parameter get the same shard."""
+class _Cutter:
+    """Cuts parameters over the ranks of a mesh; modules with a tied parameter get the same part."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
-        # id -> the parameter, held so that its id is not used again, and its shard
+        # id -> the parameter, held so that its id is not used again, and its part
         self._cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def was_cut(self, parameter: nn.Parameter) -> bool:
@@ -144,16 +144,16 @@ class _Shards:
         return id(parameter) in self._cut
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
-        """Replace a parameter by this rank's shard of it, as a DTensor."""
+        """Replace a parameter by this rank's part of it, as a DTensor."""
         parameters = parameters_of(module)
         parameter = parameters.get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return
         if id(parameter) not in self._cut:
-            shard = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
+            part = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
             self._cut[id(parameter)] = (
                 parameter,
-                nn.Parameter(shard, requires_grad=parameter.requires_grad),
+                nn.Parameter(part, requires_grad=parameter.requires_grad),
             )
         parameters[name] = self._cut[id(parameter)][1]
 
@@ -196,12 +196,12 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) 
         parameters.update(unchanged)
 
 
-def _colwise(module: Any, shards: _Shards) -> None:
+def _colwise(module: Any, cutter: _Cutter) -> None:
     """Cut a layer by output features; every rank gets all input and returns its own features."""
-    shards.cut(module, "weight", 0)
-    shards.cut(module, "bias", 0)
+    cutter.cut(module, "weight", 0)
+    cutter.cut(module, "bias", 0)
     forward = module.forward
-    group = shards.group
+    group = cutter.group
 
     def colwise_forward(x: Tensor) -> Tensor:
         with parameters_as(module, local):
@@ -211,11 +211,11 @@ def _colwise(module: Any, shards: _Shards) -> None:
     module.forward = colwise_forward
 
 
-def _colwise_gather_output(module: Any, shards: _Shards) -> None:
+def _colwise_gather_output(module: Any, cutter: _Cutter) -> None:
     """Cut a layer by output features, and gather the features of all ranks."""
-    _colwise(module, shards)
+    _colwise(module, cutter)
     forward = module.forward
-    group = shards.group
+    group = cutter.group
 
     def gathering_forward(x: Tensor) -> Tensor:
         return gather_same(forward(x), group, dim=x.ndim - 1)
@@ -223,11 +223,11 @@ def _colwise_gather_output(module: Any, shards: _Shards) -> None:
     module.forward = gathering_forward
 
 
-def _rowwise(module: Any, shards: _Shards) -> None:
+def _rowwise(module: Any, cutter: _Cutter) -> None:
     """Cut a layer by input features, of which each rank has its part, and sum the ranks' outputs."""
-    shards.cut(module, "weight", 1)
+    cutter.cut(module, "weight", 1)
     forward = module.forward
-    group = shards.group
+    group = cutter.group
 
     def rowwise_forward(x: Tensor) -> Tensor:
         bias = parameters_of(module).get("bias")  # whole on every rank; added once, after the sum
@@ -242,11 +242,11 @@ def _rowwise(module: Any, shards: _Shards) -> None:
     module.forward = rowwise_forward
 
 
-def _rowwise_split_input(module: Any, shards: _Shards) -> None:
+def _rowwise_split_input(module: Any, cutter: _Cutter) -> None:
     """Cut a layer by input features, of which each rank takes its part, and sum the ranks' outputs."""
-    _rowwise(module, shards)
+    _rowwise(module, cutter)
     forward = module.forward
-    group = shards.group
+    group = cutter.group
 
     def splitting_forward(x: Tensor) -> Tensor:
         out: Tensor = forward(keep_own(x, group, dim=x.ndim - 1))
@@ -255,16 +255,16 @@ def _rowwise_split_input(module: Any, shards: _Shards) -> None:
     module.forward = splitting_forward
 
 
-def _embedding(module: Any, shards: _Shards) -> None:
+def _embedding(module: Any, cutter: _Cutter) -> None:
     """Cut an embedding by rows; ids of other ranks' rows give zeros, and the ranks' outputs are summed."""
-    rows = module.num_embeddings // shards.group.size()
-    first = shards.group.rank() * rows
-    shards.cut(module, "weight", 0)
+    rows = module.num_embeddings // cutter.group.size()
+    first = cutter.group.rank() * rows
+    cutter.cut(module, "weight", 0)
     if module.padding_idx is not None:  # only one rank holds the padding row, which gets no gradient
         inside = first <= module.padding_idx < first + rows
         module.padding_idx = module.padding_idx - first if inside else None
     forward = module.forward
-    group = shards.group
+    group = cutter.group
 
     def embedding_forward(ids: Tensor) -> Tensor:
         row_ids = ids - first
@@ -287,19 +287,19 @@ def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
     module.forward = summing_forward
 
 
-def _experts(experts: Any, shards: _Shards) -> None:
+def _experts(experts: Any, cutter: _Cutter) -> None:
     """Give each rank some whole experts, and sum the ranks' outputs for every token."""
-    count = experts.num_experts // shards.group.size()
-    first = shards.group.rank() * count
+    count = experts.num_experts // cutter.group.size()
+    first = cutter.group.rank() * count
     for name in list(parameters_of(experts)):
-        shards.cut(experts, name, 0)
+        cutter.cut(experts, name, 0)
     skips_others = _skips_other_experts(experts)
     # With these attributes, transformers treats the index num_experts as an expert of another rank.
     experts.num_experts = count
     if _chooses_implementation(experts):
         set_private(experts, _IS_EXPERT_PARALLEL, True)
     forward = experts.forward
-    group = shards.group
+    group = cutter.group
 
     def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         expert_of_rank = index - first
@@ -349,7 +349,7 @@ def _run_wanted(
 
 
 def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
-    """Raise unless the ranks divide a number; gloo would abort the process on uneven shards."""
+    """Raise unless the ranks divide a number; gloo would abort the process on uneven parts."""
     if number % ranks:
         raise ValueError(
             f"{what}, which {ranks} tensor-parallel ranks do not divide; wanted a multiple of {ranks}. "
@@ -418,13 +418,13 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
     _require_divided(f"{name} has {count} experts", count, ranks, advice)
 
 
-_STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
+_STYLES: dict[str, Callable[[nn.Module, _Cutter], None]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
     "rowwise_split_input": _rowwise_split_input,
     "colwise_gather_output": _colwise_gather_output,
     "embedding_rowwise": _embedding,
-    "replicated_with_grad_allreduce": lambda module, shards: sum_own_gradients(module, shards.group),
+    "replicated_with_grad_allreduce": lambda module, cutter: sum_own_gradients(module, cutter.group),
     "moe_tp_experts": _experts,
 }
 _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {

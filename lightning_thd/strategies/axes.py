@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd._private import private_of, set_private
 from lightning_thd.parallel.across_ranks import communication_device
-from lightning_thd.parallel.context.shared_step import make_degree_groups
+from lightning_thd.parallel.context.dynamic_step import make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes, Meshes, make_meshes, resolve_sizes
 
 

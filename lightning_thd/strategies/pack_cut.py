@@ -22,8 +22,8 @@ from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.across_ranks import broadcast_object, check_agreement, on_host
 from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
+from lightning_thd.parallel.context.dynamic_step import DynamicStep, check_dynamic_agreement, cut_step
 from lightning_thd.parallel.context.layout import Communication
-from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
 from lightning_thd.parallel.context.traffic import Traffic
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
 from lightning_thd.parallel.shard import cut_batch
@@ -62,9 +62,9 @@ class PackCut:
             return
 
         packs_and_steps = packs(batch)
-        if isinstance(batch, SharedStep):
+        if isinstance(batch, DynamicStep):
             assert axes.degree_groups is not None
-            check_shared_agreement(batch, axes.degree_groups, axes.collective_device)
+            check_dynamic_agreement(batch, axes.degree_groups, axes.collective_device)
         elif packs_and_steps and axes.sizes.peers > 1:
             check_agreement(packs_and_steps, axes.sizes, axes.collective_device)
         if packs_and_steps:  # a batch without packs says nothing; wait for the next
@@ -94,7 +94,7 @@ class PackCut:
     def _cut_to_degrees(self, moved: Any) -> Any:
         """Cut a step with a planned number of ranks for each microbatch; leave evaluation's packs whole."""
         assert self._axes.degree_groups is not None
-        if isinstance(moved, SharedStep):
+        if isinstance(moved, DynamicStep):
             return cut_step(moved, self._axes.degree_groups, traffic=self._traffic, **self._options)
 
         module = self._strategy.lightning_module

@@ -15,7 +15,7 @@ from benchmarks import attention, attention_kernels, dynamic_cp, loss, results
 from benchmarks.clock import Load, Times, take_turns
 from benchmarks.results import Result
 from lightning_thd.packing import Cost
-from lightning_thd.packing.sharing import SharedBins, Sharing
+from lightning_thd.packing.sharing import DynamicBins, Sharing
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_a_case_of_dynamic_degrees_is_within_its_memory() -> None:
 
 def test_a_group_begins_once_its_last_rank_is_ready() -> None:
     sharing = Sharing(max_degree=2, exchange=(0.0,), waits="step")
-    plan = SharedBins(
+    plan = DynamicBins(
         order=np.arange(3),
         offsets=np.array([0, 1, 2, 3]),
         degree=np.array([1, 1, 2]),
@@ -150,7 +150,7 @@ def test_a_group_begins_once_its_last_rank_is_ready() -> None:
     lengths = np.array([100, 300, 400])
     cost = Cost(linear=4e14, quadratic=0.0)
     exchange = dynamic_cp.exchange_s(200, 2, "keys")
-    taken, busy, fullest = dynamic_cp.shared_step(plan, lengths, 2, cost, sharing, "keys")
+    taken, busy, fullest = dynamic_cp.dynamic_step(plan, lengths, 2, cost, sharing, "keys")
 
     assert taken == pytest.approx(300 + 200 + exchange)
     assert busy == pytest.approx(100 + 300 + 400 + 2 * exchange)

@@ -16,7 +16,7 @@ from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.model import from_ints
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
-from lightning_thd.parallel.context.shared_step import part_of
+from lightning_thd.parallel.context.dynamic_step import part_of
 from lightning_thd.stats import Blocks, Window
 from tests.callbacks.fits import Clock, pack
 

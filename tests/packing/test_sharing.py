@@ -14,12 +14,12 @@ from benchmarks.dynamic_cp import least_time
 from lightning_thd.alignment import Layout
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.degrees import Tables
-from lightning_thd.packing.sharing import SharedBins, SharedPlanner, Sharing, Waits, share_out
+from lightning_thd.packing.sharing import DynamicBins, DynamicPlanner, Sharing, Waits, share_out
 
 COST = Cost()
 
 
-def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:
+def check_plan(plan: DynamicBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:
     """Assert that every sequence is in one group, each rank in one group a microbatch, and all fit."""
     assert sorted(plan.order.tolist()) == list(range(len(lengths)))
     groups_of_ranks = np.zeros((plan.num_microbatches, ranks), dtype=int)
@@ -57,7 +57,7 @@ def test_any_lengths(
         assert end_of_step(plan, ranks) == pytest.approx(work_of_ranks(plan, ranks).max())
 
 
-def work_of_ranks(plan: SharedBins, ranks: int) -> np.ndarray:
+def work_of_ranks(plan: DynamicBins, ranks: int) -> np.ndarray:
     """Work of each rank, in all."""
     work = np.zeros(ranks)
     for degree, first, load in zip(plan.degree, plan.first, plan.load, strict=True):
@@ -65,7 +65,7 @@ def work_of_ranks(plan: SharedBins, ranks: int) -> np.ndarray:
     return work
 
 
-def end_of_step(plan: SharedBins, ranks: int) -> float:
+def end_of_step(plan: DynamicBins, ranks: int) -> float:
     """When the last rank is done, if the ranks of a group begin together once the last of them is free."""
     free = np.zeros(ranks)
     for group in np.argsort(plan.microbatch, kind="stable"):
@@ -74,7 +74,7 @@ def end_of_step(plan: SharedBins, ranks: int) -> float:
     return float(free.max())
 
 
-def slowest_ranks(plan: SharedBins) -> float:
+def slowest_ranks(plan: DynamicBins) -> float:
     """The time of a step whose ranks wait for each other in every microbatch."""
     slowest = np.zeros(plan.num_microbatches)
     np.maximum.at(slowest, plan.microbatch, plan.load)
@@ -140,10 +140,10 @@ def test_odd_steps(waits: Waits) -> None:
         check_plan(plan, lengths, 4, 8, sharing)
 
 
-def planner(lengths: Any, capacity: int = 16, **options: Any) -> SharedPlanner:
+def planner(lengths: Any, capacity: int = 16, **options: Any) -> DynamicPlanner:
     """A planner of steps of 8 sequences that up to 4 ranks share."""
     defaults = {"global_batch": Sequences(8), "sharing": Sharing(max_degree=4)}
-    return SharedPlanner(lengths, capacity, **{**defaults, **options})
+    return DynamicPlanner(lengths, capacity, **{**defaults, **options})
 
 
 def members(plan: Any) -> list[int]:

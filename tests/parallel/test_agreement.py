@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_thd import THDBatch, THDDDPStrategy
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.context.shared_step import SharedStep, make_degree_groups
+from lightning_thd.parallel.context.dynamic_step import DynamicStep, make_degree_groups
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.strategies.axes import Axes
 from lightning_thd.strategies.pack_cut import PackCut
@@ -41,8 +41,8 @@ def compare(case: str) -> str:
         "data ranks": batch(seed=data_rank),
         "microbatches": THDStep([batch(seed=data_rank)] * (1 + data_rank)),
         "scales": THDStep([batch(seed=data_rank, loss_scale=1.0 + data_rank)]),
-        "plans": SharedStep([batch(seed=data_rank)], [2], rank),
-        "shared packs": SharedStep([batch(seed=rank)], [2], 0),
+        "plans": DynamicStep([batch(seed=data_rank)], [2], rank),
+        "shared packs": DynamicStep([batch(seed=rank)], [2], 0),
     }[case]
 
     device = torch.device("cpu")

@@ -12,9 +12,9 @@ import torch
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel import shard_batch
+from lightning_thd.parallel.context.dynamic_step import DynamicStep, cut_step
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import rank_indices
-from lightning_thd.parallel.context.shared_step import SharedStep, cut_step
 from tests.tiny import sequences
 
 LAYOUTS = ["dual_chunk", "contiguous"]
@@ -114,4 +114,4 @@ def test_messages() -> None:
     with pytest.raises(TypeError, match="group is None; wanted a process group, or cp= and rank="):
         shard_batch(batch, group=None)
     with pytest.raises(ValueError, match=r"over 4 ranks, but groups exist only of \[\] ranks"):
-        cut_step(SharedStep([batch], [4], 0), {})
+        cut_step(DynamicStep([batch], [4], 0), {})

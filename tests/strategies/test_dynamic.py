@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
-from lightning_thd.packing.sharing import SharedPlanner, Sharing
+from lightning_thd.packing.sharing import DynamicPlanner, Sharing
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
@@ -122,7 +122,7 @@ def by_hand(family: str, steps: int, planner: PackPlanner | None = None) -> dict
 
 def ids_of(planner: PackPlanner, epoch: int, at: int) -> list[int]:
     """Name the sequences of a step, those of a pack that ranks share once."""
-    plan = planner.step(epoch, at, LARGEST if isinstance(planner, SharedPlanner) else 1)
+    plan = planner.step(epoch, at, LARGEST if isinstance(planner, DynamicPlanner) else 1)
     return np.unique(plan.spans.index).tolist()
 
 
@@ -174,7 +174,7 @@ def test_steps_of_mixed_lengths_and_of_packs_equal_one_process() -> None:
     compare(list(ddp), "qwen3", 8)
     compare(list(shards), "qwen3", 3)
     lengths = [len(sample["input_ids"]) for sample in samples()]
-    planner = SharedPlanner(
+    planner = DynamicPlanner(
         lengths, CAPACITY, global_batch=Packs(2), sharing=Sharing(max_degree=LARGEST, layout="dual_chunk")
     )
     check(list(of_packs), by_hand("qwen3", 3, planner))

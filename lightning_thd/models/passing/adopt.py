@@ -315,15 +315,15 @@ def convolve(
     return out_NC.transpose(0, 1)[None]
 
 
-def _reach(layout: ShardLayout, left: int) -> Reach:
+def _reach(shard: ShardLayout, left: int) -> Reach:
     """Plan a convolution that reads ``left`` earlier slots, in groups of stretches of similar length."""
-    plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
+    plan = partition.plan_keys(shard.padded_lengths, **shard.cut, rank=shard.rank, causal=True, left=left)
     grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
     ends = np.cumsum(plan.kv_lengths)
     own_rows = partition.ranges(ends - plan.q_lengths, ends)
     own_places = places_in(grids, int(plan.kv_lengths.sum()))[own_rows]
-    *sources, own = layout.put([*grids, own_places])
+    *sources, own = shard.put([*grids, own_places])
 
-    keys = needs.needed_call(layout, causal=True, left=left).keys
+    keys = needs.needed_call(shard, causal=True, left=left).keys
     assert keys is not None
     return Reach(keys, tuple(sources), own)

@@ -147,14 +147,14 @@ class _Plan(NamedTuple):
     entering: Tensor
 
 
-def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
+def scan_shard(recurrence: Recurrence, inputs: Inputs, shard: ShardLayout) -> Tensor:
     """Run a recurrent layer on this rank's shard of a pack, with states of the other ranks; a collective."""
-    plan = layout.once("states", lambda: _plan(layout))
+    plan = shard.once("states", lambda: _plan(shard))
     padded = with_blank(inputs)
     outputs: list[Tensor] = []
     opened = [run_rows(recurrence, padded, rows, None, outputs) for rows in plan.opening]
     spanned = [recurrence.span(_gather(padded, rows)) for rows in plan.spanning]
-    entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], layout)
+    entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], shard)
     num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
 
     for rows, one in zip(plan.spanning, spanned, strict=True):
@@ -196,7 +196,7 @@ def _entering_states(
     opened: list[Tensor],
     spanned: list[Spanned],
     like: Tensor,
-    layout: ShardLayout,
+    shard: ShardLayout,
 ) -> Tensor:
     """Exchange states and changes, and return the states that enter this rank's stretches; a collective."""
     # Ranks without stretches need empty tensors of the same dtype.
@@ -209,7 +209,7 @@ def _entering_states(
     changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in all_changes)])
 
     if plan.host.moved.any():  # the same on every rank, so all ranks exchange states or none does
-        received_states, received_changes = _exchange(recurrence, plan, states, changes, like, layout)
+        received_states, received_changes = _exchange(recurrence, plan, states, changes, like, shard)
         states = torch.cat([states, received_states])
         changes = torch.cat([changes, received_changes])
 
@@ -234,10 +234,10 @@ def _in_order(results: list[Tensor], groups: Sequence[Rows]) -> list[Tensor]:
 
 
 def _exchange(
-    recurrence: Recurrence, plan: _Plan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
+    recurrence: Recurrence, plan: _Plan, states: Tensor, changes: Tensor, like: Tensor, shard: ShardLayout
 ) -> tuple[Tensor, Tensor]:
     """Send states and changes to the ranks that need them; return those of other ranks, rank 0's first."""
-    assert layout.group is not None
+    assert shard.group is not None
     sent_parts = []
     for state_rows, change_rows in zip(plan.send_states, plan.send_changes, strict=True):
         sent_states = states.index_select(0, state_rows).flatten()
@@ -251,8 +251,8 @@ def _exchange(
 
     # keep_path: so that all ranks run the exchange of backward, or none does
     sent = keep_path(torch.cat(sent_parts), like)
-    received = exchange_rows(sent, [len(part) for part in sent_parts], sizes, layout.group, layout.traffic)
-    layout.traffic.count("states")
+    received = exchange_rows(sent, [len(part) for part in sent_parts], sizes, shard.group, shard.traffic)
+    shard.traffic.count("states")
 
     all_states: list[Tensor] = []
     all_changes: list[Tensor] = []
@@ -263,16 +263,16 @@ def _exchange(
     return torch.cat(all_states), torch.cat(all_changes)
 
 
-def _plan(layout: ShardLayout) -> _Plan:
+def _plan(shard: ShardLayout) -> _Plan:
     """Plan the stretches and exchanges of a shard; all arrays are uploaded at once."""
-    plan = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank)
-    slots = layout.local_slots
+    plan = plan_states(shard.padded_lengths, **shard.cut, rank=shard.rank)
+    slots = shard.local_slots
     kinds = [rows_of_kind(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
     back = places_in([rows for kind in kinds for _, rows in kind], slots)
 
     on_host = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
-    *groups, back, send_states, send_changes, steps, entering = layout.put(on_host)
+    *groups, back, send_states, send_changes, steps, entering = shard.put(on_host)
     opening, spanning, closing, whole = ([Rows(*group) for group in kind] for kind in groups)
     return _Plan(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 

@@ -159,11 +159,11 @@ class ShardPrefixes(Prefixes):
     here: Tensor  # bool ``[M]``
 
 
-def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
+def prefixes_of_rank(shard: SharedLayout) -> ShardPrefixes:
     """Return the predictions whose slots a rank holds, and the places of tokens in its shard."""
-    whole = layout.whole.prefixes
-    in_shard = partition.rank_indices(layout.padded_lengths, rank=layout.rank, **layout.cut)
-    place_of_slot = np.full(layout.slots, -1)  # in this shard; -1 for slots of other ranks
+    whole = shard.whole.prefixes
+    in_shard = partition.rank_indices(shard.padded_lengths, rank=shard.rank, **shard.cut)
+    place_of_slot = np.full(shard.slots, -1)  # in this shard; -1 for slots of other ranks
     place_of_slot[in_shard] = np.arange(len(in_shard))
 
     # The predictions of this rank, and the number of each among them; the others get the number after all.
@@ -173,7 +173,7 @@ def prefixes_of_rank(layout: SharedLayout) -> ShardPrefixes:
     number_of_row[kept_rows] = np.arange(len(kept_rows))
 
     on_host = kept_rows, place_of_row[kept_rows], number_of_row, place_of_slot
-    rows, slots, numbers, places = layout.put(on_host)
+    rows, slots, numbers, places = shard.put(on_host)
     targets = whole.targets.index_select(0, rows)
     if not len(kept_rows):  # one row, whose target is ignored
         slots = whole.slots.new_zeros(1)
@@ -199,19 +199,19 @@ class SharedShardBoundaries(ShardBoundaries):
     layout: SharedLayout
 
     @classmethod
-    def of_shared(cls, layout: SharedLayout) -> SharedShardBoundaries:
+    def of_shared(cls, shard: SharedLayout) -> SharedShardBoundaries:
         """Make the boundaries of the shard of a layout."""
-        whole = layout.whole
-        lengths = layout.fragments.stop - layout.fragments.start
+        whole = shard.whole
+        lengths = shard.fragments.stop - shard.fragments.start
         boundaries = cls(
-            offsets=layout.put(offsets_of(lengths)),
-            slots=layout.local_slots,
+            offsets=shard.put(offsets_of(lengths)),
+            slots=shard.local_slots,
             max_seqlen=int(lengths.max()),
             lengths=lengths.tolist(),
             sequence_lengths=whole.sequence_lengths,
             longest=whole.longest,
         )
-        boundaries._set(layout=layout, prefixes=prefixes_of_rank(layout))
+        boundaries._set(layout=shard, prefixes=prefixes_of_rank(shard))
         return boundaries
 
     def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:

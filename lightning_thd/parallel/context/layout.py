@@ -176,26 +176,26 @@ class ShardBoundaries(Boundaries):
     eager = "context_parallel"  # the sizes of exchanges between ranks differ between batches
 
     @classmethod
-    def of(cls, whole: Boundaries, layout: ShardLayout) -> ShardBoundaries:
+    def of(cls, whole: Boundaries, shard: ShardLayout) -> ShardBoundaries:
         """Make the boundaries of this rank's shard from those of the whole pack."""
         assert whole.sequence_lengths is not None
         real_offsets = None
         if whole.real_offsets is not None:
             real = partition.held_real_lengths(
-                whole.sequence_lengths, layout.padded_lengths, rank=layout.rank, **layout.cut
+                whole.sequence_lengths, shard.padded_lengths, rank=shard.rank, **shard.cut
             )
-            real_offsets = layout.put(offsets_of(real))
+            real_offsets = shard.put(offsets_of(real))
 
         boundaries = cls(
-            offsets=layout.cu_seqlens,
-            slots=layout.local_slots,
-            max_seqlen=max(1, int(layout.held.max(initial=1))),
-            lengths=layout.held.tolist(),
+            offsets=shard.cu_seqlens,
+            slots=shard.local_slots,
+            max_seqlen=max(1, int(shard.held.max(initial=1))),
+            lengths=shard.held.tolist(),
             sequence_lengths=whole.sequence_lengths,
             real_offsets=real_offsets,
             longest=whole.longest,
         )
-        boundaries._set(layout=layout)
+        boundaries._set(layout=shard)
         return boundaries
 
     @property
@@ -314,8 +314,8 @@ class ShardBoundaries(Boundaries):
         )
 
 
-def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
+def gather_pack(x: Tensor, shard: ShardLayout) -> Tensor:
     """Gather the shards ``[N, ...]`` of all ranks to ``[T, ...]`` in the pack's order; a collective."""
-    assert layout.group is not None
-    gathered = all_gather_rows(x, layout.group, layout.traffic)
-    return gathered if layout.restore is None else gathered.index_select(0, layout.restore)
+    assert shard.group is not None
+    gathered = all_gather_rows(x, shard.group, shard.traffic)
+    return gathered if shard.restore is None else gathered.index_select(0, shard.restore)

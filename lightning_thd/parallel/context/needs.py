@@ -260,76 +260,76 @@ class RingStep(NamedTuple):
     call: BlockCall | None  # None if no query of this rank sees the keys
 
 
-def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
+def exchanged(shard: ShardLayout, *, causal: bool, left: int) -> Exchange:
     """Return the exchange that brings the other ranks' keys, computed once per batch and kind of layer."""
 
     def make() -> Exchange:
-        options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
-        plan = plan_exchange(layout.padded_lengths, rank=layout.rank, **options)
-        return plan._replace(send_rows=layout.put(plan.send_rows))
+        options: dict[str, Any] = {**shard.cut, "causal": causal, "left": left}
+        plan = plan_exchange(shard.padded_lengths, rank=shard.rank, **options)
+        return plan._replace(send_rows=shard.put(plan.send_rows))
 
-    return layout.once(("exchange", causal, left), make)
+    return shard.once(("exchange", causal, left), make)
 
 
-def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> KernelCall:
+def needed_call(shard: ShardLayout, *, causal: bool, left: int) -> KernelCall:
     """Return the kernel call on this rank's keys, followed by the keys that ``exchanged`` brings."""
 
     def make() -> KernelCall:
-        row_of_slot = exchanged(layout, causal=causal, left=left).row_of_slot
-        return layout.make_call(row_of_slot, causal=causal, left=left)
+        row_of_slot = exchanged(shard, causal=causal, left=left).row_of_slot
+        return shard.make_call(row_of_slot, causal=causal, left=left)
 
-    return layout.once(("needed call", causal, left), make)
+    return shard.once(("needed call", causal, left), make)
 
 
-def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
+def block_calls(shard: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
     """Return a call per source rank with visible keys, ``gathered`` from all ranks or ``exchanged``."""
 
     def make() -> list[BlockCall]:
         calls = []
-        slots = layout.local_slots
-        options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+        slots = shard.local_slots
+        options: dict[str, Any] = {**shard.cut, "causal": causal, "left": left}
         row_of_slot: Ints | None = None
         if not gathered:
-            row_of_slot = exchanged(layout, causal=causal, left=left).row_of_slot
+            row_of_slot = exchanged(shard, causal=causal, left=left).row_of_slot
 
-        for source in range(layout.cp):
-            block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
+        for source in range(shard.cp):
+            block = plan_block(shard.padded_lengths, rank=shard.rank, source=source, **options)
             if block is None:
                 continue
             if row_of_slot is None:
                 rows: Ints = np.arange(source * slots, (source + 1) * slots)
             else:
-                rows = row_of_slot[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
+                rows = row_of_slot[partition.rank_indices(shard.padded_lengths, **shard.cut, rank=source)]
             calls.append(_block_call(block, rows))
 
-        uploaded_calls: list[BlockCall] = layout.put(calls)
+        uploaded_calls: list[BlockCall] = shard.put(calls)
         return uploaded_calls
 
-    return layout.once(("blocks", causal, left, gathered), make)
+    return shard.once(("blocks", causal, left, gathered), make)
 
 
-def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
+def ring_steps(shard: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
     """Return the ring's steps; step d receives the keys of rank ``rank - d``, step 0 nothing."""
 
     def make() -> list[RingStep]:
-        steps: list[RingStep] = layout.put([_ring_step(layout, d, causal, left) for d in range(layout.cp)])
+        steps: list[RingStep] = shard.put([_ring_step(shard, d, causal, left) for d in range(shard.cp)])
         return steps
 
-    return layout.once(("ring", causal, left), make)
+    return shard.once(("ring", causal, left), make)
 
 
-def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
+def _ring_step(shard: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
     """Plan the step in which keys come from the rank ``distance`` before this one; arrays are on the host."""
-    to = (layout.rank + distance) % layout.cp
-    source = (layout.rank - distance) % layout.cp
-    options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
-    block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
-    row_of_key: Ints = np.arange(layout.local_slots)
+    to = (shard.rank + distance) % shard.cp
+    source = (shard.rank - distance) % shard.cp
+    options: dict[str, Any] = {**shard.cut, "causal": causal, "left": left}
+    block = plan_block(shard.padded_lengths, rank=shard.rank, source=source, **options)
+    row_of_key: Ints = np.arange(shard.local_slots)
     sent = np.empty(0, np.int64)
     received = np.empty(0, np.int64)
     if distance:
-        sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **options)
-        received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **options)
+        sent = needed_rows(shard.padded_lengths, rank=to, source=shard.rank, **options)
+        received = needed_rows(shard.padded_lengths, rank=shard.rank, source=source, **options)
         row_of_key[received] = np.arange(len(received))
 
     call = None if block is None else _block_call(block, row_of_key)

@@ -21,7 +21,7 @@ from lightning_thd.parallel.shard import cut_batch
 from lightning_thd.stats import SeqStats
 
 
-class SharedStep(THDStep):
+class DynamicStep(THDStep):
     """All packs of one rank in a step, before they are cut, with the number of ranks that share each."""
 
     __slots__ = ("degrees", "plan_digest")
@@ -36,14 +36,16 @@ class SharedStep(THDStep):
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("microbatches", "degrees", "plan_digest")}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> SharedStep:
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> DynamicStep:
         """Move every microbatch; see ``THDBatch.to``."""
         moved = [batch.to(device, non_blocking=non_blocking) for batch in self.microbatches]
-        return SharedStep(moved, self.degrees, self.plan_digest)
+        return DynamicStep(moved, self.degrees, self.plan_digest)
 
-    def pin_memory(self) -> SharedStep:
+    def pin_memory(self) -> DynamicStep:
         """Return a copy in page-locked memory."""
-        return SharedStep([batch.pin_memory() for batch in self.microbatches], self.degrees, self.plan_digest)
+        return DynamicStep(
+            [batch.pin_memory() for batch in self.microbatches], self.degrees, self.plan_digest
+        )
 
 
 def digest_of(degrees: Any) -> int:
@@ -53,7 +55,7 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(
-    step: SharedStep,
+    step: DynamicStep,
     groups: Mapping[int, dist.ProcessGroup],
     *,
     traffic: Traffic | None = None,  # counts what layers receive; None counts those of this step
@@ -112,8 +114,8 @@ def make_degree_groups(
     return groups
 
 
-def check_shared_agreement(
-    step: SharedStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
+def check_dynamic_agreement(
+    step: DynamicStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
 ) -> None:
     """Raise unless all ranks have the same plan, and the ranks of a group the same packs; a collective."""
     require_same(
