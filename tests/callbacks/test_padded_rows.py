@@ -234,11 +234,14 @@ def test_batches_of_other_libraries_count_their_sequences(name: str) -> None:
     assert sorted(length for lengths in counted for length in lengths) == expected
 
 
-def test_ids_of_padding_inside_a_row_are_tokens_and_a_tuple_of_types_or_labels_is_no_mask() -> None:
+def test_ids_of_padding_inside_a_row_are_tokens() -> None:
     ids = torch.tensor([[5, 0, 6, 0, 0], [0, 0, 0, 0, 0]])
     labels = torch.where(ids == 0, -100, ids)
     ((_, lengths),) = resolve(microbatches({"input_ids": ids, "labels": labels}, pad_id=0))
     assert lengths == (3, 0)
+
+
+def test_types_or_labels_in_a_tuple_are_no_mask() -> None:
     rows = padded([5, 3])
     types = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]])
     for other in (types, rows["input_ids"].roll(-1, 1)):

@@ -165,15 +165,25 @@ def test_the_scale_counts_just_the_targets_that_are_there(oversize: Any, labels:
         assert step.microbatches[0].loss_scale == (len(step) / targets if targets else 0.0)
 
 
-def test_the_models_window_counts_in_batches_and_in_a_cost_that_a_resume_finds_again() -> None:
+def model_with_window() -> nn.Module:
+    """A tiny Mistral whose layers see 6 tokens."""
     sizes = {**TinyModule().model.config.to_dict(), "model_type": "mistral", "sliding_window": 6}
+    model: nn.Module = AutoModelForCausalLM.from_config(MistralConfig(**sizes))
+    return model
+
+
+def test_the_models_window_counts_in_batches() -> None:
     data = THDDataModule(sequences(60), capacity=CAPACITY)
-    data.attach(model=(model := AutoModelForCausalLM.from_config(MistralConfig(**sizes))))
+    data.attach(model=model_with_window())
     batches = batches_of(data)
     assert len(batches) > 2
     for batch in batches:
         expected = sum(min(i + 1, 6) for length in batch.lengths for i in range(length))
         assert batch.stats.window_pairs == ((6, expected),)
+
+
+def test_a_cost_with_the_models_window_is_found_again_by_a_resume() -> None:
+    model = model_with_window()
     one = open_set("train", sequences(8), Opener(), empty="error")
     settings = planning.DataSettings(capacity=32)
     jobs = [Job(ranks=4, sharing=Sharing(max_degree=degree), model=model) for degree in (2, 4)]

@@ -279,7 +279,7 @@ def test_a_number_of_loss_tokens_known_on_the_host_changes_nothing(monkeypatch: 
         results.append((loss, logp, *torch.autograd.grad(loss + logp.square().sum(), leaves)))
 
     for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="more targets count than the 15"):
         linear_nll(replace(arguments, loss_tokens=15), Penalties(), token_weights=None)
 
@@ -298,7 +298,7 @@ def test_graphs_that_are_kept_checkpointed_frozen_or_differentiated_twice(kind: 
     scaled = torch.autograd.grad(loss * 5.0, leaves, retain_graph=True)
     for a, b in zip(scaled, copies, strict=True):
         torch.testing.assert_close(a, b * 5.0)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, copies, strict=True))  # they are the caller's
+    torch.testing.assert_close(list(gradients), copies, rtol=0, atol=0)  # they are the caller's
     assert versions == [tensor._version for tensor in (*leaves, targets)]
     with pytest.raises(RuntimeError, match=r"fused_linear_\w+ was .*create_graph=True.*keeps no logits"):
         torch.autograd.grad(loss, leaves, create_graph=True)
@@ -307,7 +307,7 @@ def test_graphs_that_are_kept_checkpointed_frozen_or_differentiated_twice(kind: 
         checkpointed = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         run = partial(lambda *arguments: fused(kind, list(arguments), targets, teacher))
         checkpoint(run, *checkpointed, use_reentrant=reentrant).backward()
-        assert all(torch.equal(leaf.grad, b) for leaf, b in zip(checkpointed, copies, strict=True))
+        torch.testing.assert_close([leaf.grad for leaf in checkpointed], copies, rtol=0, atol=0)
 
     for trained in range(3):
         frozen = [leaf.detach().requires_grad_(i == trained) for i, leaf in enumerate(leaves)]

@@ -173,7 +173,7 @@ def test_refused(call: Callable[[], Any], words: str) -> None:
         call()
 
 
-def test_weights_do_not_reach_further_tokens_and_a_balancing_loss_needs_its_coefficient() -> None:
+def test_a_head_that_predicts_further_tokens_or_balances_experts_says_what_it_lacks() -> None:
     model: Any = build("Granite")
     inner = model.forward
 

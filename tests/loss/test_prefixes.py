@@ -131,7 +131,7 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
         llama(**shared.hf_kwargs(), labels=shared.input_ids[None])
 
     rows = [batch.unpack(llama(**batch.hf_kwargs()).logits) for batch in (shared, plain)]
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*rows, strict=True))
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-6)
 
     slots, targets, weights = shared.predictions
     assert len(set(zip(slots.tolist(), targets.tolist(), strict=True))) == len(slots)

@@ -104,7 +104,7 @@ def test_rows_are_one_sequence_each_and_masks_asked_for_say_what_layers_see(
     assert weights is None
 
 
-def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_their_own_kernel() -> None:
+def test_layers_of_each_kind_see_the_sequences_of_a_pack() -> None:
     q, k, v = (x.float() for x in qkv(1, 7))
     batch = batch_of(4, 3)
     offsets = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": 4}

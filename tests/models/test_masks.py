@@ -39,13 +39,11 @@ def causal(window: int | None = None, attention: str = "thd", **arguments: Any) 
     return masking_utils.create_causal_mask(config, embeds, mask, None, positions, **arguments)
 
 
-def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_alone() -> None:
+def test_a_mask_that_hides_nothing_more_is_none_or_unread() -> None:
     for kwargs in ({"position_ids": torch.arange(6)[None]}, {"attention_mask": torch.ones(1, 6)}):
         assert causal(**kwargs) is None
-    for kwargs in (
-        {},
-        {"block_sequence_ids": NO_BLOCKS},
-    ):  # transformers may not leave it out: see UnreadMask
+    # transformers may not leave out these: see UnreadMask
+    for kwargs in ({}, {"block_sequence_ids": NO_BLOCKS}):
         assert isinstance(causal(**kwargs), masks.UnreadMask)
     assert not causal(attention="sdpa")[0, 0, 2, 1]
 

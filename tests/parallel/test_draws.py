@@ -40,7 +40,7 @@ def train_dropping(layout: Layout, folder: str) -> tuple[dict[str, Tensor], list
     resumed = Drops()
     make_trainer(layout, max_steps=2).fit(resumed, data(Sequences(12)), ckpt_path=f"{folder}/step=1.ckpt")
     assert 0 < len(resumed.masks) < len(module.masks)
-    assert all(map(torch.equal, resumed.masks, module.masks[-len(resumed.masks) :]))
+    torch.testing.assert_close(resumed.masks, module.masks[-len(resumed.masks) :], rtol=0, atol=0)
     return full_parameters(module.model), module.masks
 
 
@@ -48,8 +48,7 @@ def train_dropping(layout: Layout, folder: str) -> tuple[dict[str, Tensor], list
 def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout, tmp_path: Path) -> None:
     ranks = run_ranks(train_dropping, layout.world, layout, str(tmp_path))
     for (_, masks), (_, masks_of_neighbour) in zip(ranks[::2], ranks[1::2], strict=True):
-        assert len(masks) == len(masks_of_neighbour)
-        assert all(map(torch.equal, masks, masks_of_neighbour))
+        torch.testing.assert_close(masks, masks_of_neighbour, rtol=0, atol=0)
 
     different = [mask for _, masks in ranks[::2] for mask in masks]
     for i, mask in enumerate(different):
@@ -57,4 +56,4 @@ def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout, tmp_pat
 
     first_params, _ = ranks[0]
     for params, _ in ranks[1:]:
-        assert all(torch.equal(params[name], value) for name, value in first_params.items())
+        torch.testing.assert_close(params, first_params, rtol=0, atol=0)

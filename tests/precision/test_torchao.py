@@ -260,7 +260,7 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
         replayed = gradients(model, loss)
         eager = padded_eager(model, batch, bucket)
         assert torch.equal(loss.detach(), eager.detach())
-        assert all(torch.equal(a, b) for a, b in zip(replayed, gradients(model, eager), strict=True))
+        torch.testing.assert_close(replayed, gradients(model, eager), rtol=0, atol=0)
         with torch.no_grad():  # so that the next replay finds other numbers, of another size, to scale
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
 

@@ -156,7 +156,8 @@ def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
         trainer.strategy.save_pretrained(folder := trainer.strategy.broadcast(tempfile.mkdtemp()))
         adapters = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
         names = {name.replace(".default", ""): name for name in params if "lora_" in name}
-        assert all(torch.equal(adapters[short], params[name]) for short, name in names.items())
+        for short, name in names.items():
+            assert torch.equal(adapters[short], params[name]), name
     return {"losses": module.losses, "params": params, "norms": module.norms}
 
 

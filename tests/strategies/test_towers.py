@@ -107,7 +107,8 @@ TENSOR = [Layout(dp=2, tp=2)]
 def test_ranks_without_images(layouts: list[Layout]) -> None:
     before, expected = by_hand()
     assert any("visual" in name for name in expected)
-    assert all(not torch.equal(before[name], expected[name]) for name in before)
+    unmoved = [name for name, value in before.items() if torch.equal(expected[name], value)]
+    assert unmoved == []
     ranks = run_ranks(train_all, layouts[0].world, layouts, timeout_s=120.0)
     for trained in (trained for rank in ranks for trained in rank):
         # transformers takes softmax and rotary tables of the vision tower in fp32
