@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import torch
 
-from tests.data.lives.setups import Setup, Told, loader_of, tell
+from tests.data.lives.setups import Setup, StepOfRank, loader_of, step_of_rank
 from tests.ranks import forkserver
 
 _TIMEOUT_S = 120.0  # of one order to the ranks of a job
-_Step = list[Told] | None  # of every rank; None where an epoch ended
+_Step = list[StepOfRank] | None  # of every rank; None where an epoch ended
 
 
 def saved(state: Any) -> Any:
@@ -70,14 +70,14 @@ class LocalJob:
                 self._iterators = None
         return steps_of_ranks
 
-    def _one(self, iterator: Any) -> Told | None:
+    def _one(self, iterator: Any) -> StepOfRank | None:
         batches = [batch for _ in range(self._per_step) if (batch := next(iterator, None)) is not None]
         assert len(batches) in (0, self._per_step), (
             f"an epoch ended inside a step, after {len(batches)} batches"
         )
         if not batches:
             return None
-        return tell(batches if self._setup.batches else batches[0].microbatches)
+        return step_of_rank(batches if self._setup.batches else batches[0].microbatches)
 
     def begin_a_step(self) -> None:
         """Run the first batch of the next step alone, where steps come batch by batch."""

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.data.lives.jobs import LocalJob, RanksJob
 from tests.data.lives.line import Line
-from tests.data.lives.setups import MOST, SMALLEST, Setup, Told, check_step, reference, setups, write
+from tests.data.lives.setups import MOST, SMALLEST, Setup, StepOfRank, check_step, reference, setups, write
 
 _EPOCHS = 6  # after which a line is long enough
 _MOST_STEPS = 400  # of an epoch: more is a loader that does not end
@@ -36,7 +36,7 @@ class Lives(RuleBasedStateMachine):
         self.job: LocalJob | RanksJob | None = None
         self.saved: tuple[Any, Line] | None = None  # the last state, and the line up to it
         self.number = 0  # of the saved state
-        self.seen: dict[Any, list[Told]] = {}  # what was run from a position
+        self.seen: dict[Any, list[StepOfRank]] = {}  # what was run from a position
         self.places: dict[tuple[int, int], int] = {}  # of the sequences of a stream, by shard and row
         self.known: dict[int, list[Any]] = {}  # by capacity, the epochs of an undisturbed run
         self._warnings = warnings.catch_warnings()
@@ -136,7 +136,7 @@ class Lives(RuleBasedStateMachine):
             self.line.add([row for of_rank in of_ranks for rows in of_rank.rows for row in rows])
             self.tally["steps"] += 1
 
-    def _note_places(self, of_ranks: list[Told]) -> None:
+    def _note_places(self, of_ranks: list[StepOfRank]) -> None:
         for of_rank in of_ranks:
             for ids, rows in zip(of_rank.ids, of_rank.rows, strict=True):
                 for place, row in zip(ids, rows, strict=True):
@@ -145,7 +145,7 @@ class Lives(RuleBasedStateMachine):
                         "ids are mixed up"
                     )
 
-    def _same_as_before(self, of_ranks: list[Told]) -> None:
+    def _same_as_before(self, of_ranks: list[StepOfRank]) -> None:
         """Hold a step against the same one run before, and against that of an undisturbed run."""
         epoch = len(self.line.epochs) - 1
         step = len(self.line.epochs[-1])

@@ -163,7 +163,7 @@ Rows = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Told:
+class StepOfRank:
     """What one rank's part of a step holds, in plain values: by microbatch rows, targets, slots and scales.
 
     ``ids`` are those by which the loader knows the rows.
@@ -176,11 +176,11 @@ class Told:
     scales: list[float]
 
 
-def tell(microbatches: Any) -> Told:
+def step_of_rank(microbatches: Any) -> StepOfRank:
     """Read the tokens themselves, not what a batch says they are."""
     ids = [batch.unpack(batch.input_ids) for batch in microbatches]
     targets = [batch.unpack(batch.targets) for batch in microbatches]
-    return Told(
+    return StepOfRank(
         [list(batch.sequence_ids) for batch in microbatches],
         [[tuple(row.tolist()) for row in batch if len(row)] for batch in ids],
         [[tuple(row.tolist()) for row in batch if len(row)] for batch in targets],
@@ -189,7 +189,7 @@ def tell(microbatches: Any) -> Told:
     )
 
 
-def check_step(setup: Setup, of_ranks: list[Told], capacity: int) -> None:
+def check_step(setup: Setup, of_ranks: list[StepOfRank], capacity: int) -> None:
     """Hold one step against what its sequences are: whole, in packs that fit, with exact scales."""
     assert len({len(rank.rows) for rank in of_ranks}) == 1, "ranks run different numbers of microbatches"
     goals = 0
@@ -273,6 +273,6 @@ def reference(setup: Setup, folder: Path, capacity: int, epochs: int) -> list[li
         for _ in range(epochs):
             batches = list(loader)
             steps = [batches[k : k + per_step] for k in range(0, len(batches), per_step)]
-            of_steps = [tell(step if setup.batches else step[0].microbatches) for step in steps]
+            of_steps = [step_of_rank(step if setup.batches else step[0].microbatches) for step in steps]
             steps_of_epochs.append([sorted(row for rows in one.rows for row in rows) for one in of_steps])
     return steps_of_epochs
