@@ -81,13 +81,13 @@ def one_by_one(
     q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int]], *, causal: bool
 ) -> list[Tensor]:
     """Return the attention of each sequence, with all scores written out."""
-    found = []
+    outputs = []
     for a, b in spans:
         scores = torch.einsum("qhd,khd->hqk", q[a:b], k[a:b]) / q.shape[2] ** 0.5
         if causal:
             scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
-        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[a:b]))
-    return found
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[a:b]))
+    return outputs
 
 
 @pytest.mark.parametrize("causal", [True, False])

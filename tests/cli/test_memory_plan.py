@@ -36,10 +36,10 @@ def test_json_is_the_memory_model(config: str, capsys: Said) -> None:
     assert printed["devices"] == 8
     assert printed["moment"] in printed["moments"]
 
-    given = printed["options"][0]
-    assert given["option"] == "as given"
+    option = printed["options"][0]
+    assert option["option"] == "as given"
 
-    (card,) = given["cards"]
+    (card,) = option["cards"]
     assert card["largest_capacity"] == model.largest_capacity(room_of(80), training)
     assert card["fits"] == (printed["peak_bytes"] <= room_of(80))
 

@@ -171,12 +171,12 @@ def test_a_model_changed_between_steps_runs_as_it_is_now() -> None:
     batch = random_batch(1)
     step(batch).backward()
     model.model.layers[0].self_attn.scaling *= 3.0
-    wanted = causal_lm_loss(model, batch)
-    expected = [x.clone() for x in gradients(model, wanted)]
-    wanted = wanted.detach()
+    eager = causal_lm_loss(model, batch)
+    expected = [x.clone() for x in gradients(model, eager)]
+    eager = eager.detach()
     for _ in range(2):  # eagerly at first, then from graphs of what it has become
         loss = step(batch)
-        assert abs(float(loss.detach() - wanted)) < 1e-9
+        assert abs(float(loss.detach() - eager)) < 1e-9
         assert worst(gradients(model, loss), expected) < 1e-7
     assert step.stats.replays == 2
     assert step.stats.fallbacks == {"parameters_moved": 1}

@@ -82,9 +82,9 @@ def test_rows_are_the_processors_and_logits_those_of_one_at_a_time(tmp_path: Pat
 
     with torch.no_grad():
         batch = THDBatch.collate(rows)
-        found = batch.unpack(packed(**batch.hf_kwargs()).logits)
+        of_pack = batch.unpack(packed(**batch.hf_kwargs()).logits)
 
-    for own, other in zip(found, logits, strict=True):
+    for own, other in zip(of_pack, logits, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 

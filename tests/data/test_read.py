@@ -192,8 +192,8 @@ def test_a_file_with_a_damaged_page_is_named(column: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
 def test_columns_of_ids_and_of_text(suffix: str, tmp_path: Path) -> None:
     other_writers = pa.array([[4]], pa.list_(pa.field("element", pa.int64())))  # pyarrow writes "item"
-    for at, rows in enumerate(([[1, 2], [3]], pa.array([], pa.list_(pa.int64())), other_writers)):
-        columns(tmp_path, f"{at}.{suffix}", input_ids=rows)
+    for number, rows in enumerate(([[1, 2], [3]], pa.array([], pa.list_(pa.int64())), other_writers)):
+        columns(tmp_path, f"{number}.{suffix}", input_ids=rows)
     assert read(tmp_path) == [[1, 2], [3], [4]]
     with pytest.raises(ValueError, match=r"1\.\w+ has no rows"):
         open_source(tmp_path / f"1.{suffix}")
@@ -206,8 +206,8 @@ def test_columns_of_ids_and_of_text(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_files_of_which_some_have_labels_are_refused(tmp_path: Path, order: int) -> None:
     tables: list[dict[str, Any]] = [{"input_ids": [[1, 2]], "labels": [[-100, 2]]}, {"input_ids": [[3, 4]]}]
-    for at, table in enumerate(tables[::order]):
-        columns(tmp_path, f"{at}.parquet", **table)
+    for number, table in enumerate(tables[::order]):
+        columns(tmp_path, f"{number}.parquet", **table)
     with pytest.raises(ValueError, match=r"different columns: .*'labels'"):
         open_source(tmp_path)
 
@@ -357,11 +357,11 @@ def test_chunks_of_any_size_give_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], chunk_bytes: int, blank: bool
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "chunks.jsonl"
-    given = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    file.write_text(("\n\n" if blank else "\n").join(given), encoding="utf-8", errors="replace")
+    written = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    file.write_text(("\n\n" if blank else "\n").join(written), encoding="utf-8", errors="replace")
     chunks = file_chunks(find_files(file), chunk_bytes=chunk_bytes)
-    found = [record for chunk in chunks for _, record in chunk()]
-    assert found == [json.loads(line.encode(errors="replace")) for line in given]
+    read = [record for chunk in chunks for _, record in chunk()]
+    assert read == [json.loads(line.encode(errors="replace")) for line in written]
     places = [str(place) for chunk in chunks for place, _ in chunk()]
     assert places == [f"{file}, line {1 + i * (2 if blank else 1)}" for i in range(len(texts))]
 

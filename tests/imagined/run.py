@@ -74,11 +74,11 @@ def main() -> None:
         except BaseException:
             traceback.print_exc()
             failed = True
-    found = traffic(log)
+    report = traffic(log)
     if args.json:
-        Path(args.json).write_text(json.dumps(found))
+        Path(args.json).write_text(json.dumps(report))
     print(f"\nimagined {NAMES[args.capability]}: {'FAILED' if failed else 'ran'}, {log.step} steps")
-    print(json.dumps({what: found[what] for what in ("reads", "uploads")}, indent=2))
+    print(json.dumps({what: report[what] for what in ("reads", "uploads")}, indent=2))
     sys.exit(failed)
 
 

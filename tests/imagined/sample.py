@@ -134,7 +134,7 @@ def check_static_inputs() -> None:
             bucket = Bucket(slots=slots, sequences=8, max_seqlen=256)
             options: Any = {"axes": axes, "scale_dtype": torch.float32, "longest": 200}
             inputs = StaticInputs(bucket, torch.device("cuda"), **options)
-            found = []
+            results = []
             for sent in (there, there.replace()):
                 inputs.fill(inputs.dummy())
                 with Copies() as ran:
@@ -145,8 +145,8 @@ def check_static_inputs() -> None:
                 static = inputs.batch
                 offsets = (static.cu_seqlens, static.cu_seqlens_padded)
                 rows = (static.input_ids, static.targets, static.position_ids, static.loss_scale)
-                found.append([data(x).clone() for x in (*rows, *offsets)])
-            assert all(map(torch.equal, *found)), name
+                results.append([data(x).clone() for x in (*rows, *offsets)])
+            assert all(map(torch.equal, *results)), name
 
     written = batches()["plain"].to("cuda")
     assert written.buffer() is not None
@@ -249,13 +249,13 @@ def check_training(log: Any, precision: str) -> None:
     expected = train(precision, "cpu")
     log.clear()
     start = log.step
-    found = train(precision, "gpu")
+    results = train(precision, "gpu")
 
-    assert len(found) == len(expected) > STEPS
-    away = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+    assert len(results) == len(expected) > STEPS
+    away = max(abs(a - b) / b for a, b in zip(results, expected, strict=True))
     rounding = {"32-true": 1e-6, "64-true": 1e-9, "bf16-true": 2e-2}.get(precision, 5e-3)
 
-    assert away < rounding, (precision, away, found, expected)
+    assert away < rounding, (precision, away, results, expected)
     reads = [r for r, at in zip(log.reads, log.read_steps, strict=True) if start + 1 < at < start + STEPS]
     scaler = ("item", "optimizer_step") if precision == "16-mixed" else None  # torch's GradScaler reads
     ours = [read for read in reads if scaler is None or any(word not in str(read) for word in scaler)]
@@ -263,10 +263,10 @@ def check_training(log: Any, precision: str) -> None:
     assert not ours, ours
     sent = [u for u in log.uploads if "batch/upload" in str(u[-1])]
     # fp64 runs on the portable kernel, which sends its own tables of the batch.
-    assert len(sent) == len(found) * (1 + (precision == "64-true")), (len(sent), len(found))
+    assert len(sent) == len(results) * (1 + (precision == "64-true")), (len(sent), len(results))
     assert all(upload[2:4] == (True, True) for upload in sent)
 
-    sys.stdout.write(f"{precision}: {len(found)} microbatches, {away:.1e} from the CPU's losses\n")
+    sys.stdout.write(f"{precision}: {len(results)} microbatches, {away:.1e} from the CPU's losses\n")
 
 
 def main() -> None:

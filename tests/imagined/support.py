@@ -39,11 +39,11 @@ needs_imagination = pytest.mark.skipif(why_not() is not None, reason=str(why_not
 
 def run(script: Path, *arguments: str, out: Path, capability: str = "9.0", timeout_s: float = 900) -> Any:
     """Run a script on an imagined GPU; return its reads and uploads a step, and what it printed."""
-    found = out / "traffic.json"
-    options = ("-c", capability, "--json", found)
+    file = out / "traffic.json"
+    options = ("-c", capability, "--json", file)
     done = finished("-m", "tests.imagined.run", *options, script, *arguments, cwd=out, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return {**json.loads(found.read_text()), "printed": done.stdout + done.stderr}
+    return {**json.loads(file.read_text()), "printed": done.stdout + done.stderr}
 
 
 def our_reads(traffic: Any) -> dict[str, float]:

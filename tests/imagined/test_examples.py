@@ -29,16 +29,16 @@ def test_example(name: str, capability: str, tmp_path: Path) -> None:
     text = (ROOT / "examples" / name).read_text()
     arguments = ["--steps", str(STEPS)] if "--steps" in text else []
     arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
-    found = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
-    ours = {row: n for row, n in our_reads(found).items() if row.split()[-1] not in READS.get(name, ())}
+    report = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
+    ours = {row: n for row, n in our_reads(report).items() if row.split()[-1] not in READS.get(name, ())}
 
-    assert not ours, found["reads"]
+    assert not ours, report["reads"]
     if name in WITHOUT_STEPS:
         return
     # GradScaler leaves out the first steps of fp16, whose scaled gradients overflow.
-    assert STEPS - 2 * (capability == "7.5") <= found["steps"] <= STEPS
+    assert STEPS - 2 * (capability == "7.5") <= report["steps"] <= STEPS
 
-    uploads = found["uploads"]
+    uploads = report["uploads"]
     batches = {row: n for row, n in uploads.items() if "batch/upload" in row}
     assert batches
     assert all("pinned non_blocking" in row for row in batches), uploads
@@ -50,9 +50,9 @@ def test_readme(capability: str, tmp_path: Path) -> None:
     (block, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = tmp_path / "readme.py"
     script.write_text(block.replace("max_steps=100", f"max_steps={STEPS}").replace("8_192", "1_024"))
-    found = run(script, out=tmp_path, capability=capability)
-    assert found["steps"] == STEPS
-    assert not our_reads(found), found["reads"]
-    assert all("batch/upload" in row and "pinned non_blocking" in row for row in found["uploads"])
+    report = run(script, out=tmp_path, capability=capability)
+    assert report["steps"] == STEPS
+    assert not our_reads(report), report["reads"]
+    assert all("batch/upload" in row and "pinned non_blocking" in row for row in report["uploads"])
     half = "16-mixed" if capability == "7.5" else "bf16-mixed"
-    assert f"precision='{half}'" in found["printed"]  # fp32 stays, and the faster precision is named
+    assert f"precision='{half}'" in report["printed"]  # fp32 stays, and the faster precision is named

@@ -31,9 +31,9 @@ def train(name: str) -> dict[str, Any]:
     gpu.LOG.clear()
     nccl.CALLS.clear()
     gpu.LOG.step = 0
-    found = jobs.train(*LAYOUTS[name], dtype_of(name))
+    results = jobs.train(*LAYOUTS[name], dtype_of(name))
     lost = sorted({call[1] for call in nccl.CALLS if call[0] == "never waited"})
-    return {**found, **traffic(gpu.LOG), "lost": lost}
+    return {**results, **traffic(gpu.LOG), "lost": lost}
 
 
 def train_all(names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -56,9 +56,9 @@ def check_traffic(name: str, found: dict[str, Any]) -> None:
 def test_layouts_on_an_imagined_nccl(names: list[str]) -> None:
     world = LAYOUTS[names[0]][1].world
     ranks = run_ranks(train_all, world, tuple(names), timeout_s=1_800.0, kind="imagined")
-    for name, found in zip(names, zip(*ranks, strict=True), strict=True):
-        check_layout(name, list(found), dtype_of(name))
-        for rank in found:
+    for name, results in zip(names, zip(*ranks, strict=True), strict=True):
+        check_layout(name, list(results), dtype_of(name))
+        for rank in results:
             check_traffic(name, rank)
 
 
@@ -84,7 +84,7 @@ class Grouped(jobs.Job):
 def traffic_of_experts() -> list[dict[str, Any]]:
     """Return what a step reads and uploads with experts on ranks, and with all experts on every rank."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    found = []
+    results = []
     for layout in (EXPERTS, Layout(dp=2)):
         gpu.LOG.clear()
         nccl.CALLS.clear()
@@ -92,8 +92,8 @@ def traffic_of_experts() -> list[dict[str, Any]]:
         trained = jobs.train("qwen3_moe", layout, Sequences(12), torch.bfloat16, kind=Grouped)
         assert trained["microbatches"] == trained["steps"] * MICROBATCHES
         lost = [call[1] for call in nccl.CALLS if call[0] == "never waited"]
-        found.append({**traffic(gpu.LOG), "lost": lost})
-    return found
+        results.append({**traffic(gpu.LOG), "lost": lost})
+    return results
 
 
 def test_experts_on_ranks_read_once_a_layer_where_tokens_go() -> None:

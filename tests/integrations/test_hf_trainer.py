@@ -69,9 +69,9 @@ def train(
 
 def check_training(ranks: list[dict[str, Any]], step: Packs | Sequences) -> None:
     """Compare parameters, losses and evaluation with a loop over sequences that are never packed."""
-    wanted, losses = by_hand(step, len(ranks), STEPS)
+    by_hand_parameters, losses = by_hand(step, len(ranks), STEPS)
     for of_rank in ranks:
-        assert largest_error(strip(of_rank["params"]), wanted) < 1e-12
+        assert largest_error(strip(of_rank["params"]), by_hand_parameters) < 1e-12
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
     expected, _ = mean_nll(sequences(60, labels=True)[:20], params=ranks[0]["params"])
     assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)

@@ -127,7 +127,7 @@ def cases() -> list[tuple[str, Callable[[], Any], Callable[[Any, Any], Tensor], 
     plain = THDBatch.collate(_samples(), pad_to=128).replace(**scale)
     weighted = THDBatch.collate(_samples(weights=0.5)).replace(**scale)
     forked = THDBatch.collate(_forked(), share_prefixes=True).replace(**scale)
-    found = []
+    named = []
 
     for kind, batch, losses in (
         ("plain", plain, PLAIN | UNSHARED | PREFERENCES),
@@ -136,10 +136,10 @@ def cases() -> list[tuple[str, Callable[[], Any], Callable[[Any, Any], Tensor], 
         ("rollouts", _rollouts(share_prefixes=False), POLICIES),
         ("shared rollouts", _rollouts(share_prefixes=True), POLICIES),
     ):
-        found += [(f"{kind} {name}", _dense, loss, batch) for name, loss in losses.items()]
+        named += [(f"{kind} {name}", _dense, loss, batch) for name, loss in losses.items()]
 
-    found += [(f"experts {name}", _experts, loss, plain) for name, loss in BALANCED.items()]
-    return found
+    named += [(f"experts {name}", _experts, loss, plain) for name, loss in BALANCED.items()]
+    return named
 
 
 def run(model: Any, loss: Callable[[Any, Any], Tensor], given: Any) -> tuple[Tensor, dict[str, Tensor]]:

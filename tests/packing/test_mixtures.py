@@ -64,16 +64,16 @@ def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> 
         by_ranks = []
         for dp in (1, 2, 4):
             plans = [made.step(epoch, k, dp) for k in range(made.num_steps(epoch))]
-            found = sorted(
+            shares = sorted(
                 i for plan in plans for rank in plan.indices_by_rank() for m in rank for i in m.tolist()
             )
-            assert found == sorted(made.mixture.indices(epoch, np.arange(made.mixture.total)).tolist())
+            assert shares == sorted(made.mixture.indices(epoch, np.arange(made.mixture.total)).tolist())
             by_ranks.append([sorted(plan.spans.index.tolist()) for plan in plans])
             assert all(plan.real_tokens == int(made._lengths[plan.spans.index].sum()) for plan in plans)
         assert by_ranks[0] == by_ranks[1] == by_ranks[2]
         whole = np.concatenate([plan.spans.index[plan.spans.start == 0] for plan in plans])
-        found = np.bincount(made.mixture.source_of(whole), minlength=3) / len(whole)
-        assert dict(zip(made.mixture.names, found, strict=True)) == pytest.approx(
+        shares = np.bincount(made.mixture.source_of(whole), minlength=3) / len(whole)
+        assert dict(zip(made.mixture.names, shares, strict=True)) == pytest.approx(
             {"a": 0.5, "b": 0.3, "c": 0.2}, abs=1 / 217
         )
 

@@ -21,12 +21,12 @@ def rows(seed: int = 0, *, answer: int = 4) -> list[dict[str, np.ndarray]]:
     """Draw a dataset of prompts with four answers each, in no order."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 60, int(rng.integers(3, 12))) for _ in range(GROUPS)]
-    found = [
+    samples = [
         {"input_ids": np.concatenate([p, rng.integers(0, 60, int(rng.integers(1, answer + 1)))])}
         for p in prompts
         for _ in range(SIZE)
     ]
-    return [found[i] for i in rng.permutation(len(found))]
+    return [samples[i] for i in rng.permutation(len(samples))]
 
 
 def planner_of(data: list[dict[str, np.ndarray]], capacity: int, **settings: object) -> PrefixPlanner:

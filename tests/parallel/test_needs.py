@@ -57,10 +57,10 @@ def test_rows_are_those_that_some_query_sees(
 ) -> None:
     lengths, cp, layout = pack
     left = left if causal else -1
-    where = owners(lengths, cp, layout)
+    owner = owners(lengths, cp, layout)
     expected: dict[tuple[int, int], set[int]] = {pair: set() for pair in product(range(cp), range(cp))}
     for q, k in seen_pairs(lengths, causal=causal, left=left):
-        expected[where[q][0], where[k][0]].add(where[k][1])
+        expected[owner[q][0], owner[k][0]].add(owner[k][1])
     counts = need_counts(lengths, cp=cp, layout=layout, causal=causal, left=left)
     for (rank, source), rows in expected.items():
         if rank != source:

@@ -402,12 +402,12 @@ def lr_find(cell: Cell) -> dict[str, Tensor]:
     module.lr = 1e-3
     trainer = cell.trainer(gradient_clip_val=None, max_steps=8)
     before = full_parameters(module.model)
-    here = Path.cwd()
+    cwd = Path.cwd()
     os.chdir(cell.folder)  # Lightning keeps what it had there
     try:
         finder = Tuner(trainer).lr_find(module, given(), num_training=6, min_lr=1e-5)
     finally:
-        os.chdir(here)
+        os.chdir(cwd)
     assert finder is not None
     after = full_parameters(module.model)
     assert largest_error(after, {name: before[name] for name in after}) == 0.0

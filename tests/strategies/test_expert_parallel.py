@@ -82,8 +82,8 @@ def train_and_save(layout: Layout, folder: Path, kind: type[Job]) -> dict[str, A
     trainer.fit(module, data(Sequences(12)))
     trainer.save_checkpoint(folder)
     weights: list[Any] = [p for n, p in module.model.named_parameters() if n.endswith("down_proj")]
-    held = sum(weight.to_local().numel() for weight in weights)
-    return {"params": full_parameters(module.model), "held": held, "latest": dict(monitor.latest)}
+    kept = sum(weight.to_local().numel() for weight in weights)
+    return {"params": full_parameters(module.model), "held": kept, "latest": dict(monitor.latest)}
 
 
 def resume(layout: Layout, folder: Path) -> dict[str, Any]:
