@@ -53,6 +53,7 @@ def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> Non
         gradient_clip_val=0.5,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
+
     stream = Stream(f"{out}/*.jsonl", window=6, shuffle_buffer=12)
     data = THDDataModule(
         stream if any(out.glob("*.jsonl")) else sequences(SEQUENCES, labels=True),
@@ -60,6 +61,7 @@ def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> Non
         global_batch=Sequences(PER_STEP),
         num_workers=num_workers,
     )
+
     resume = (out / "checkpoints" / "last.ckpt").exists()
     trainer.fit(module, data, ckpt_path="last" if resume else None)
 

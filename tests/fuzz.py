@@ -65,6 +65,7 @@ def junk(rng: random.Random) -> Any:
     numbers = [-1, 0, 1, 2, 3.7, float("nan"), float("inf"), 2**31, 2**63, 2**70, -(2**63), True, 1j]
     rows: list[Any] = [[], (), [1, 2], [1.5, 2.0], [-1, 3], [2**31], [2**63], [2**70], [[1, 2], [3]]]
     rows += [[[1, 2], [3, 4]], [None], ["a"], [{}], [True, False], range(3)]
+
     others: list[Any] = [
         None,
         "x",
@@ -77,11 +78,14 @@ def junk(rng: random.Random) -> Any:
         torch.int32,
         iter([1]),
     ]
+
     dtypes = [np.float64, np.int8, np.int32, np.int64, np.uint64, np.bool_, object, "U3", np.complex64]
     arrays = [np.ones(shape, dtype) for shape in ((), (0,), (3,), (2, 3)) for dtype in dtypes]
+
     kinds = [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint16, torch.bool]
     tensors = [torch.ones(shape, dtype=kind) for shape in ((), (0,), (3,), (2, 3)) for kind in kinds]
     tensors += [torch.ones(3, dtype=torch.int32, device="meta"), torch.ones(3, dtype=torch.complex64)]
+
     return rng.choice(rng.choice([numbers, rows, others, arrays, tensors]))
 
 

@@ -47,11 +47,13 @@ def finished(
         process = forkserver().Process(
             target=_main, args=(command, str(cwd or Path.cwd()), str(out), str(err), dict(os.environ))
         )
+
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
             process.join()
+
         code = process.exitcode
         assert code is not None
         return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())

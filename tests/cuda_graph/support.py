@@ -48,9 +48,11 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     device = batch.input_ids.device
     used = BatchShape.of_batch(batch).slots
     tail = bucket.slots - used
+
     padded, real = slow_offsets(batch, bucket)
     positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
     positions = positions.expand(*batch.position_ids.shape[:-1], tail)
+
     return batch.replace(
         input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
         targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),

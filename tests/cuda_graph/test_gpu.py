@@ -220,6 +220,7 @@ def fit(graphs: bool, path: Path, *, resume: Path | None = None, precision: Any 
         val_check_interval=4,
         callbacks=[callback] if graphs else [],
     )
+
     data = THDDataModule(sequences(600), val=sequences(30, seed=1), capacity=256)
     trainer.fit(module, data, ckpt_path=resume, weights_only=False)
     trainer.save_checkpoint(path / f"{graphs}.ckpt")

@@ -79,8 +79,10 @@ def _told(kind, name, size, flags):
         name = name.decode()
         if not LOG.counting or kind not in ("read", "upload"):
             return 0
+
         pinned = bool(flags & 1)
         free = bool(flags & 2)
+
         if kind == "read":
             LOG.reads.append((name.removeprefix("aten::"), caller()))
             LOG.read_steps.append(LOG.step)
@@ -90,6 +92,7 @@ def _told(kind, name, size, flags):
             LOG.upload_steps.append(LOG.step)
             waits = not free
             forbidden = not pinned
+
         return 2 if forbidden and _lib.imagined_capturing() else int(waits and LOG.sync_mode == 2)
     except BaseException:  # nothing may leave a callback
         return 0

@@ -84,14 +84,17 @@ def _split_group(self, ranks, timeout=None, opts=None, group_name=None, group_de
     TRACED("call", f"{parent.label} split")
     if self.rank() not in members:
         return None
+
     store = dist.PrefixStore(f"{group_name}/", self.get_group_store())
     group = dist.ProcessGroup(store, members.index(self.rank()), len(members))
+
     options = Options()
     options.group_name = group_name
     options.group_desc = group_desc or ""
     options.global_ranks_in_group = [dist.get_global_rank(self, r) for r in members]
     if timeout is not None:
         options._timeout = timeout
+
     backend = ProcessGroupNCCL(store, members.index(self.rank()), len(members), options)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)

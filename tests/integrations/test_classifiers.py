@@ -174,9 +174,11 @@ def loss_alone(model: Any, rows: list[dict[str, Any]]) -> Tensor:
 def test_two_ranks_equal_sequences_alone() -> None:
     with torch.no_grad():
         evaluated = [float(loss_alone(classifier(), val)) for val in VALS]
+
     for of_rank in run_ranks(in_all, 2, timeout_s=300):
         for name, (steps, weights, actual) in of_rank.items():
             assert actual == pytest.approx(evaluated, rel=1e-6), name  # Lightning's metrics are fp32
+
             model = classifier()
             optimizer = sgd(model)
             assert len(steps) == STEPS, name
@@ -185,5 +187,6 @@ def test_two_ranks_equal_sequences_alone() -> None:
                 optimizer.zero_grad()
                 loss_alone(model, [TRAIN[i] for i in step]).backward()
                 optimizer.step()
+
             for key, expected in parameters(model).items():
                 torch.testing.assert_close(weights[key], expected, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")

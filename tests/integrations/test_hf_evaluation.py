@@ -129,11 +129,13 @@ def train(out: str) -> dict[str, Any]:
         train_dataset=sequences(60, labels=True),
         capacity=CAPACITY,
     )
+
     batches: list[Any] = []
     kept = trainer.compute_loss
     trainer.compute_loss = lambda model, inputs, *a, **k: (
         batches.append(inputs["batch"]) or kept(model, inputs, *a, **k)
     )
+
     result = trainer.train()
     return {
         "seen": trainer.state.num_input_tokens_seen,

@@ -201,22 +201,31 @@ def other_attention() -> Any:
 def test_what_a_constructor_refuses(tmp_path: Path) -> None:
     of_n: dict[str, Any] = {"data_kwargs": {"global_batch": Sequences(4)}}
     for arguments, message in (
-        ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
+        (
+            {"compute_loss_func": lambda *_, **__: 0},
+            "compute_loss_func is called with logits, which packed_trainer never makes",
+        ),
         ({"data_collator": lambda rows: rows}, "would pad packs"),
-        ({"data_kwargs": {"val": [{"input_ids": [1, 2]}]}}, "'val', which nothing would read. Pass eval_"),
+        (
+            {"data_kwargs": {"val": [{"input_ids": [1, 2]}]}},
+            "'val', which nothing would read. Pass eval_dataset=",
+        ),
         (
             {"kind": Images, "train_dataset": IMAGES.to_iterable_dataset(), "args": {"max_steps": 1}},
             "The dataset has images",
         ),
         (
             {"kind": Images, "train_dataset": IMAGES},
-            "The dataset has images, which TRL prepares batch by batch in its",
+            "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule",
         ),
         ({"model": other_attention()}, r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"),
-        ({"args": {"gradient_accumulation_steps": 3}, **of_n}, "tion_steps=3: a step of n sequences has"),
+        (
+            {"args": {"gradient_accumulation_steps": 3}, **of_n},
+            "gradient_accumulation_steps=3: a step of n sequences has as many microbatches as it needs",
+        ),
         (
             {"args": {"optim": "lomo"}, **of_n},
-            "with optim='lomo', which steps in every backward pass: once a",
+            "with optim='lomo', which steps in every backward pass: once a microbatch here",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -353,6 +353,7 @@ def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
     model_of("dpo", tokenizer, "thd").save_pretrained(tmp_path)
     thd = model_of("dpo", tokenizer, "thd")
     other = model_of("dpo", tokenizer, "sdpa")
+
     for models, attention in (((other,), None), ((thd, other), None), ((str(tmp_path),), "sdpa")):
         warnings.simplefilter("ignore", FutureWarning)
         args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False)
@@ -361,6 +362,7 @@ def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
             ValueError, match="runs attn_implementation='sdpa', under which sequences of a pack may see"
         ):
             packed_trainer(trl.DPOTrainer)(*models, args=args, train_dataset=data, processing_class=tokenizer)
+
     pack_rows(thd)
     assert thd.config._attn_implementation == "thd"
     assert thd._thd_padded_attention == "sdpa"

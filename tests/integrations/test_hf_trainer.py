@@ -34,10 +34,12 @@ def make_trainer(out: str, accumulate: int, **kwargs: Any) -> Any:
         seed=0,
         **kwargs.pop("arguments", {}),
     )
+
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     samples = sequences(60, labels=True)
+
     trainer = type("Seen", (RecordsSteps, packed_trainer()), {})(
         model=model,
         args=arguments,

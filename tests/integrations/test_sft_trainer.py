@@ -42,6 +42,7 @@ def train(out: str, kind: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [{"messages": talk} for talk in TALKS]
     if kind == "completion":
         rows = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS]
+
     model = model_of(tokenizer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     trainer = packed_trainer(SFTTrainer)(
@@ -61,11 +62,13 @@ def train(out: str, kind: str) -> dict[str, Any]:
         capacity=CAPACITY,
         peak=1e9,
     )
+
     prepared = [packed_dataset(trainer.train_dataset)[i] for i in range(len(rows))]
     trainer.train()
     trainer.evaluate(trainer.train_dataset)
     entropy, accuracy = token_metrics(trainer.model, prepared)
     trainer.compute_loss = lambda *_, **__: torch.zeros(())  # a user's own, which computes no entropy
+
     return {
         "own": trainer.evaluate(trainer.train_dataset, metric_key_prefix="own"),
         "evaluated": {"entropy": entropy, "mean_token_accuracy": accuracy},
@@ -142,9 +145,11 @@ def balance(out: str) -> tuple[float, float]:
     tokenizer = make_tokenizer(PLAIN)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+
     factor: dict[str, Any] = {"router_aux_loss_coef": 0.5}
     # TRL 1.0 has no such option: its trainer balances experts as the model's config says.
     option = {} if "router_aux_loss_coef" in fields_of(SFTConfig) else factor | {"output_router_logits": True}
+
     config = MixtralConfig(**sizes, **heads, **option)
     trainer = packed_trainer(SFTTrainer)(
         model=AutoModelForCausalLM.from_config(config, attn_implementation="thd"),
@@ -154,6 +159,7 @@ def balance(out: str) -> tuple[float, float]:
         capacity=CAPACITY,
         router_balance="microbatch",
     )
+
     inputs = next(iter(trainer.get_train_dataloader()))
     batch = inputs["batch"]
     output = trainer.model(**batch.hf_kwargs())

@@ -125,6 +125,7 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
             report_to="none", disable_tqdm=True, logging_strategy=strategy, logging_steps=3, save_steps=2,
             eval_strategy=strategy, eval_steps=2, save_strategy=strategy,
         )  # fmt: skip
+
         rows: Any = [row(length) for lengths in LENGTHS for length in lengths]
         trainer = Slow(model := llama(), arguments, train_dataset=rows, eval_dataset=rows[:2])
         if in_front:
@@ -135,6 +136,7 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
         else:
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
+
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert all(entry["device/items_per_sec"] == 16 and "device/mfu" in entry for entry in logs)
         assert not model._forward_pre_hooks

@@ -35,6 +35,7 @@ def test_fields(layout: str) -> None:
         slots_of_rank = torch.from_numpy(rank_indices(batch.padded_lengths, cp=2, rank=rank, layout=layout))
         for name in ("input_ids", "targets", "position_ids"):
             assert torch.equal(getattr(shard, name), getattr(batch, name)[slots_of_rank])
+
         boundaries = shard.boundaries
         assert boundaries.offsets[-1] == boundaries.slots == len(slots_of_rank)
         assert (boundaries.real_offsets is None) == (layout == "contiguous")  # which pads no sequence
@@ -42,6 +43,7 @@ def test_fields(layout: str) -> None:
         assert len(real) == len(boundaries.offsets) == len(batch.cu_seqlens)
         assert int(boundaries.offsets.diff().max()) == max(boundaries.lengths) == shard.max_seqlen
         assert (real.diff() <= boundaries.offsets.diff()).all()
+
         for name in ("stats", "lengths", "padded_lengths", "sequence_ids"):
             assert getattr(shard, name) == getattr(batch, name)
         assert shard.loss_scale == 2 * batch.loss_scale

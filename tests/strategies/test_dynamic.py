@@ -83,18 +83,22 @@ def run(
     layout = Layout(dp=dist.get_world_size())
     degree = options.pop("largest", LARGEST)
     global_batch = options.pop("global_batch", STEP)
+
     made = strategy(name, **options)
     made.max_context_parallel_size = degree
     saving = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=6, filename="half")]
     trainer = make_trainer(
         layout, family, strategy=made, max_steps=steps, callbacks=saving, enable_checkpointing=bool(saving)
     )
+
     data = THDDataModule(
         samples(), capacity=CAPACITY * LARGEST // degree, global_batch=global_batch, val=samples()[:8]
     )
     trainer.fit(module, data, ckpt_path=f"{folder}/half.ckpt" if resume else None)
+
     losses = torch.tensor(module.losses, dtype=torch.float64)
     dist.all_reduce(losses)
+
     return {
         "params": full_parameters(module.model),
         "losses": (losses / dist.get_world_size()).tolist(),

@@ -51,12 +51,15 @@ def train(family: str, layout: Layout, balance: str) -> dict[str, Any]:
     strict_warnings()
     module = Balanced(family, balance)
     before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+
     trainer = make_trainer(layout, family, max_steps=1, gradient_clip_val=None)
     data = THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Sequences(12 * layout.dp))
     trainer.fit(module, data)
+
     strategy: Any = trainer.strategy
     after = full_parameters(module.model)
     experts = [p for name, p in module.model.named_parameters() if name.endswith("experts.down_proj")]
+
     return {
         "rank": strategy.data_rank,
         "packs": module.packs,

@@ -167,8 +167,10 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a multiple of 2"):
         resolve_sizes(6, tensor=2, expert=3)
     assert resolve_sizes(8, pipeline=2, expert=4).stage == 4
+
     with pytest.raises(ValueError, match="which expert_parallel_size=3 does not divide"):
         expert_plan(family_model("mixtral"), 3)
+
     with pytest.raises(ValueError, match="context_parallel_size='dynamic'"):
         THDModelParallelStrategy(expert_parallel_size=2, context_parallel_size="dynamic")
     with pytest.raises(ValueError, match="sequence_parallel=True"):

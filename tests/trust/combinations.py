@@ -148,9 +148,11 @@ def _together(cases: list[Case], tally: Tally) -> None:
             except RankError as err:
                 died = str(err)
             by_case = [found_by(Path(folder), number) for number in range(len(cases))]
+
         whole = next((i for i, case in enumerate(cases) if len(by_case[i]) < case.world), len(cases))
         for case, outcomes in zip(cases[:whole], by_case, strict=False):
             tally.add(case, outcomes)
+
         # a rank that found the others gone says nothing of its case: again on new ranks, but only once
         again = whole < len(cases) and whole > 0 and all(x.kind == "ended" for x in by_case[whole])
         if whole < len(cases) and not again:
@@ -164,11 +166,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0)
     options = parser.parse_args()
+
     started = time.monotonic()
     tally = run(options.count, options.seed, options.minutes)
+
     exact = tally.outcomes["right"]
     stage = tally.outcomes["refused by one stage"]
     right = exact + tally.outcomes["refused"] + stage
+
     record(
         "combinations",
         {

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="after which no more lives begin")
     parser.add_argument("--lives", type=int, default=10_000, help="after which the run ends")
     options = parser.parse_args()
+
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     how = settings(
         max_examples=_AT_ONCE,
@@ -35,10 +36,12 @@ def main() -> None:
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
+
     stop = time.monotonic() + 60 * options.minutes
     tally = LivesOfRanks.tally
     while time.monotonic() < stop and tally["lives"] < options.lives:
         run_state_machine_as_test(LivesOfRanks, settings=how)
+
     rows: dict[str, object] = {name: f"{count:,}" for name, count in tally.items()}
     rows["sequences lost or doubled, packs over capacity, steps run otherwise a second time, hangs"] = 0
     record("lives", rows)

@@ -88,6 +88,7 @@ def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = Tru
     data = THDDataModule(
         Stream(endless, steps_per_epoch=500), capacity=256, global_batch=Packs(1), val=sequences(64, seed=1)
     )
+
     graphs = CUDAGraphCallback(max_sequences=(24, 48), backend="recording")
     trainer = L.Trainer(
         strategy="thd",
@@ -109,6 +110,7 @@ def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = Tru
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
     trainer.fit(Captured(), data)
     if wandb:
         trainer.loggers[1].experiment.finish()
@@ -128,9 +130,11 @@ def drift(samples: np.ndarray) -> dict[str, float]:
     seconds = warm[:, 0] - warm[:, 0].mean()
     memory = warm[:, 1] - warm[:, 1].mean()
     slope = float(seconds @ memory / max(seconds @ seconds, 1e-9)) * 3600
+
     half = len(warm) // 2
     parts = (warm[:half], warm[half:])
     per_step = [np.diff(part[:, 5]).sum() / max(np.diff(part[:, 4]).sum(), 1) for part in parts]
+
     return {
         "steps": float(samples[-1, 4]),
         "memory MiB an hour": slope,
@@ -148,6 +152,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         measured = soak(options.minutes, Path(folder))
+
     slower = measured["CPU ms a step, second half"] / measured["CPU ms a step, first half"] - 1
     goals = {
         "memory flat (below 1 MiB an hour)": measured["memory MiB an hour"] < 1,
@@ -155,6 +160,7 @@ def main() -> None:
         "second half within 3 % of the first": slower < 0.03,
         "most steps were replayed from a recorded graph": measured["graph hit rate"] > 0.9,
     }
+
     shown = {"minutes": options.minutes, **{k: f"{v:,.2f}" for k, v in measured.items()}}
     record("soak", {**shown, **{goal: "yes" if met else "NO" for goal, met in goals.items()}})
     sys.exit(0 if all(goals.values()) else 1)

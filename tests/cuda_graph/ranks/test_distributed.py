@@ -32,6 +32,7 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
     callbacks: list[L.Callback] = (
         [CUDAGraphCallback(max_sequences=7, backend="recording", require=True)] if graphs else []
     )
+
     module = GraphModule()
     trainer = quiet_trainer(
         strategy=strategy,
@@ -42,6 +43,7 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
         callbacks=callbacks,
     )
     trainer.fit(module, THDDataModule(sequences(120), capacity=96))
+
     stats = callbacks[0].stats if callbacks else None  # type: ignore[attr-defined]
     return {
         "params": {name: p.detach() for name, p in module.named_parameters()},

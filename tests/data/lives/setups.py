@@ -153,6 +153,7 @@ def loader_of(
         mixing=setup.mixing,
         num_workers=workers,
     )
+
     accumulate = setup.step.n // dp if isinstance(setup.step, Packs) else 1
     data.attach(rank=rank, ranks=dp, accumulate=accumulate)
     data.setup("fit")

@@ -210,11 +210,13 @@ def test_a_record_that_fits_in_no_batch_is_a_bad_record() -> None:
         ({"position_ids": [0]}, {"position_ids": [[0]] * 3}, r"'position_ids' of shape \[3, \*\]"),
         ({"audio_x": np.ones((2, 3))}, {"audio_x": np.ones((1, 4))}, r"'audio_x' of shape \[\*, 4\]"),
     ]
+
     for (most, odd, has), odd_row in itertools.product(faults, (0, 40)):
         begin = [{"input_ids": [1], **(odd if row in (odd_row, 41) else most)} for row in range(42)].__iter__
         seen, state = run(begin, on_error="skip", max_errors=2, steps=2)
         rest, _ = run(begin, on_error="skip", max_errors=2, state=state)
         assert counted([(seen + rest, None)]) == dict.fromkeys({*range(41)} - {odd_row}, 1)
+
         with pytest.raises(ValueError, match=f"shard .*, row {odd_row}: it has {has}, but most"):
             run(begin)
         with pytest.raises(ValueError, match="more than max_errors=1"):

@@ -40,6 +40,7 @@ def fit(folder: str, *, packs: bool = False, **kwargs: Any) -> dict[str, Any]:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     cp = kwargs.pop("context_parallel_size", 1)
     shared = THDDDPStrategy(context_parallel_size=cp, broadcast_data=kwargs.pop("broadcast_data", False))
+
     module = Seen()
     trainer = make_trainer(
         max_epochs=kwargs.pop("max_epochs", 1),
@@ -48,12 +49,14 @@ def fit(folder: str, *, packs: bool = False, **kwargs: Any) -> dict[str, Any]:
         accumulate_grad_batches=2 if packs else 1,
         gradient_clip_val=0.5,
     )
+
     data = THDDataModule(
         Stream(source=f"{folder}/*.jsonl", window=8, **kwargs),
         capacity=CAPACITY,
         global_batch=Packs(2 * ranks // cp) if packs else Sequences(6),
     )
     trainer.fit(module, data)
+
     return {
         "steps": module.steps,
         "losses": module.outputs,
