@@ -77,7 +77,10 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         ),
         (lambda: PackedRollouts.from_padded(IDS, MASK[:1]), r"shapes \[\[2, 6\], \[1, 6\], \[1, 6\]\] for"),
         (lambda: rollouts().pack(torch.zeros(2, 5)), r"pack\(\) got \[2, 5\], wanted \[2, 6, \.\.\.\]"),
-        (lambda: fused(HIDDEN.long()), "hidden is torch.int64 and weight torch.float32, wanted one dtype of"),
+        (
+            lambda: fused(HIDDEN.long()),
+            "hidden is torch.int64 and weight torch.float32, wanted one dtype of fp32, fp64, bf16 and fp16",
+        ),
         (lambda: fused(HIDDEN, bias=torch.zeros(4)), r"bias is \[4\], wanted \[5\], one per row of weight"),
         (
             lambda: fused(HIDDEN, rows=torch.zeros(2)),

@@ -187,7 +187,10 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: found_in(0, 0, 1, 0), "There are 3 sequences but num_sequences=2. Pass 3 or more"),
         (lambda: found_in(0, 1, num_sequences=-1), "num_sequences=-1; wanted 0 or more"),
         # What does not fit is never cut.
-        (lambda: pad_cu_seqlens(OFFSETS, 1, 9), "2 sequences do not fit into num_sequences=1; none may be"),
+        (
+            lambda: pad_cu_seqlens(OFFSETS, 1, 9),
+            "2 sequences do not fit into num_sequences=1; none may be cut off",
+        ),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 4), "5 tokens do not fit into total=4; none may be cut off"),
         (
             lambda: pad_cu_seqlens(OFFSETS, 2, 9),

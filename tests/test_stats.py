@@ -155,7 +155,7 @@ def of_lengths(*lengths: int, **options: Any) -> Callable[[], SeqStats]:
         (of_lengths(3, image_grid_thw=[[1, 2]] * 3), r"grid_thw has shape \(3, 2\); wanted \[N, 3\]"),
         (lambda: Chunk(2**63), "Chunk.size=9223372036854775808; wanted at most .*the tokens of a chunk"),
         (lambda: window_pairs([3, 4], 2, ends=[1]), r"ends \[1\] decrease, or do not end at the 2 lengths"),
-        (lambda: window_pairs([3, 4], 2, ends=[2, 1, 2]), r"ends \[2, 1, 2\] decrease, or"),
+        (lambda: window_pairs([3, 4], 2, ends=[2, 1, 2]), r"ends \[2, 1, 2\] decrease, or do not end at the"),
         (lambda: of_lengths(3, windows=(4,))() + of_lengths(3)(), r"=\[\] to stats counted with \[4\]"),
     ],
 )

@@ -78,7 +78,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: padded([1, 2, 3], [1, 1, 1], [1, 2**31, 2]), "labels outside it"),
     (lambda: padded([1, 2, 3], [1, 1, 1], [1, -5, 2]), "or labels outside it that are not -100"),
     (lambda: BATCH.unpack(torch.zeros(3)), r"shape \(3,\), but the batch has 5 slots"),
-    (lambda: BATCH.to("meta").to("cpu"), "A batch on the meta device has"),
+    (lambda: BATCH.to("meta").to("cpu"), "A batch on the meta device has no values to move to"),
     (lambda: BATCH.to("abacus"), r"'abacus' is not a device"),
     (lambda: THDStep([]), "at least one microbatch"),
     (lambda: THDStep([BATCH, None]), "A THDStep is made of a list, .*; wanted a list of THDBatch"),

@@ -156,7 +156,10 @@ def test_what_the_host_knows_is_refused_with_the_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Bucket(slots=8, sequences=True, max_seqlen=1), "sequences=True.: wanted an int of at"),
+        (
+            lambda: Bucket(slots=8, sequences=True, max_seqlen=1),
+            "sequences=True.: wanted an int of at least 1",
+        ),
         (lambda: Bucket(slots=100, sequences=4, max_seqlen=20), "cover 80 of 100 .*Give sequences=5 or more"),
         (lambda: make_buckets((), slots=8), "max_sequences is empty"),
     ],

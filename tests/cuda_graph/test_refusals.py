@@ -112,7 +112,11 @@ class Extra(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("in place", r"the step changes Extra.total. A replay would not change Python state again, and"),
+        (
+            "in place",
+            r"the step changes Extra.total. A replay would not change Python state again, and would count "
+            "dummy tokens of padding in a buffer. Move counters",
+        ),
         ("rebound", r"the step changes Extra.total"),
         ("kept", r"the step changes Extra.last"),
         ("counted", r"the step changes Extra.calls"),

@@ -304,7 +304,7 @@ def test_views_of_datasets_give_what_their_samples_show(name: str) -> None:
         ({"images": ["a.png"]}, "The column 'images' beside input_ids is not read. Give pixel_values"),
         ({"labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}, "which is not read"),
         ({"labels": [1, -100, 400]}, "label 400, but the model's vocabulary"),
-        ({"next_label": 7}, "carries 'next_label', which"),
+        ({"next_label": 7}, "carries 'next_label', which only THDBatch"),
     ],
 )
 def test_columns_that_nobody_reads_are_refused_wherever_they_stand(
@@ -408,7 +408,9 @@ ACROSS = {
 @pytest.mark.parametrize("case", list(ACROSS))
 def test_steps_that_look_at_several_shards(case: str) -> None:
     expected = sorted(row["input_ids"] for row in ACROSS[case]())
-    with pytest.warns(UserWarning, match=r"counts rows over all its \d+ shards.* One process reads it"):
+    with pytest.warns(
+        UserWarning, match=r"counts rows over all its \d+ shards.* One process reads it, front to back"
+    ):
         assert read(ACROSS[case](), empty="drop") == expected
 
 

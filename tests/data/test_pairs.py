@@ -165,7 +165,10 @@ def test_the_data_module_resumes_inside_an_epoch() -> None:
         ({"positive": "x", "negatives": ["y"]}, "'positive' and 'negatives' without a query"),
         ({"query": "x", "negative": "y"}, "a query without a positive"),
         ({"query": "x", "anchor": "z", "positive": "y"}, "has 2 queries; wanted one query"),
-        ({"query": "x", "positive": ""}, "positive has an empty text or no ids. Remove it"),
+        (
+            {"query": "x", "positive": ""},
+            "positive has an empty text or no ids. Remove it, or leave the key out",
+        ),
         ({"query": "x", "positive": []}, "positive has an empty text or no ids|positive is an empty list"),
         ({"query": "x", "positive": {"a": 1}, "negative": "y"}, "positive is .*wanted text or ids"),
         ({"query": "x", "positive": "y", "label": 1}, "'label' beside a query would be left out"),

@@ -57,7 +57,7 @@ def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path
     assert len(built) == 1
     [folder] = tmp_path.glob("tokens-*")
     (folder / "tokens.npy").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"folder .* cannot be read: .*Delete it"):
+    with pytest.raises(ValueError, match=r"folder .* cannot be read: .*Delete it to build it again"):
         TokenStore.open(folder)
     with pytest.warns(UserWarning, match="built again"):
         assert cached_store({"a": 1}, build, cache_dir=tmp_path)[0]["input_ids"].tolist() == [1, 2]

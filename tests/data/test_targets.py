@@ -288,7 +288,7 @@ def test_a_causal_loss_looks_past_the_labels_of_sequences() -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, None, 1], "labels of a batch have several shapes, or"),
+        ([0, None, 1], "labels of a batch have several shapes, or a sample has none"),
         ([[0, 1], [1], [1, 1]], "labels of a batch have several shapes"),
         (["pos", "neg", "pos"], "label='pos'; wanted one finite number"),
         ([float("nan"), 0.0, 1.0], "label=nan; wanted one finite number"),
@@ -443,7 +443,10 @@ def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
         pytest.raises(ValueError, match="was given 'thd', got a pack and runs attn_implementation='eager'"),
     ):
         make_trainer().fit(module, data)
-    assert "Classification runs attn_implementation='eager', under which" in caplog.text
+    assert (
+        "Classification runs attn_implementation='eager', under which sequences of a pack may see each other"
+        in caplog.text
+    )
     assert "copy of the config" not in caplog.text  # no other model has this one
 
     module.model(input_ids=batch.input_ids[None, :3])  # a row by itself is none

@@ -179,7 +179,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: throughput(EIGHT, seconds=1.0, work="backward"), "work='backward'; wanted one of"),  # type: ignore[arg-type]
     (lambda: throughput(EIGHT, seconds=1.0, devices=0), "devices=0; wanted 1 or more"),
     *[
-        (lambda s=s: throughput(EIGHT, seconds=s, model=llama()), "seconds=.*: a rate needs time that has")
+        (
+            lambda s=s: throughput(EIGHT, seconds=s, model=llama()),
+            "seconds=.*: a rate needs time that has passed",
+        )
         for s in (0, -1.0, math.nan, math.inf)
     ],
     *[

@@ -169,7 +169,10 @@ REFUSED = {
     "sequences": "gradient_accumulation_steps=2, but with a pipeline",
     "cp": "cp_size=2: its context parallelism replaces every mask",
     "engine": "The accelerator runs DEEPSPEED, whose engine accumulates, clips and steps by itself",
-    "accumulate": "ValueError: loop.backward() runs inside accelerator.accumulate(), but the",
+    "accumulate": (
+        "ValueError: loop.backward() runs inside accelerator.accumulate(), but the loader yields whole "
+        "optimizer steps, of which Accelerate would skip most"
+    ),
     "after it": "",  # a notebook's next try, with a new Accelerator
     "batch": "AttributeError: 'THDBatch' object has no attribute 'microbatches'",
     "skip": "AttributeError: 'THDLoader' object has no attribute 'dataset'",

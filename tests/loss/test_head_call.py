@@ -238,7 +238,7 @@ def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
         (
             "lm_head",
             lambda m, i, o: i[0] @ m.weight.T * 3.0,
-            "the model returns other logits than those of its",
+            "the model returns other logits than those of its head",
         ),
         ("lm_head", lambda m, i, o: o.argmax() and None, "the model applies argmax to them"),
         (

@@ -113,7 +113,9 @@ def test_a_checkpoint_that_loses_the_pack_raises_in_backward() -> None:
     for layer in layers_of(model):
         by_hand = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
         layer.forward = by_hand
-    with pytest.raises(RuntimeError, match="recomputed in backward and the boundaries of its pack are not"):
+    with pytest.raises(
+        RuntimeError, match="recomputed in backward and the boundaries of its pack are not known there"
+    ):
         matrix.run_packed(model)
 
 

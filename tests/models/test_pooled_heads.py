@@ -90,7 +90,11 @@ def test_pooled_outputs_and_a_last_token_without_padding() -> None:
     ("family", "name", "message"),
     [
         ("bert", "BertForMultipleChoice", "got a pack. It compares several sequences"),
-        ("bart", "BartForConditionalGeneration", "got a pack. An encoder-decoder has"),
+        (
+            "bart",
+            "BartForConditionalGeneration",
+            "got a pack. An encoder-decoder has two sequences per sample",
+        ),
     ],
 )
 def test_samples_of_several_sequences_are_refused(family: str, name: str, message: str) -> None:

@@ -187,7 +187,9 @@ def test_changes_behind_from_pretrained_are_refused(tmp_path: Path) -> None:
     model.double().train().requires_grad_(False)
     require_unchanged(model)
     nn.init.zeros_(model.model.norm.weight)
-    message = r"\['model.norm.weight'\] of Qwen3ForCausalLM changed after from_pretrained, which"
+    message = (
+        r"\['model.norm.weight'\] of Qwen3ForCausalLM changed after from_pretrained, which reads weights"
+    )
 
     with pytest.raises(ValueError, match=message):
         require_unchanged(model)

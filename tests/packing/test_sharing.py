@@ -262,7 +262,7 @@ def shared(lengths: list[int], ranks: int = 2, degree: int = 2, cost: Any = COST
     [
         (shared([3, 70], 4, 4), "Sequence 1 has 70 tokens, which fit at no degree.*to 8, raise"),
         (shared([3], 12, 8), "=8 does not divide the 12 ranks.*max_context_parallel_size=4"),
-        (shared([]), "lengths is empty: there is no sequence to share out. Pass the"),
+        (shared([]), "lengths is empty: there is no sequence to share out. Pass the tokens of each"),
         (shared([5], cost=lambda n: n * np.nan), "The cost of a sequence of 5 tokens is nan; wanted a"),
         (shared([5], cost=lambda n: n * 0.0), "The cost of a sequence of 5 tokens is 0.0; wanted a finite"),
         (lambda: planner([3] * 8).step(0, 0, 6), "=4 does not divide the 6 ranks"),

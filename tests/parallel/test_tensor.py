@@ -181,7 +181,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, str], str]] = [
     (
         lambda: net_with(embed=embedding(max_norm=1.0)),
         {"embed": "embedding_rowwise"},
-        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
+        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm",
     ),
     (
         lambda: net_with(embed=embedding(scale_grad_by_freq=True)),

@@ -309,7 +309,9 @@ ON_RANKS = {
     "no pack": Case("cuts THDBatch, but the dataloader gave.*align=", data=loader([torch.ones(2)] * 4, 4)),
     "slots": Case("3 slots over 2 .* wants a multiple of 2.*align=", layout=SLOTS, data=UNALIGNED),
     "unaligned": Case("Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate", data=UNALIGNED),
-    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which thd_model_parallel does not", changed(wrapped), CUT),
+    "fsdp 1": Case(
+        r"wrapped in Fully.* \(FSDP1\), which thd_model_parallel does not support", changed(wrapped), CUT
+    ),
     "replicas": Case("data_parallel_replicas=3 does not divide the 2 data-parallel", layout=REPLICAS),
     "compiled": Case(
         r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
@@ -407,7 +409,10 @@ OF_STAGES = {
         r"Only the last pipeline stage has logits.*\n  test_refusals.py:\d+: stepping\(",
         stepping(lambda m, batch: m.model(**batch.hf_kwargs()).logits.square().mean()),
     ),
-    "metric": Case(r"self.log\('metric', MeanMetric\) in training_step: only the", stepping(logs_a_metric)),
+    "metric": Case(
+        r"self.log\('metric', MeanMetric\) in training_step: only the last pipeline stage has the numbers",
+        stepping(logs_a_metric),
+    ),
     "beside": Case(
         r"trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
         changed(lambda m: m.add_module("gate", nn.Linear(1, 1))),

@@ -130,7 +130,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: iter([1.5]), {}, "a float is not a sequence"),
     (lambda: iter([]), {}, "A pass over the stream gave no step"),
     (lambda: iter([{"input_ids": []}]), {}, "the sequence has no tokens.*empty='drop'"),
-    (lambda: iter([image]), {"capacity": 8, "oversize": "truncate"}, "carries pixel_values, so it cannot be"),
+    (
+        lambda: iter([image]),
+        {"capacity": 8, "oversize": "truncate"},
+        "carries pixel_values, so it cannot be cut",
+    ),
     (lambda: iter(lambda: image, 0), {"capacity": 8, "on_error": "skip", "max_errors": 9}, "10 records.*=9"),
     (long_ones, {"capacity": 8}, "13 tokens but capacity=8. Set oversize="),
     (long_ones, {"oversize": "split"}, "oversize='split' needs every length before the first step"),
@@ -239,7 +243,10 @@ def test_what_a_stream_would_lose() -> None:
     plain = {"input_ids": [1, 2, 3], "url": "a", "score": 0.5, "images": None, "lengths": None}
     assert len(run(lambda: iter([plain, {**plain, "position_ids": [0, 1, 2]}]), n=2)[0]) == 1
     lost: list[tuple[dict[str, Any], str]] = [
-        ({"lengths": [1, 2]}, "carries lengths, which marks several sequences in a row, but a sample is"),
+        (
+            {"lengths": [1, 2]},
+            "carries lengths, which marks several sequences in a row, but a sample is one sequence",
+        ),
         ({"position_ids": [0, 0, 1]}, "its position_ids begin again, as in a row of several"),
         ({"next_label": 5}, "the record carries 'next_label', which only"),
         ({"pixel_values": [[1.0]]}, "carries 'pixel_values' as list. Extras are tensors"),

@@ -205,7 +205,11 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
         ({"code": (stream, 1), "gone": (Stream("nowhere/*.jsonl"), 1)}, None, "The source 'gone' .* no file"),
         ({"code": (stream, 1), "none": (lambda: iter([]), 1)}, None, "'none' gave no sequence in a whole"),
         ({"code": (stream, 1), "list": ([{"input_ids": [1]}], 1)}, None, "dict is not a stream"),
-        ({"code": (file, 1)}, Mixing(dry="stop"), r"Mixing\(dry='stop'\) is for streams; no source here is"),
+        (
+            {"code": (file, 1)},
+            Mixing(dry="stop"),
+            r"Mixing\(dry='stop'\) is for streams; no source here is one",
+        ),
     ]
 
     def begin(train: Any, mixing: Mixing | None) -> None:
