@@ -85,7 +85,9 @@ def test_a_run_of_warmup_steps_rates_its_last_interval_by_its_own_time(tmp_path:
 
 def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
     steps = [THDStep(UNEQUAL[:3]), THDStep(UNEQUAL[3:4]), THDStep(UNEQUAL[4:])]
-    ((_, row),) = fit(tmp_path, steps, log_every_n_steps=3).rows
+    rows = fit(tmp_path, steps, log_every_n_steps=3).rows
+    assert len(rows) == 1
+    row = rows[0][1]
     assert row["train/total_flops"] == flops_of(UNEQUAL)
     assert row["train/batches"] == 6
 
@@ -225,7 +227,8 @@ def test_weights_thawed_inside_an_interval_count_from_there(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    module = Module(clock := Clock(), config=None)
+    clock = Clock()
+    module = Module(clock, config=None)
     forward = 2 * 4 * 31 * 8
     module.thawed = module.model.embed.requires_grad_(False)
     if known:
@@ -240,7 +243,8 @@ def test_weights_thawed_inside_an_interval_count_from_there(
 
 
 def test_a_fit_after_one_that_failed_counts_its_own_model(tmp_path: Path) -> None:
-    measures = monitor(clock := Clock())
+    clock = Clock()
+    measures = monitor(clock)
     small = Module(clock, config={**CONFIG, "num_hidden_layers": 1})
     with pytest.raises(AttributeError, match="input_ids"):
         fit(tmp_path, ["no batch"], measures, clock=clock, module=small)
@@ -576,7 +580,8 @@ def test_totals_of_a_resumed_job_and_of_a_second_fit_go_on(tmp_path: Path, again
     def run(
         *callbacks: L.Callback, path: Path | None = None, epochs: tuple[int, ...] = (2,)
     ) -> dict[str, float]:
-        throughput = monitor(clock := Clock())
+        clock = Clock()
+        throughput = monitor(clock)
         rows = [{"input_ids": [1] * (1 + n % 7)} for n in range(30)]
         data = THDDataModule(rows, capacity=9, needs_boundaries=False)
         settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 50}

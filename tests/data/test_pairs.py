@@ -150,7 +150,8 @@ def test_the_data_module_resumes_inside_an_epoch() -> None:
         return data
 
     whole = [[examples_of(b) for b in step.microbatches] for step in make().train_steps()]
-    steps = iter(first := make().train_steps())
+    first = make().train_steps()
+    steps = iter(first)  # a loader whose iterator is gone has ended
     next(steps)
     again = make().train_steps()
     again.load_state_dict(first.state_dict())

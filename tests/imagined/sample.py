@@ -67,7 +67,8 @@ def check_uploads(log: Any) -> None:
         with torch.inference_mode(inference):
             changing = batches()["labels"].pin_memory()
             changing.targets.fill_(7)  # as a hook before the transfer may
-            assert set(data((there := changing.to("cuda")).targets).tolist()) == {7}
+            there = changing.to("cuda")
+            assert set(data(there.targets).tolist()) == {7}
         assert (there.max_targets is None) is not inference  # more than were counted when they were collated
 
     mixed = batches()["plain"].replace(extras={"soft": torch.ones(3, requires_grad=True)})
@@ -163,7 +164,8 @@ def check_whole_sets(log: Any) -> None:
     mean_loss(causal_lm_loss, model, sets, device=torch.device("cuda"))
 
     assert len(log.reads) == 1, log.reads
-    (written := sets[1].to("cuda")).targets.fill_(7)
+    written = sets[1].to("cuda")
+    written.targets.fill_(7)
     causal_lm_loss(model, written)  # more targets than were counted when it was collated
     log.reads.clear()
     with torch.no_grad():

@@ -60,7 +60,8 @@ def test_packed_trainer_counts_what_it_is_given_and_leaves_out_the_first_step(tm
     settings: Any = {"max_steps": 3, "logging_steps": 1, "use_cpu": True, "report_to": []}
     arguments = TrainingArguments(str(tmp_path), save_strategy="no", **settings)
     options: Any = {"train_dataset": sequences(40), "capacity": 4096, "peak": 1e9, "flops_model": given()}
-    OwnTrainer(model=Own(True), args=arguments, callbacks=[logs := Logs()], **options).train()
+    logs = Logs()
+    OwnTrainer(model=Own(True), args=arguments, callbacks=[logs], **options).train()
     assert logs.rows[-1]["total_flops"] == pytest.approx(3 * wanted(LENGTHS), rel=1e-9)
     rated = ["device/mfu" in row for row in logs.rows]
     assert rated == [False, True, True]
@@ -110,8 +111,9 @@ def test_dpo_counts_the_passes_of_a_frozen_reference(precomputed: bool, tmp_path
     arguments = trl.DPOConfig(str(tmp_path), save_strategy="no", **settings)
     options: Any = {"train_dataset": Dataset.from_list(rows("dpo")), "processing_class": tokenizer}
     reference = None if precomputed else copy.deepcopy(policy)
+    logs = Logs()
     trainer = packed_trainer(trl.DPOTrainer)(
-        model=policy, ref_model=reference, args=arguments, peak=1e9, callbacks=[logs := Logs()], **options
+        model=policy, ref_model=reference, args=arguments, peak=1e9, callbacks=[logs], **options
     )
     seen: list[SeqStats] = []
     measure = policy._thd_throughput

@@ -127,7 +127,8 @@ def test_transformers_trainer_resumes_totals_and_leaves_out_saves(
         )  # fmt: skip
 
         rows: Any = [row(length) for lengths in LENGTHS for length in lengths]
-        trainer = Slow(model := llama(), arguments, train_dataset=rows, eval_dataset=rows[:2])
+        model = llama()
+        trainer = Slow(model, arguments, train_dataset=rows, eval_dataset=rows[:2])
         if in_front:
             callback.add_to(trainer)
             errors.append(ValueError("stop"))
@@ -196,8 +197,9 @@ def test_a_packed_trainer_counts_a_shared_prefix_once(tmp_path: Path) -> None:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     settings: dict[str, Any] = {"max_steps": 4, "logging_steps": 2, "report_to": "none", "use_cpu": True}
+    model = tiny_llama(torch.float32)
     trainer = Counting(
-        model=(model := tiny_llama(torch.float32)),
+        model=model,
         args=TrainingArguments(output_dir=str(tmp_path), save_strategy="no", **settings),
         train_dataset=data,
         capacity=96,

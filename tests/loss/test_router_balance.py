@@ -255,6 +255,7 @@ def test_evaluations_leave_it_out() -> None:
 def test_refusals() -> None:
     batch = THDBatch.collate(SAMPLES)
     model = expert_model("qwen3_moe")
+    recomputed = expert_model("qwen3_moe")
     without = expert_model("deepseek_v3")
     without.config.router_aux_loss_coef = without.router_aux_loss_coef = None
     sequence: dict[str, Any] = {"router_balance": "sequence"}
@@ -264,7 +265,7 @@ def test_refusals() -> None:
         (model, batch, {"router_z_loss": -0.1}, "router_z_loss=-0.1; wanted a finite number of 0 or more"),
         (model, batch, {"router_balance": "batch"}, "wanted one of microbatch, sequence, step"),
         (without, batch, sequence, "config has router_aux_loss_coef"),
-        (recomputed := expert_model("qwen3_moe"), batch, sequence, "use_reentrant=False"),
+        (recomputed, batch, sequence, "use_reentrant=False"),
         (recomputed, batch, {}, "use_reentrant=False"),
     ]
 

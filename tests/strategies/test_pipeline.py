@@ -153,7 +153,8 @@ def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
         trainer.fit(module, data(Sequences(12)))
     params = full_parameters(module.model)
     if kind is Adapted:  # what PEFT reads again has the adapters of all stages
-        trainer.strategy.save_pretrained(folder := trainer.strategy.broadcast(tempfile.mkdtemp()))
+        folder = trainer.strategy.broadcast(tempfile.mkdtemp())
+        trainer.strategy.save_pretrained(folder)
         adapters = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
         names = {name.replace(".default", ""): name for name in params if "lora_" in name}
         for short, name in names.items():

@@ -142,7 +142,9 @@ def observe(count: int, lists: int) -> tuple[int, bool, int]:
     trainer = quiet_trainer(
         strategy="ddp", max_steps=40, devices=2, callbacks=[graphs], use_distributed_sampler=False
     )
-    vars(data := Observed()).update(count=count, lists=lists)
+    data = Observed()
+    data.count = count
+    data.lists = lists
     trainer.fit(module, data)
     assert graphs.plan is not None
     return len(module.outputs), bool(graphs.plan.chosen.sequences), graphs.stats.replays
