@@ -113,7 +113,10 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         ),
         (lambda: THDDataModule([]), "needs capacity=. It is the most tokens of a pack, for example"),
         (lambda: Stream("x", text_key="body"), r"has no text_key=. Pass it to THDDataModule\(Stream"),
-        (lambda: THDDDPStrategy(tensor_parallel_size=2), "has no tensor_parallel_size=: .*THDModelParallelS"),
+        (
+            lambda: THDDDPStrategy(tensor_parallel_size=2),
+            "has no tensor_parallel_size=: .*THDModelParallelStrategy",
+        ),
         (arrays_of_another_version, "it has version 1, wanted 2.*Delete it to build it again"),
     ],
 )

@@ -181,7 +181,10 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: cu_seqlens_from_lengths([3, -2]), "Sequence 1 has length -2; wanted 0 or more tokens"),
         (lambda: cu_seqlens_from_lengths([2**31 - 1, 1]), "2 lengths add up to 2147483648 tokens"),
         (lambda: cu_seqlens_from_lengths(torch.tensor([1.0])), "lengths is torch.float32; wanted an integer"),
-        (lambda: cu_seqlens_from_lengths([[1, 2], [3, 4]]), r"lengths has shape \[2, 2\]; wanted one dimens"),
+        (
+            lambda: cu_seqlens_from_lengths([[1, 2], [3, 4]]),
+            r"lengths has shape \[2, 2\]; wanted one dimension",
+        ),
         (lambda: found_in(4, 5, 0), r"position_ids\[0\] is 4; wanted 0 at the start"),
         (lambda: found_in(0, 1, 3), r"position_ids\[2\] is 3 after 1; wanted 0 at the start"),
         (lambda: found_in(0, 0, 1, 0), "There are 3 sequences but num_sequences=2. Pass 3 or more"),

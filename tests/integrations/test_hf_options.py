@@ -313,7 +313,9 @@ def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
         short.get_train_dataloader()
     trainer = make(tmp_path)
     (inputs, *_) = trainer.get_train_dataloader()
-    with pytest.raises(ValueError, match=r"compute_loss\(return_outputs=True\) wants logits, which packed"):
+    with pytest.raises(
+        ValueError, match=r"compute_loss\(return_outputs=True\) wants logits, which packed_trainer"
+    ):
         trainer.compute_loss(trainer.model, inputs, return_outputs=True)
 
 

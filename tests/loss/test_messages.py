@@ -186,7 +186,9 @@ def test_a_head_that_predicts_further_tokens_or_balances_experts_says_what_it_la
     model.forward = forward
     with pytest.raises(ValueError, match="do not apply to predictions beyond the next"):
         causal_lm_loss(model, BATCH, reduction="sequences")
-    with pytest.raises(ValueError, match="an auxiliary loss, but neither it nor its config has router"):
+    with pytest.raises(
+        ValueError, match="an auxiliary loss, but neither it nor its config has router_aux_loss_coef"
+    ):
         causal_lm_loss(model, BATCH)
 
 

@@ -227,7 +227,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, str], str]] = [
     (
         three_experts,
         {"experts": "moe_tp_experts"},
-        "experts has 3 experts, which 2 tensor-parallel ranks do not divide; w",
+        "experts has 3 experts, which 2 tensor-parallel ranks do not divide; wanted",
     ),
 ]
 
@@ -266,15 +266,19 @@ def test_slots_under_sequence_parallelism() -> None:
 
 def test_models_that_sequence_parallelism_does_not_know() -> None:
     group: Any = None  # not reached
-    with pytest.raises(ValueError, match="Net has 0 layers, 0 norms.*sequence_parallel=F"):
+    with pytest.raises(ValueError, match="Net has 0 layers, 0 norms.*sequence_parallel=False"):
         apply_sequence_parallel(Net(), group)
     model: Any = family_model("qwen3")
     model.model.project_in = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="Qwen3Model holds project_in, a Linear. Set sequence_parallel=F"):
+    with pytest.raises(
+        ValueError, match="Qwen3Model holds project_in, a Linear. Set sequence_parallel=False"
+    ):
         apply_sequence_parallel(model, group)
     del model.model.project_in
     model.model.layers[0].scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"Qwen3DecoderLayer holds \['scale'\] itself.*sequence_parallel=F"):
+    with pytest.raises(
+        ValueError, match=r"Qwen3DecoderLayer holds \['scale'\] itself.*sequence_parallel=False"
+    ):
         apply_sequence_parallel(model, group)
 
 

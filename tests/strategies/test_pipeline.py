@@ -315,7 +315,10 @@ class ThawsByName(FrozenTie):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(ByName, "head share is treated as .* on the first"), (ThawsByName, "now trained on the first pip")],
+    [
+        (ByName, "head share is treated as .* on the first"),
+        (ThawsByName, "now trained on the first pipeline"),
+    ],
 )
 def test_a_tied_weight_is_treated_alike_on_both_of_its_stages(kind: type[Decayed], message: str) -> None:
     with pytest.raises(RankError, match=message):

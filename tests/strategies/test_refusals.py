@@ -105,7 +105,10 @@ def cut_prefixes(**options: Any) -> None:
 LBFGS = [torch.optim.LBFGS([nn.Parameter(torch.ones(2))])]
 CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: THDModelParallelStrategy(data_parallel_replicas=0), "replicas=0; wanted 1 or more. Set it"),
-    (lambda: THDModelParallelStrategy(pipeline_split=[2, 2]), "there are no stages. Set pipeline_parallel"),
+    (
+        lambda: THDModelParallelStrategy(pipeline_split=[2, 2]),
+        "there are no stages. Set pipeline_parallel_size",
+    ),
     (lambda: THDModelParallelStrategy(**INTERLEAVED), "there are no stages. Set pipeline_parallel_size"),
     (lambda: THDModelParallelStrategy(pipeline_schedule="gpipe"), "'gpipe'; wanted one of 1f1b, interleaved"),  # type: ignore[arg-type]
     (lambda: THDModelParallelStrategy(stages_per_rank=2), "'interleaved' takes 2 or more"),
@@ -125,7 +128,10 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (accelerate_hooks, r"without ParallelismConfig\(cp_size, sp_size\)"),
     (newer_context_parallel, r"torch's context_parallel\(\) is active"),
     (lambda: type("Mine", (THDStrategyMixin, DeepSpeedStrategy), {}), "DeepSpeedStrategy, whose engine"),
-    (lambda: type("Mine", (THDStrategyMixin, XLAStrategy), {}), "one step of fixed shapes. Put it on Single"),
+    (
+        lambda: type("Mine", (THDStrategyMixin, XLAStrategy), {}),
+        "one step of fixed shapes. Put it on SingleDevice",
+    ),
     (lambda: norm_of_a_stage(lambda p: nn.utils.clip_grad_norm_([p], 1.0)), "only the gradients of this"),
     (lambda: norm_of_a_stage(lambda p: nn.utils.get_total_norm([p.grad])), r"stage(?s:.*)refusals.py:\d+: "),
     (lambda: grad_norm(nn.Linear(2, 2), "nan"), "norm_type='nan'; wanted a number above 0, or 'inf'"),
@@ -421,7 +427,8 @@ OF_STAGES = {
     "no batch": Case("the dataloader gave dict. Use THD", data=loader([{"input_ids": torch.ones(1, 4)}] * 4)),
     "pairs": Case("Tuples returns a tuple of Tensor, Tensor; wanted only the hidden", changed(with_tuples)),
     "degrees": Case(
-        "='dynamic' with pipe", strategy=dynamic(THDModelParallelStrategy, pipeline_parallel_size=2)
+        "='dynamic' with pipeline_parallel_size",
+        strategy=dynamic(THDModelParallelStrategy, pipeline_parallel_size=2),
     ),
     "a file": Case("is not a checkpoint folder, and a pipeline loads only folders", path="file.ckpt"),
 }
@@ -442,7 +449,7 @@ def test_stages_of_an_earlier_trainer() -> None:
     module = stepping(twice)()
     again = Case("computed 2 losses", lambda: module, STAGES, TEN)
     broken = replace(again, message="and its last step was broken off. Start a new job")
-    other = replace(again, message="cut for pipeline_parallel_size=2 with stages_per", layout=SHARDED)
+    other = replace(again, message="cut for pipeline_parallel_size=2 with stages_per_rank", layout=SHARDED)
     with pretended_ranks(2):
         for case in (again, broken, other):
             with pytest.raises(REFUSED, match=case.message):

@@ -198,7 +198,11 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
     file = f"{tmp_path}/code/000.jsonl"
     longer = [(Stream("x", steps_per_epoch=steps), 1) for steps in (3, 4)]
     refused: list[tuple[Any, Mixing | None, str]] = [
-        ({"code": (stream, 1), "chat": stream}, None, r"train\['chat'\] is a Stream, wanted \(source, wei"),
+        (
+            {"code": (stream, 1), "chat": stream},
+            None,
+            r"train\['chat'\] is a Stream, wanted \(source, weight",
+        ),
         ({"code": (stream, 1), "chat": (stream, 0)}, None, "The weight of 'chat' is 0.0"),
         ({"code": (stream, 1)}, Mixing(epoch="shortest"), "need sources whose sizes are known"),
         (dict(zip("ab", longer, strict=True)), None, "ask for epochs of .'3', '4'. steps"),

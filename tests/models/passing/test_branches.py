@@ -121,5 +121,7 @@ def test_layers_carry_states_where_they_can(
 def test_a_state_that_a_layer_passes_itself_is_refused() -> None:
     x = torch.zeros(1, 20, 2, 3)
     carrier = Branches(THDBatch.collate(TURNS, share_prefixes=True).boundaries)
-    with pytest.raises(ValueError, match="prefixes passes initial_state to its kernel. Set share_prefixes=F"):
+    with pytest.raises(
+        ValueError, match="prefixes passes initial_state to its kernel. Set share_prefixes=False"
+    ):
         run_delta_rule(oracle.delta_rule, carrier, x, x, x, x, x, initial_state=torch.zeros(1))
