@@ -179,6 +179,7 @@ def _data_module(options: argparse.Namespace, cost: Cost) -> THDDataModule:
     oversize = options.oversize
     if oversize is None:
         oversize = "error" if options.share_prefixes else "split"
+
     data = THDDataModule(
         options.data,
         capacity=options.capacity,
@@ -192,6 +193,7 @@ def _data_module(options: argparse.Namespace, cost: Cost) -> THDDataModule:
         max_patches=options.max_patches,
         cost=cost,
     )
+
     data.attach(ranks=options.dp)
     data.prepare_data()
     data.setup("fit")
@@ -260,14 +262,17 @@ def plan_parser() -> argparse.ArgumentParser:
         "error with --share-prefixes and in THDDataModule)",
     )
     parser.add_argument("--share-prefixes", action="store_true", help="compute common prefixes once")
+
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--metadata-keys", nargs="+", default=(), metavar="KEY", help=_METADATA)
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")
     parser.add_argument("--max-patches", type=whole(1), help="largest number of image patches of a pack")
+
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the expected speed")
     parser.add_argument("--mfu", type=share, help=f"assumed MFU, for the expected speed (default: {_MFU})")
+
     parser.add_argument("--plot", type=picture, help="draw the first packs into this file")
     parser.add_argument("--theme", choices=("light", "dark"), help="colours of the drawing (light)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

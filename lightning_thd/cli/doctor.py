@@ -90,8 +90,10 @@ def diagnose() -> Diagnosis:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()[0]
         problems = known_problems(capability=capability)  # all are about CUDA
+
     packages = {name: installed_version(name) for name in _DISTRIBUTIONS}
     why_no_graphs = CudaBackend().unavailable(torch.device("cuda"))
+
     return Diagnosis(
         machine=_machine(),
         packages=packages,
@@ -139,6 +141,7 @@ def _machine() -> dict[str, str]:
         "cpu cores": str(cores),
         "cuda of torch": str(torch.version.cuda or "none, a CPU build"),
     }
+
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         machine[f"gpu {index}"] = (

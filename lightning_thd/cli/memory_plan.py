@@ -143,6 +143,7 @@ def memory_parser() -> argparse.ArgumentParser:
         description="The memory of one step on each device: its peak by parts, and which options fit a card.",
         epilog="example: lightning-thd plan --memory --model config.json --capacity 131072 --fsdp --dp 8",
     )
+
     parser.add_argument("--memory", action="store_true", required=True, help="predict memory; reads no data")
     parser.add_argument("--model", required=True, help="a config.json, a folder with one, or a model's name")
     parser.add_argument("--capacity", type=whole(1), required=True, help="largest number of slots of a pack")
@@ -155,6 +156,7 @@ def memory_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offload", action="store_true", help="checkpointed inputs wait in CPU memory; --checkpointing too"
     )
+
     parser.add_argument("--lora-rank", type=whole(1), metavar="R", help="LoRA in all projections of layers")
     parser.add_argument("--dp", type=whole(1), default=1, help="data-parallel ranks (1)")
     parser.add_argument("--fsdp", action="store_true", help="shard weights and states over dp and cp ranks")
@@ -166,6 +168,7 @@ def memory_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accumulates", action="store_true", help="a step has several microbatches on each rank"
     )
+
     parser.add_argument("--card", type=float, nargs="+", metavar="GB", help="cards to look at (24 48 80 141)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -82,10 +82,12 @@ class CudaBackend:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+
         # "thread_local" lets other threads continue: NCCL's watchdog, and loaders that page-lock memory.
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
         )
+
         of_function: Exception | None = None
         try:
             # torch.cuda.graph does not restore the stream if the end of a capture raises.

@@ -36,6 +36,7 @@ def cannot_compile(module: nn.Module, backend: Backend) -> str | None:
             f"compile_layers=True needs a backend with a method compiled(function), and {backend.name!r} has "
             f"none. {_WITHOUT}"
         )
+
     missing = _missing(backend)
     if missing is not None:
         return f"compile_layers=True needs {missing}. {_WITHOUT}"
@@ -45,6 +46,7 @@ def cannot_compile(module: nn.Module, backend: Backend) -> str | None:
             "_no_split_modules and for elements of ModuleLists. Compile its parts yourself, "
             "part.compile(dynamic=False), or leave compile_layers out."
         )
+
     if has_mixers(module):
         return (
             f"compile_layers=True: {type(module).__name__} has layers that carry a state or a convolution, "

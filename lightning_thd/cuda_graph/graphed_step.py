@@ -319,10 +319,12 @@ class GraphedStep:
             times = _compare(self._subject, step, example)
             if times is None:
                 return
+
             eager_s, replay_s = times
             is_faster = replay_s <= (1 - _MARGIN) * eager_s
             if together:
                 is_faster = all_agree(is_faster, example.device, self.group)
+
             if not is_faster:
                 self._slower.add(bucket)
                 rank_zero_info(

@@ -358,6 +358,7 @@ def _as_before(model: nn.Module) -> Generator[None]:
     modes = {module: module.training for module in model.modules()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+
     model.train()
     for parameter in gradients:
         parameter.grad = None

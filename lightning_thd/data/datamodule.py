@@ -501,6 +501,7 @@ class THDDataModule(LogsSources):
         """Return the planner of a data set, made at first use, when ``configure_model`` has run."""
         capacity = self._fixed_capacity()
         job = self._job
+
         # One data module may serve several Trainers in turn, with other ranks, accumulation or models.
         key = (
             name,
@@ -512,6 +513,7 @@ class THDDataModule(LogsSources):
             link.model_cost(job.model, capacity),
             link.model_patch(job.model),
         )
+
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             data = self._sets[name]

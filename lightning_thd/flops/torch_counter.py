@@ -417,6 +417,7 @@ def call_terms(calls: Sequence[AttentionCall], stats: SeqStats) -> tuple[Term, .
     for call in calls:
         q_lengths = call.cu_seqlens_q.diff().tolist()
         kv_lengths = call.cu_seqlens_kv.diff().tolist()
+
         basis: Basis = "all_pair"
         window: int | None = None
         share = Fraction(1)
@@ -426,8 +427,10 @@ def call_terms(calls: Sequence[AttentionCall], stats: SeqStats) -> tuple[Term, .
         else:
             pairs = visible_pairs(q_lengths, kv_lengths, left=call.left, right=call.right, convention="exact")
             share = Fraction(int(pairs), max(1, stats.sum_squares))
+
         forward, backward = costs.get((basis, window), (Fraction(0), Fraction(0)))
         costs[basis, window] = forward + call.forward * share, backward + call.backward * share
+
     return tuple(
         replace(_term("counted_attention", "attention", basis, *cost), window=window)
         for (basis, window), cost in costs.items()
@@ -574,8 +577,10 @@ def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
     second = _per_slot(steps[other])
     functions = sorted({*first, *second})
     changed = [function for function in functions if _differ(first[function], second[function])]
+
     before = float(sum(first[function] for function in changed))
     after = float(sum(second[function] for function in changed))
+
     rank_zero_info(
         f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
         f"{', '.join(changed)} took {before:.4g} FLOPs a slot in a step of {steps[0].stats.slots} slots and "

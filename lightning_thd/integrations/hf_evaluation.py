@@ -71,6 +71,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         }
         options["needs_boundaries"] = False  # compute_loss is checked, as FirstStep and mean_loss run it
         data = THDDataModule(**{"capacity": self._capacity, **workers, **options})
+
         name = "gradient_accumulation_steps"
         check_step(data.global_batch, ranks=args.world_size, accumulate=accumulate, name=name)
         data.attach(

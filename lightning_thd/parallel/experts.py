@@ -38,14 +38,16 @@ def require_dispatch() -> Callable[..., Any]:
         apply: Any = None
     else:
         apply = getattr(expert_parallel, "apply_expert_parallelism", None)
-    wanted = ["model", "ep_mesh", "tp_mesh", "plan", "ep_implementation"]
-    if apply is None or list(inspect.signature(apply).parameters) != wanted:
+
+    parameters = ["model", "ep_mesh", "tp_mesh", "plan", "ep_implementation"]
+    if apply is None or list(inspect.signature(apply).parameters) != parameters:
         installed = installed_version("transformers")
         raise ValueError(
             "expert_parallel_size needs the dispatch of transformers.distributed.expert_parallel that "
             f"transformers 5.23 has; installed is transformers {installed}. Install 5.23 or later, or leave "
             "expert_parallel_size out: tensor_parallel_size gives each rank whole experts too."
         )
+
     dispatch: Callable[..., Any] = apply
     return dispatch
 
@@ -58,11 +60,12 @@ def expert_plan(model: nn.Module, ranks: int) -> dict[str, str]:
             not divide the number of experts.
     """
     plan: dict[str, str] = {}
-    asked: set[str] = set()
+    names: set[str] = set()  # those of the plan
+
     for path, inner in models_in(model):
         prefix = f"{path}." if path else ""
         for name, style in (getattr(inner, "ep_plan", None) or {}).items():
-            asked.add(prefix + name)
+            names.add(prefix + name)
             if style not in (_DISPATCH, _WHOLE):
                 raise ValueError(
                     f"The expert-parallel plan of {type(inner).__name__} asks for {style!r} of {name!r}; "
@@ -70,15 +73,17 @@ def expert_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 )
             for match in _matching(inner, name):
                 plan[prefix + match] = style
-        if asked:
+        if names:
             break  # the plan of a model includes those of the models inside it
+
     experts = [name for name, style in plan.items() if style == _DISPATCH]
     if not experts:
-        why = f"its plan {sorted(asked)} matches no module" if asked else "it has no plan for experts"
+        why = f"its plan {sorted(names)} matches no module" if names else "it has no plan for experts"
         raise ValueError(
             f"expert_parallel_size={ranks}, but {type(model).__name__} cannot be distributed by experts: "
             f"{why}. Set expert_parallel_size=1, or use a model whose config has a base_model_ep_plan."
         )
+
     for name in experts:
         _check_experts(name, model.get_submodule(name), plan, ranks)
     return plan

@@ -170,6 +170,7 @@ def _attention(sizes: Sizes, index: int) -> list[Term]:
             top_k=sizes.get("index_topk"),
         )
         return [*_indexer(sizes, index), *latent]
+
     return parts.attention(
         sizes.hidden,
         sizes.heads,

@@ -43,6 +43,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
             *_streams(sizes.hidden, streams, last=True),
         ]
         layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
+
     return [*layers, lone("hc_head", matmul("streams", streams * streams * sizes.hidden))]
 
 

@@ -119,6 +119,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
     stacks = {
         name: module for name, module in lists.items() if len(module) == num_layers and has_parameters(module)
     }
+
     # A layer may hold a list of as many parts, such as experts.
     outermost = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if len(outermost) != 1:
@@ -127,6 +128,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
             f"pipeline_parallel_size > 1 needs one nn.ModuleList of num_hidden_layers={num_layers} decoder "
             f"layers in {type(inner).__name__}; its lists are {seen}. Set pipeline_parallel_size=1."
         )
+
     path = outermost[0]
     return path, inner.get_submodule(path.rpartition(".")[0]), stacks[path]
 
@@ -175,6 +177,7 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                     f"Layers {other} and {index} of {type(inner).__name__} share {name}, but pipeline stages "
                     "cannot share weights. Set pipeline_parallel_size=1."
                 )
+
     config = inner.config.get_text_config(decoder=True)
     needed = {"num_kv_shared_layers": "keys of earlier layers", "hidden_size_per_layer_input": "embeddings"}
     for option, inputs in needed.items():
@@ -184,6 +187,7 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                 f"{type(inner).__name__} has {option}={value!r}: its layers use {inputs} from other "
                 "pipeline stages. Set pipeline_parallel_size=1."
             )
+
     if wants_balance(inner) and scores_of(inner) is None:
         raise ValueError(
             f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of "

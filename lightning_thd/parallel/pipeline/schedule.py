@@ -46,6 +46,7 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
+
     # Megatron-LM's warm-up suffices unless chunks > 1 and n is not a multiple of p; then the last group of
     # microbatches is short (see ``_visits``). The order with all forward passes first always works.
     for extra in range(total + 1):
@@ -57,6 +58,7 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
             busy = 3.0 * total  # time of a rank; a backward pass takes twice as long as a forward pass
             step = max(line[-1].end for line in lines)
             return replace(schedule, bubble=1.0 - busy / step)
+
     raise AssertionError("a schedule with all forward passes first must work")
 
 

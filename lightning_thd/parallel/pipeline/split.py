@@ -111,7 +111,9 @@ def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> l
     num_layers = len(flops)
     flops_before = [0.0, *accumulate(flops)]  # item i: all layers before layer i
     parameters_before = [0, *accumulate(sizes)]
+
     best = {0: _Cut(0.0, 0, (0,))}  # number of layers -> their best cut into the stages so far
+
     for stage in range(stages):
         longer: dict[int, _Cut] = {}
         stages_left = stages - stage - 1
@@ -126,7 +128,9 @@ def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> l
                 )
                 if stop > start and (stop not in longer or longer_cut[:2] < longer[stop][:2]):
                     longer[stop] = longer_cut
+
         best = longer
+
     return list(best[num_layers].bounds)
 
 

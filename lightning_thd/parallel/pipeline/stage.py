@@ -46,18 +46,21 @@ class Stage:
         self.whole = whole  # the whole model on the meta device, for counting FLOPs
         self.draws = draws  # whether layers draw random numbers
         self.active: int | None = None  # chunk of the running pass; None without gradients and between steps
+
         self.tail: Tensor | None = None  # result of ``Send`` in the running pass, on stages without the head
         self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
         self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
         self.stack: StageLayers | None = None  # holds this rank's layers, once the model is cut
         self.balance: RouterRelay | None = None  # for experts: adds up the router sums of all layers
         self.device: torch.device | None = None  # device of the last hidden states
+
         self.seam = Seam()  # between the model and training_step, in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
         self.in_loss = False  # whether the running pass computes a loss in place of the logits
         self._calls: list[str] = []  # the user's lines that computed a loss in the running pass
         self._received: Tensor | None = None  # hidden states of the running pass from the stage before
         self._is_again = False  # whether the running pass calls the model a second time
+
         self._width: int | None = None  # H, once a pass has run
         self._last = split.ranks * self.chunks - 1
         self._chunk_of = {
