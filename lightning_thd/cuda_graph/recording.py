@@ -103,7 +103,8 @@ def _uncompiled_frames() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch compiles nothing: it would compile what runs inside an operator."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes seconds
         return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    context: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 class _Watch:
