@@ -160,7 +160,7 @@ def headline() -> str:
     fair, fair_graphs = (times(h200[way] / h200["flattened"]) for way in ("packs", "graphs"))
     other, other_graphs = (times(h100[way] / h100["flattened"]) for way in ("packs", "graphs"))
     return (
-        f"On an H200, 1B parameters train on **{h200['packs']:,.0f} tokens/s**: {padded} padded rows, and "
+        f"On an H200, 1B parameters train at **{h200['packs']:,.0f} tokens/s**: {padded} padded rows, and "
         f"{fair} flattened rows with flash-attn 2 ({fair_graphs} with CUDA graphs); on an H100, {other} "
         f"({other_graphs}). Of {counts['all']} causal families of transformers, **{counts['exact']} are "
         f"exact and {counts['wrong']} wrong**; others are refused or lack a reference."
