@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd._checks import host_ints, whole_number
+from lightning_thd._checks import described, host_ints, whole_number
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = Sequence[int] | IntArray | Tensor
@@ -441,6 +441,8 @@ def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
 def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
     """Return offsets without a tail of -1 or 0; raise if they do not start at 0, or if they decrease."""
     if isinstance(argmin, Tensor | np.ndarray):  # Megatron stores it as a tensor of one number
+        if math.prod(argmin.shape) != 1:
+            raise ValueError(f"argmin is {described(argmin)}; wanted one number, of valid offsets.")
         argmin = int(argmin.item())
     if argmin is not None:
         argmin = whole_number(argmin, "argmin", least=None)

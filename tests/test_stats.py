@@ -142,6 +142,10 @@ def of_lengths(*lengths: int, **options: Any) -> Callable[[], SeqStats]:
         (of_offsets(None), "describes no sequence. Pass shape="),
         (of_offsets(None, shape=(2, 3, 4)), r"shape=\(2, 3, 4\); wanted two numbers, rows and row length"),
         (of_offsets([0, 3, 8], argmin=9), "argmin=9 is outside the 3 offsets"),
+        (
+            of_offsets([0, 3, 8], argmin=torch.tensor([1, 2])),
+            r"argmin is a Tensor of torch.int64 \[2\]; wanted one number",
+        ),
         (of_lengths(3, -1), r"lengths\[1\] is -1; wanted 0 or more. A sequence has zero or more tokens"),
         (of_lengths(2**32, 2**31), "squares may pass int64. Count parts of the data and add"),
         (of_lengths(3, slots=2), "slots=2 is less than the 3 real tokens"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_thd._checks import described, host_ints
 from lightning_thd.boundaries.kernel_call import KernelCall
-from lightning_thd.seqlens import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 
 _T = TypeVar("_T")
 
@@ -156,10 +156,16 @@ class Boundaries(Immutable):
             raise ValueError(
                 f"lengths is {described(lengths)}; wanted the tokens of one sequence or more, 0 or more."
             )
+        slots = sum(tokens)
+        if slots > INT32_MAX:
+            raise ValueError(
+                f"{len(tokens)} lengths add up to {slots} tokens; wanted at most {INT32_MAX}. "
+                "Make smaller packs."
+            )
         offsets = torch.from_numpy(np.array([0, *accumulate(tokens)], np.int32))
         return cls(
             offsets=offsets.to(checked_device(device)),
-            slots=sum(tokens),
+            slots=slots,
             max_seqlen=max(1, *tokens),  # kernels refuse 0
             lengths=tokens,
             sequence_lengths=tokens,

@@ -426,6 +426,7 @@ def as_loader(
     ``name`` is what the host calls ``accumulate``, for messages.
     """
     if isinstance(data, THDDataModule):
+        accumulate = whole_number(accumulate, name, least=1, advice="1 is a step for every batch.")
         check_step(data.global_batch, ranks=reader.ranks, accumulate=accumulate, name=name)
         attach(data, model, reader, accumulate=accumulate, device=device)
         data.prepare_data()

@@ -135,6 +135,8 @@ def test_refusals() -> None:
         varlen_attention(q, q, q, boundaries.offsets)
     with pytest.raises(ValueError, match="wanted the tokens of one sequence or more"):
         Boundaries.from_lengths([])
+    with pytest.raises(ValueError, match="add up to 2147483648 tokens; wanted at most 2147483647"):
+        Boundaries.from_lengths([2**31 - 1, 1])
     with pytest.raises(AttributeError, match="cannot be assigned or deleted"):
         boundaries.slots = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match="runs from .* must run from 0 to 9"):

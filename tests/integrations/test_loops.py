@@ -383,3 +383,11 @@ def test_gradients_do_not_follow_an_accumulation_that_is_changed_later() -> None
     [(actual, expected)] = run_ranks(_accumulation_changed, 1)
     assert largest_error(actual, expected) < 1e-12
     assert max(float(gradient.norm()) for gradient in expected.values()) > 1e-3
+
+
+def test_an_accumulation_that_is_no_whole_number_is_refused() -> None:
+    fabric = L.Fabric(accelerator="cpu")
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="accumulate is a Tensor of .*; wanted a whole number, an int"):
+        prepare_fabric(fabric, model, make_data(None), optimizer, accumulate=torch.ones(2), peak=1e9)  # type: ignore[arg-type]
