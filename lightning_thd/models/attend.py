@@ -15,10 +15,9 @@ from lightning_thd._static import RUN
 from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
-from lightning_thd.models.masks import UnreadMask, decode_limit, lost_window, shows_all
+from lightning_thd.models.masks import UnreadMask, lost_window, shows_all
 from lightning_thd.models.pack import CAUSAL, NOTES, READY, Scope, current_pack, current_scope
 
-_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, shows all) of no mask, or of one that sets none
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
@@ -28,6 +27,17 @@ _INERT: Final = frozenset(
     | {"output_router_logits", "position_embeddings", "position_ids", "return_dict", "seq_idx"}
     | {"shift_labels", "target_dtype", "token_type_ids", "use_cache"}
 )
+
+
+class _Mask(NamedTuple):
+    """What a model's mask says to the attention."""
+
+    window: int | None
+    chunk: int | None
+    shows_all: bool  # whether it hides no key, so that tokens see later ones
+
+
+_NO_MASK: Final = _Mask(None, None, False)
 
 
 def thd_attention(
@@ -61,15 +71,19 @@ def thd_attention(
         _refuse_unprepared(module)
 
     scope: Scope | None = getattr(RUN, "scope", None)
+    mask = _NO_MASK
     if isinstance(attention_mask, UnreadMask):
+        mask = _Mask(attention_mask.window, attention_mask.chunk, False)
         attention_mask = None
-    if attention_mask is not None and scope is not None and scope.shows_all:
+    elif attention_mask is not None and scope is not None and scope.shows_all:
         attention_mask = None  # ours, see ``families/plain_masks.py``
+    elif attention_mask is not None and shows_all(attention_mask, current_pack()):
+        mask = _NO_MASK._replace(shows_all=True)
+        attention_mask = None
 
-    decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
-        _refuse(module, attention_mask if decoded == _PLAIN_MASK else None, dropout, others)
+        _refuse(module, attention_mask, dropout, others)
 
     pack = boundaries
     if pack is None and (cu_seq_lens_q is None or scope is not None):
@@ -86,7 +100,7 @@ def thd_attention(
             *(device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
-            *(is_causal, sliding_window, scaling, softcap, *decoded),
+            *(is_causal, sliding_window, scaling, softcap, *mask),
             *(type(module), attributes.get("is_causal"), attributes.get("sliding_window")),
             *(attributes.get(NOTES[0]), attributes.get("is_cross_attention"), id(attributes.get("config"))),
             () if scope is None else scope.masks,
@@ -99,7 +113,7 @@ def thd_attention(
 
     offsets = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = (is_causal, sliding_window, scaling, softcap)
-    return _attend_first(module, (query, key, value, s_aux), offsets, layer, decoded, pack, kind), None
+    return _attend_first(module, (query, key, value, s_aux), offsets, layer, mask, pack, kind), None
 
 
 class _BoundKernel(NamedTuple):
@@ -119,30 +133,20 @@ def _refuse_unprepared(module: nn.Module) -> None:
     )
 
 
-def _decode_mask(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
-    """Decode a mask: its window, its chunk, whether all keys are visible; else ``_PLAIN_MASK``."""
-    window, chunk = decode_limit(attention_mask)
-    all_visible = shows_all(attention_mask, current_pack())
-    if all_visible or window is not None or chunk is not None:
-        return window, chunk, all_visible
-    return _PLAIN_MASK
-
-
 def _attend_first(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     offsets: tuple[Tensor | None, Tensor | None, int | None, int | None],
     layer: tuple[bool | None, int | None, float | None, float | None],
-    decoded: tuple[int | None, int | None, bool],
+    mask: _Mask,
     pack: Boundaries | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
     """Attend in the first layer of its kind: check the layer and choose a kernel; with a pack, keep it."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
-    mask_window, chunk, both_ways = decoded
-    causal = not both_ways and _is_causal(module, is_causal)
-    window = mask_window
+    causal = not mask.shows_all and _is_causal(module, is_causal)
+    window = mask.window
     if window is None:
         window = _window(module, sliding_window, causal=causal)
     options = (causal, window, scaling, softcap)
@@ -151,7 +155,7 @@ def _attend_first(
         images = _call_of_offsets(query, offsets[0], None, offsets[2], None)
         return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
 
-    call = _kernel_call(module, query, key, offsets, pack, causal=causal, chunk=chunk)
+    call = _kernel_call(module, query, key, offsets, pack, causal=causal, chunk=mask.chunk)
     of_pack = pack is not None and query.shape[0] == 1 and query.shape[2] == pack.slots
     sees_later = not causal and of_pack
     if sees_later:

@@ -1,7 +1,7 @@
 """A mask that a model asks for under "thd" -> None, a placeholder, or an error.
 
 "thd" needs no mask: it knows the boundaries of the pack. A placeholder stands for a mask that only the
-attention may get: one that encodes a window or chunk, or one that raises an error where it is read.
+attention may get. It holds the mask's window or chunk, and raises an error where other code reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_thd._static import RUN, shapes_are_static
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Pack, Scope
 
-# Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
+# Families whose layers pass the mask to the attention unchanged, so that a placeholder can carry its limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
 # Queries whose pairs with all keys are looked at together: at most 2^20 pairs for a sequence of 1,024 tokens.
 _ROWS_AT_ONCE: Final = 1024
@@ -26,13 +26,19 @@ class UnreadMask:
 
     transformers asks for a mask that may not be left out if positions restart in a row, which "thd" handles,
     and if a model reads its mask: to choose keys by an index, or to add to it. The two calls look alike. So a
-    model gets this placeholder. The attention ignores it, and code that reads it fails by name.
+    model gets this placeholder. The attention takes its limit, and code that reads it fails by name.
+
+    Attributes:
+        window: the last keys that a query sees, its own included; None for all.
+        chunk: the length of chunks across which no query sees a key; None for none.
     """
 
-    __slots__ = ("_family",)
+    __slots__ = ("_family", "chunk", "window")
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, *, window: int | None = None, chunk: int | None = None) -> None:
         self._family = family
+        self.window = window
+        self.chunk = chunk
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ValueError(
@@ -74,7 +80,7 @@ def thd_mask(
     use_vmap: bool = False,
     device: torch.device | None = None,
     **_: Any,
-) -> Tensor | UnreadMask | None:
+) -> UnreadMask | None:
     """Return None or a placeholder for the attention; transformers defines the arguments."""
     scope: Scope | None = getattr(RUN, "scope", None)
     both_ways = _sees_both_ways(config)
@@ -99,7 +105,8 @@ def thd_mask(
     longest = longest_sequence(q_length)
     if local_size is not None and longest > local_size and not _knows_window(scope, config):
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
-            return encode_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
+            limit = "chunk" if hasattr(config, "attention_chunk_size") else "window"
+            return UnreadMask(type(config).__name__, **{limit: local_size})
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size}, which "
             f"only its mask carries, so 'thd' cannot apply it to sequences of {longest}. Use sequences of at "
@@ -131,21 +138,6 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
     if shown and pack is not None:
         pack.note_shown(mask)  # all layers get the same mask
     return shown
-
-
-def encode_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
-    """Encode a window in the shape of an empty mask, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
-    shape = (0, 0, size) if chunk else (0, size)
-    return torch.empty(shape, dtype=torch.bool, device=device)
-
-
-def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
-    """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; other shapes hold neither."""
-    if mask.ndim not in (2, 3) or mask.shape[0] != 0:
-        return None, None
-    if mask.ndim == 2:
-        return mask.shape[1], None
-    return None, mask.shape[2]
 
 
 # ---- Masks with a pattern

@@ -14,7 +14,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models import packed
 from lightning_thd.models.attend import thd_attention
-from lightning_thd.models.masks import encode_limit
+from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import Scope, scoped
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -72,7 +72,7 @@ def test_a_shard_is_not_cut_into_chunks() -> None:
         thd_attention(
             Layer(),
             *qkv(1, 4),
-            encode_limit(2, chunk=True, device=None),
+            UnreadMask("llama4_text", chunk=2),
             boundaries=shard.boundaries,
         )
 
