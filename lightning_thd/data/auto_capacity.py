@@ -107,7 +107,8 @@ def find_capacity(
         capacity = _agreed(capacity, search.device)
 
     if not capacity:
-        raise ValueError(_why_nothing_fits(search))
+        least = min(value for (value,) in gather_ints([search.room], group=None, device=search.device))
+        raise ValueError(_why_nothing_fits(search, least))
     _announce(search, capacity, lengths)
     return capacity
 
@@ -392,14 +393,14 @@ def _agreed(capacity: int, device: torch.device) -> int:
     return min(value for (value,) in gather_ints([capacity], group=None, device=device))
 
 
-def _why_nothing_fits(search: _Search) -> str:
-    """Return the message for a model that trains on no pack at all."""
+def _why_nothing_fits(search: _Search, least: int) -> str:
+    """Return the message for a model that trains on no pack; ``least`` is the smallest room of all ranks."""
     moment, parts = search.memory.at_peak(_MULTIPLE, search.training)
     return (
-        f"capacity='auto': even a pack of {_MULTIPLE} slots takes {parts.total / _GB:,.2f} GB "
-        f"({moment}; most of it for {parts.largest}), and a rank has {search.room / _GB:,.2f} GB or less. "
-        "Shard the weights over more devices, train adapters, or take a smaller optimizer: "
-        "`lightning-thd plan --memory` compares them."
+        f"capacity='auto': not even a pack of {_MULTIPLE} slots trains. It is predicted to take "
+        f"{parts.total / _GB:.3g} GB ({moment}; most of it for {parts.largest}), and the rank with the least "
+        f"memory has {least / _GB:.3g} GB. Shard the weights over more devices, train adapters, or take a "
+        "smaller optimizer: `lightning-thd plan --memory` compares them."
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -64,6 +64,18 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
                     f"{name!r} to the plan: an embedding as 'embedding_rowwise', a head as "
                     "'colwise_gather_output'."
                 )
+
+
+def check_names(models: Sequence[nn.Module], plan: Mapping[str, str]) -> None:
+    """Refuse a plan of the user's with an entry that matches no module: its weights would stay whole."""
+    names = [name for model in models for name, _ in model.named_modules()]
+    unmatched = [entry for entry in plan if not any(map(_pattern(entry).match, names))]
+    if unmatched:
+        kinds = ", ".join(type(model).__name__ for model in models)
+        raise ValueError(
+            f"tensor_parallel_plan names {unmatched}, which match no module of {kinds}. Name modules as "
+            "named_modules() does, with '*' for a layer number."
+        )
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:

@@ -25,7 +25,7 @@ from lightning_thd.parallel.across_ranks import on_host
 from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR, Meshes
 from lightning_thd.parallel.sequence import apply_sequence_parallel
-from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
+from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, check_names, model_plan
 from lightning_thd.strategies.axes import Axes
 from lightning_thd.strategies.checkpoints import plain_name
 from lightning_thd.strategies.guards import refuse_lbfgs, refuse_partial_sharding
@@ -114,9 +114,16 @@ class WeightShards:
         They are kept by position, because precision plugins may replace the models.
         """
         tensor = self._axes.sizes.tensor
+        if tensor == 1:
+            return []
+
+        models = [*fsdp.models_of(module)]
+        own_plan = self._strategy.tensor_parallel_plan
+        if own_plan:
+            check_names(models, own_plan)
         plans = []
-        for model in fsdp.models_of(module) if tensor > 1 else ():
-            plan = self._strategy.tensor_parallel_plan or model_plan(model, tensor)
+        for model in models:
+            plan = own_plan or model_plan(model, tensor)
             check_heads(model, tensor, plan)
             if self._meshes.experts is not None:  # tensor parallelism would give each rank whole experts too
                 plan = {name: style for name, style in plan.items() if style != "moe_tp_experts"}
