@@ -241,7 +241,7 @@ def test_an_error_of_one_rank_is_named_on_the_others() -> None:
 
 def test_a_device_that_holds_no_pack_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_capacity, "_room", lambda device: 100_000)
-    wanted = (
+    expected = (
         r"not even a pack of 128 slots trains. It is predicted to take 0.0\d+ GB \(.*; most of it for \w+\), "
         r"and the rank with the least memory has 0.0001 GB. Shard"
     )

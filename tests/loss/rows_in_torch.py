@@ -96,16 +96,27 @@ def parts_of(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tens
     return divergence, (1.0 - beta) * (s - m)
 
 
+def lse_of(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lse of student and of teacher."""
+    top, log_mass, taught_top, taught_log_mass = factors[:4].double()
+    return top + log_mass, taught_top + taught_log_mass
+
+
 def divergence_terms(
     z: Tensor, u: Tensor, sums: Tensor, factors: Tensor, targets: Tensor, bias: Tensor | None,
     taught_bias: Tensor | None, columns: int, ignore: int, kind: str, beta: float, scale: float,
     softcap: float | None, taught_scale: float, taught_softcap: float | None, temperature: float,
 ) -> None:  # fmt: skip
-    s, _ = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
-    t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
+    lse, taught_lse = lse_of(factors)
+    s, _ = log_probabilities(z, lse, bias, columns, scale, softcap, temperature)
+    t, _ = log_probabilities(u, taught_lse, taught_bias, columns, taught_scale, taught_softcap, temperature)
     divergence, g = parts_of(s, t, kind, beta)
-    inner = torch.where(s.exp() == 0, 0.0, s.exp() * g).sum(1)
-    sums.copy_(torch.where(targets != ignore, torch.stack([divergence.sum(1), inner]), 0.0))
+    p = s.exp()
+    largest, place = s.max(1)
+    pivot = g.gather(1, place[:, None])
+    inner = torch.where(p == 0, 0.0, p * (g - pivot)).sum(1)
+    rows = torch.stack([divergence.sum(1), inner, pivot[:, 0], p.sum(1), largest])
+    sums.copy_(torch.where(targets != ignore, rows, 0.0))
 
 
 def divergence_gradient(
@@ -114,13 +125,15 @@ def divergence_gradient(
     scale: float, softcap: float | None, taught_scale: float, taught_softcap: float | None,
     temperature: float,
 ) -> None:  # fmt: skip
-    s, bend = log_probabilities(z, factors[0], bias, columns, scale, softcap, temperature)
-    t, _ = log_probabilities(u, factors[1], taught_bias, columns, taught_scale, taught_softcap, temperature)
+    lse, taught_lse = lse_of(factors)
+    s, bend = log_probabilities(z, lse, bias, columns, scale, softcap, temperature)
+    t, _ = log_probabilities(u, taught_lse, taught_bias, columns, taught_scale, taught_softcap, temperature)
     divergence, g = parts_of(s, t, kind, beta)
     counts = targets != ignore
     if kind == "kl":
         losses.copy_(torch.where(counts, divergence.sum(1), 0.0))
         gradient = s.exp() - t.exp()
     else:
-        gradient = torch.where(s.exp() == 0, 0.0, s.exp() * (g - factors[2].double()[:, None]))
+        inner, pivot = factors[4:].double()[..., None]
+        gradient = torch.where(s.exp() == 0, 0.0, s.exp() * (g - pivot - inner))
     out[:, :columns] = torch.where(counts[:, None], gradient * weights[:, None] * bend, 0.0)

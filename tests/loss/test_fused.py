@@ -247,6 +247,39 @@ def test_distillation(dtype: torch.dtype, kind: Any, one_in: int) -> None:
         torch.testing.assert_close(other, loss)
 
 
+@pytest.mark.parametrize("columns", [32, 2048])
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_divergences_keep_fp32_if_one_token_is_nearly_certain(
+    kind: Any, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The g of such a token and the sum of ``e^s g`` are nearly equal; their difference is the gradient."""
+    monkeypatch.setattr(logits, "_CPU_COLUMNS", columns)  # of a tile
+    torch.manual_seed(0)
+    vocabulary = 101
+    rows = 6
+    student = torch.randn(rows, vocabulary)
+    student[:, 40] = torch.linspace(5.0, 17.0, rows)
+    teacher = torch.randn(rows, vocabulary)
+    whole_vocabulary = torch.eye(vocabulary)  # a head whose hidden states are logits
+
+    leaf = student.clone().requires_grad_()
+    loss = fused_linear_distillation(
+        leaf,
+        whole_vocabulary,
+        torch.zeros(rows, dtype=torch.int64),
+        teacher_hidden=teacher,
+        teacher_weight=whole_vocabulary,
+        kind=kind,
+    )
+    (dx,) = torch.autograd.grad(loss, leaf)
+
+    leaf64 = student.double().requires_grad_()
+    (expected,) = torch.autograd.grad(divergence(leaf64, teacher.double(), kind).sum(), leaf64)
+    errors = (dx.double() - expected).abs().amax(1) / expected.abs().amax(1)
+    # A logit of 17 has a rounding of 1e-6, and so has each probability.
+    assert float(errors.max()) < 5e-6, errors
+
+
 def test_rows_select_tokens_in_their_order() -> None:
     """``rows=``, as indices or as a mask, gives the values and gradients of these rows of all."""
     leaves, targets = Case(ignored=0.3).tensors()

@@ -140,10 +140,12 @@ def divergence_terms_of_rows(
     taught_softcap: float | None,
     temperature: float,
 ) -> None:
-    """Write each row's divergence, and the sum that its gradient needs, to ``sums`` ``[2, c]``.
+    """Write each row's divergence, and the sums that its gradient needs, to ``sums`` ``[5, c]``.
 
-    ``z`` and ``taught`` are raw products of student and teacher; ``factors`` ``[3, c]`` begin with the lse of
-    both. The kind "kl" needs no such sum, see ``divergence_gradient_of_rows``.
+    ``z`` and ``taught`` are raw products of student and teacher. ``factors`` ``[6, c]`` begin with the
+    student's largest logit and the log of its ``sum e^(z - largest)``, and the same of the teacher. The sums
+    are the divergence, ``sum e^s (g - pivot)``, the pivot, ``sum e^s``, and the largest s. The kind "kl"
+    needs no such sums, see ``divergence_gradient_of_rows``.
     """
     from lightning_thd.loss.kernels import rows
 
@@ -190,8 +192,8 @@ def divergence_gradient_of_rows(
 ) -> None:
     """Write the weighted gradient of the student's rows over its raw products ``z``.
 
-    ``factors`` ``[3, c]`` are the lse of student and teacher, and the sum of ``divergence_terms_of_rows``.
-    ``losses`` ``[c]`` get the divergence of each row if the kind is "kl".
+    ``factors`` ``[6, c]`` begin as those of ``divergence_terms_of_rows``, and end with its
+    ``sum e^s (g - pivot)`` and its pivot. ``losses`` ``[c]`` get each row's divergence if the kind is "kl".
     """
     from lightning_thd.loss.kernels import rows
 

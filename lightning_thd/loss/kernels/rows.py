@@ -9,7 +9,8 @@ With softmax p of the logits ``z' = cap * tanh(scale * (z + bias) / cap) / tempe
 is ``p * (direct + slope * log p) + onehot * target + flat``, as in ``RowGradients`` of ``tiles/softmax.py``.
 
 A divergence has rows of a student and of a teacher, with log-probabilities s and t, and mixture m, as in
-``Divergence`` of ``tiles/divergence.py``.
+``Divergence`` of ``tiles/divergence.py``. Its ``factors`` ``[6, rows]`` are the student's largest logit and
+the log of its ``sum e^(z - largest)``, the same of the teacher, and inner and pivot of ``_divergence_terms``.
 """
 # mypy: ignore-errors
 
@@ -210,11 +211,12 @@ def _gradient(
 
 @triton.jit
 def _log_probabilities(
-    row, bias, index, columns, lse, scale, cap, heat, CAP: tl.constexpr, BIAS: tl.constexpr
+    row, bias, index, columns, largest, log_mass, scale, cap, heat, CAP: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """Load logits, and return log-probabilities, probabilities, and the cap's slope."""
     x, bend = _logits(row, bias, index, columns, scale, cap, heat, CAP, BIAS)
-    log_p = x - lse
+    # One by one, since the rounding of their sum would change all probabilities of a row.
+    log_p = (x - largest) - log_mass
     return log_p, _exp(_exponent(log_p)), bend
 
 
@@ -245,33 +247,57 @@ def _divergence_terms(
     log_teacher, scale, cap, taught_scale, taught_cap, heat, KIND: tl.constexpr, CAP: tl.constexpr,
     BIAS: tl.constexpr, TAUGHT_CAP: tl.constexpr, TAUGHT_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's divergence and ``sum e^s g`` to ``sums`` ``[2, rows]``, for the kinds 1 and 2."""
+    """Write sums ``[5, rows]`` for the kinds 1 and 2: divergence, inner, pivot, mass, and the largest s.
+
+    ``pivot`` is the g of the largest s, ``mass`` is ``sum e^s``, and ``inner`` is ``sum e^s (g - pivot)``.
+    Any pivot gives the same gradient. With this one, nothing large cancels if a token has nearly all the
+    probability.
+    """
     i = tl.program_id(0)
     row = z + i.to(tl.int64) * stride
     taught = u + i.to(tl.int64) * stride
     loss = tl.sum(tl.zeros([1], tl.float32))
     inner = loss
+    pivot = loss
+    mass = loss
+    largest = loss - float("inf")
 
     if tl.load(targets + i) != ignore:
-        lse = tl.load(factors + i)
-        taught_lse = tl.load(factors + rows + i)
+        top = tl.load(factors + i)
+        log_mass = tl.load(factors + rows + i)
+        taught_top = tl.load(factors + 2 * rows + i)
+        taught_log_mass = tl.load(factors + 3 * rows + i)
         for start in range(0, columns, BLOCK):
             index = start + tl.arange(0, BLOCK)
-            s, p, _ = _log_probabilities(row, bias, index, columns, lse, scale, cap, heat, CAP, BIAS)
-            t, q, _ = _log_probabilities(
-                taught, taught_bias, index, columns, taught_lse, taught_scale, taught_cap, heat,
-                TAUGHT_CAP, TAUGHT_BIAS,
+            s, p, _ = _log_probabilities(
+                row, bias, index, columns, top, log_mass, scale, cap, heat, CAP, BIAS
             )  # fmt: skip
-            g = _slopes(s, t, beta, log_student, log_teacher, KIND)
-            inner += tl.sum(tl.where(p == 0.0, 0.0, p * g))
+            t, q, _ = _log_probabilities(
+                taught, taught_bias, index, columns, taught_top, taught_log_mass, taught_scale, taught_cap,
+                heat, TAUGHT_CAP, TAUGHT_BIAS,
+            )  # fmt: skip
             if KIND == 2:
-                above = _above_mixture(t, s, log_teacher, log_student)
-                loss += beta * tl.sum(tl.where(q == 0.0, 0.0, q * above))
+                of_teacher = _above_mixture(t, s, log_teacher, log_student)
+                loss += beta * tl.sum(tl.where(q == 0.0, 0.0, q * of_teacher))
 
-        loss += inner
+            g = _slopes(s, t, beta, log_student, log_teacher, KIND)
+            above = tl.max(s)
+            g_above = tl.max(tl.where(s == above, g, float("-inf")))
+            # In a block of -inf, g is not a number. An infinite g is no pivot: the divergence is infinite.
+            moves = (above > largest) & (tl.abs(g_above) < float("inf"))
+            moved = tl.where(moves, g_above, pivot)
+            inner += tl.sum(tl.where(p == 0.0, 0.0, p * (g - moved))) - (moved - pivot) * mass
+            pivot = moved
+            mass += tl.sum(p)
+            largest = tl.maximum(largest, above)
+
+        loss += inner + pivot * mass
 
     tl.store(sums + i, loss)
     tl.store(sums + rows + i, inner)
+    tl.store(sums + 2 * rows + i, pivot)
+    tl.store(sums + 3 * rows + i, mass)
+    tl.store(sums + 4 * rows + i, largest)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -288,9 +314,12 @@ def _divergence_gradient(
     out_row = out + i.to(tl.int64) * out_stride
     counts = tl.load(targets + i) != ignore
     factor = tl.load(weights + i) * scale * heat
-    lse = tl.load(factors + i)
-    taught_lse = tl.load(factors + rows + i)
-    inner = tl.load(factors + 2 * rows + i)
+    top = tl.load(factors + i)
+    log_mass = tl.load(factors + rows + i)
+    taught_top = tl.load(factors + 2 * rows + i)
+    taught_log_mass = tl.load(factors + 3 * rows + i)
+    inner = tl.load(factors + 4 * rows + i)
+    pivot = tl.load(factors + 5 * rows + i)
     loss = tl.sum(tl.zeros([1], tl.float32))
 
     blocks = tl.cdiv(columns, BLOCK)
@@ -298,17 +327,19 @@ def _divergence_gradient(
         index = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
         d = tl.zeros([BLOCK], tl.float32)
         if counts:  # the divergence of other rows may be infinite
-            s, p, bend = _log_probabilities(row, bias, index, columns, lse, scale, cap, heat, CAP, BIAS)
+            s, p, bend = _log_probabilities(
+                row, bias, index, columns, top, log_mass, scale, cap, heat, CAP, BIAS
+            )  # fmt: skip
             t, q, _ = _log_probabilities(
-                taught, taught_bias, index, columns, taught_lse, taught_scale, taught_cap, heat,
-                TAUGHT_CAP, TAUGHT_BIAS,
+                taught, taught_bias, index, columns, taught_top, taught_log_mass, taught_scale, taught_cap,
+                heat, TAUGHT_CAP, TAUGHT_BIAS,
             )  # fmt: skip
             if KIND == 0:
                 d = p - q
                 loss += tl.sum(tl.where(q == 0.0, 0.0, q * (t - s)))
             else:
                 g = _slopes(s, t, beta, log_student, log_teacher, KIND)
-                d = tl.where(p == 0.0, 0.0, p * (g - inner))
+                d = tl.where(p == 0.0, 0.0, p * ((g - pivot) - inner))
 
             d *= factor
             if CAP:

@@ -19,6 +19,7 @@ from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, L
 from lightning_thd.loss.tiles.nll import Stash, halves, tiles_of_inputs
 from lightning_thd.loss.tiles.products import exponential, product
 from lightning_thd.loss.tiles.softmax import MAX, SUM, blank_statistics, merge_parts, merge_ranks
+from lightning_thd.parallel.exchange import stacked
 
 Kind = Literal["kl", "reverse_kl", "jsd"]
 
@@ -37,38 +38,80 @@ class Divergence:
         """Return whether a column's gradient needs a sum over all columns of its row."""
         return self.kind != "kl"
 
-    def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a tile's part of the divergence and, unless "kl", of ``sum e^s g`` (see ``_slope``)."""
+    def of_teacher(self, s: Tensor, t: Tensor) -> Tensor:
+        """Return a tile's part of the divergence that is weighted by the teacher, ``[c]``."""
+        if self.kind == "reverse_kl":
+            return s.new_zeros(s.shape[0])
+
         q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
-            divergence = torch.where(q == 0, 0.0, q * (t - s)).sum(1)  # a NaN shows
-            return divergence, divergence  # the second one is not read
+            return torch.where(q == 0, 0.0, q * (t - s)).sum(1)  # a NaN shows
+        above = _above_mixture(t, s, share=self.beta, rest=1.0 - self.beta)
+        return self.beta * torch.where(q == 0, 0.0, q * above).sum(1)
 
+    def add_of_student(self, s: Tensor, t: Tensor, inner: InnerSums) -> None:
+        """Add a tile's part of ``sum e^s g``, which is the part that is weighted by the student."""
         p = exponential(s, out=torch.empty_like(s))
-        inner = torch.where(p == 0, 0.0, p * self._slope(s, t)).sum(1)
-        if self.kind == "reverse_kl":
-            return inner, inner
-
-        of_teacher = torch.where(q == 0, 0.0, q * (t - self._mixture(s, t))).sum(1)
-        return self.beta * of_teacher + inner, inner
+        inner.add(s, p, self._slope(s, t))
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
         """Return g, ``[c, v]``; the gradient for a row's student logits is ``e^s (g - sum e^s g)``."""
         if self.kind == "reverse_kl":
             return s - t
-        return (1.0 - self.beta) * (s - self._mixture(s, t))
+        above = _above_mixture(s, t, share=1.0 - self.beta, rest=self.beta)
+        return above.mul_(1.0 - self.beta)
 
-    def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
-        """Return the gradient of student logits, ``[c, v]``; ``inner`` is ``sum e^s g``. Overwrites s."""
+    def gradient(self, s: Tensor, t: Tensor, inner_and_pivot: Tensor) -> Tensor:
+        """Return the gradient of student logits, ``[c, v]``, from ``InnerSums`` ``[2, c]``. Overwrites s."""
         if self.kind == "kl":
             return exponential(s, out=s).sub_(exponential(t, out=torch.empty_like(t)))
-        g = self._slope(s, t)
+        inner, pivot = inner_and_pivot[..., None]
+        g = self._slope(s, t).sub_(pivot).sub_(inner)
         p = exponential(s, out=s)
-        return torch.where(p == 0, 0.0, p * (g - inner[:, None]))
+        return torch.where(p == 0, 0.0, p * g)
 
-    def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
-        """Return the log-probabilities m of the mixture of both models, ``[c, v]``."""
-        return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
+
+def _above_mixture(own: Tensor, other: Tensor, *, share: float, rest: float) -> Tensor:
+    """Return how far log-probabilities are above the mixture ``log(share e^own + rest e^other)``, ``[c, v]``.
+
+    That is ``-log(share + rest e^(other - own))``, in which no large terms cancel.
+    """
+    away = (other - own).add_(math.log(rest))
+    return torch.logaddexp(away, away.new_full((), math.log(share))).neg_()
+
+
+class InnerSums:
+    """Adds up ``sum e^s (g - pivot)`` of rows, tile by tile; the pivot is the g of a row's largest s.
+
+    The gradient ``e^s (g - sum e^s g)`` is the same for ``g - pivot``, whatever the pivot. With this one,
+    nothing large cancels if one token has nearly all the probability.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        # The sum, the pivot, ``sum e^s`` and the largest s, ``[4, c]``, as the kernels write them.
+        self.sums = like.new_zeros((4, like.shape[0]))
+        self.sums[3] = -torch.inf
+
+    def add(self, s: Tensor, p: Tensor, g: Tensor) -> None:
+        """Add a tile ``[c, v]``, with ``p = e^s``. Overwrites g."""
+        inner, pivot, mass, largest = self.sums
+        above, place = s.max(1)
+        g_above = g.gather(1, place[:, None]).squeeze(1)
+        # In a tile of -inf, g is not a number. An infinite g is no pivot, since the divergence is infinite.
+        moves = (above > largest) & g_above.isfinite()
+        moved = torch.where(moves, g_above, pivot)
+
+        terms = torch.where(p == 0, 0.0, g.sub_(moved[:, None]).mul_(p))
+        inner += terms.sum(1) - (moved - pivot) * mass
+        pivot.copy_(moved)
+        mass += p.sum(1)
+        largest.copy_(torch.maximum(largest, above))
+
+    def total(self) -> Tensor:
+        """Return ``sum e^s g`` over this rank's columns, ``[c]``."""
+        inner, pivot, mass, _ = self.sums
+        total: Tensor = inner + pivot * mass
+        return total
 
 
 class Teacher:
@@ -103,16 +146,17 @@ def divergence_and_gradients(
 
     for rows in head.row_tiles:
         lse = _open(stash, teacher, rows)[:, None]
-        inner = losses.new_zeros(rows.stop - rows.start)
+        inner_and_pivot = losses.new_zeros(2, rows.stop - rows.start)
         if divergence.couples_columns:
+            sums_of_rows = InnerSums(losses[rows])
             for columns in head.column_tiles:
                 t = teacher.logprobs(columns).to(losses.dtype)
-                part_of_loss, part_of_inner = divergence.terms(stash.logits(columns) - lse, t)
-                losses[rows] += part_of_loss
-                inner += part_of_inner
+                s = stash.logits(columns) - lse
+                losses[rows] += divergence.of_teacher(s, t)
+                divergence.add_of_student(s, t, sums_of_rows)
 
-            if group is not None:  # the other ranks hold the other columns
-                dist.all_reduce(inner, group=group)
+            losses[rows] += sums_of_rows.total()
+            inner_and_pivot = _inner_and_pivot(sums_of_rows.sums, group)
 
         sums.open(rows)
         for columns in head.column_tiles:
@@ -120,9 +164,9 @@ def divergence_and_gradients(
             z = stash.logits(columns)
             s = z - lse
             if not divergence.couples_columns:
-                losses[rows] += divergence.terms(s, t)[0]
+                losses[rows] += divergence.of_teacher(s, t)
 
-            dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
+            dz = divergence.gradient(s, t, inner_and_pivot).mul_(weights[rows, None])
             if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
 
@@ -196,7 +240,7 @@ def _divergence_by_kernels(
         factors = _normalisers(head, teacher, z, u, bias, teacher_bias, like=losses)
 
         if divergence.couples_columns:
-            terms = factors.new_empty((2, count))
+            terms = factors.new_empty((5, count))
             divergence_terms_of_rows(
                 z,
                 u,
@@ -212,9 +256,7 @@ def _divergence_by_kernels(
                 *maps,
             )
             losses[rows] = terms[0]
-            factors[2] = terms[1]
-            if settings.tp_group is not None:
-                dist.all_reduce(factors[2], group=settings.tp_group)
+            factors[4:] = _inner_and_pivot(terms[1:], settings.tp_group)
 
         divergence_gradient_of_rows(
             z,
@@ -256,7 +298,10 @@ def _normalisers(
     *,
     like: Tensor,
 ) -> Tensor:
-    """Return the lse of student and teacher over the whole vocabulary, and zeros, ``[3, c]``."""
+    """Return the largest logit and the log of the sum of student and teacher, and zeros, ``[6, c]``.
+
+    The sum is that of ``e^(z - largest)`` over the whole vocabulary.
+    """
     from lightning_thd.loss.kernels.operators import statistics_of_rows
 
     settings = head.settings
@@ -276,9 +321,29 @@ def _normalisers(
         of_student, every = merge_ranks(of_student, of_teacher, head.weight.shape[0], settings.tp_group)
         of_teacher = merge_parts(every)
 
-    lse = of_student[MAX] + of_student[SUM].log()
-    teacher_lse = of_teacher[MAX] + of_teacher[SUM].log()
-    return torch.stack([lse, teacher_lse, torch.zeros_like(lse)])
+    largest_and_log_mass = [
+        of_student[MAX],
+        of_student[SUM].log(),
+        of_teacher[MAX],
+        of_teacher[SUM].log(),
+    ]
+    zeros = torch.zeros_like(of_student[MAX])
+    return torch.stack([*largest_and_log_mass, zeros, zeros])
+
+
+def _inner_and_pivot(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``sum e^s (g - pivot)`` over the vocabulary and the pivot, ``[2, c]``.
+
+    ``sums`` ``[4, c]`` are those of ``InnerSums``. Each rank of a group has its own pivot. That of the rank
+    with the largest s is taken, and the sums of the others are moved to it.
+    """
+    if group is None:
+        return sums[:2]
+
+    every = stacked(sums, group).view(dist.get_world_size(group), *sums.shape)
+    inner, pivots, mass, largest = every.unbind(1)
+    pivot = pivots.gather(0, largest.argmax(0, keepdim=True))
+    return torch.stack([(inner - (pivot - pivots) * mass).sum(0), pivot[0]])
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
