@@ -123,11 +123,13 @@ class Training:
             sharded=self.sharded,
             accumulates=self.accumulates,
         )
+
         for name in ("data", "context", "tensor", "pipeline"):
             whole_number(getattr(self, name), name, least=1)
         for name in ("mlp_tile", "lora_rank"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, least=1)
+
         if self.offload and not self.checkpointing:
             raise ValueError(
                 "offload=True moves the inputs of checkpointed layers, but checkpointing=False. Set both."
@@ -247,10 +249,11 @@ class MemoryModel:
                 f"No memory count is known for model_type={text.model_type!r}; known are "
                 f"{', '.join(sorted(_STYLES))}. Measure a step: torch.cuda.max_memory_allocated()."
             )
+
         read_config(config)  # refuses sizes that are missing
-        style = replace(
-            style, parallel=style.parallel and bool(text.get("use_parallel_residual", default=True))
-        )
+        if not text.get("use_parallel_residual", default=True):
+            style = replace(style, parallel=False)
+
         sparse = expert_layers(text)
         dense = _Layer(inner=text.inner)
         layers = tuple(
@@ -276,16 +279,22 @@ class MemoryModel:
 
     def layer_weights(self, layer: _Layer) -> int:
         """Return the number of weights of a layer."""
-        style, hidden = self.style, self.hidden
+        style = self.style
+        hidden = self.hidden
         attention = hidden * (2 * self.queries + 2 * self.keys)
-        norm = hidden * (2 if style.fused_norm else 1)
+
         matrices = 3 if style.gated else 2
         inner = (layer.experts or 1) * layer.inner + layer.shared
+        mlp = matrices * hidden * inner
         router = hidden * layer.experts
-        biases = self.queries + 2 * self.keys + 2 * hidden + layer.inner if style.biases else 0
+
+        norms = style.norms * hidden * (2 if style.fused_norm else 1)
         if style.head_norms:
-            biases += 2 * self.head_dim
-        return attention + style.norms * norm + matrices * hidden * inner + router + biases
+            norms += 2 * self.head_dim
+        biases = 0
+        if style.biases:
+            biases = self.queries + 2 * self.keys + 2 * hidden + layer.inner
+        return attention + mlp + router + norms + biases
 
     @property
     def num_weights(self) -> int:
@@ -331,17 +340,23 @@ class MemoryModel:
 
         if not fits(1):
             return 0
-        high = 2
-        while fits(high):
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * multiple
+
+        too_large = 2
+        while fits(too_large):
+            too_large *= 2
+
+        largest = too_large // 2
+        while too_large - largest > 1:
+            middle = (largest + too_large) // 2
+            if fits(middle):
+                largest = middle
+            else:
+                too_large = middle
+        return largest * multiple
 
 
 def _experts(sizes: Sizes, index: int) -> _Layer:
+    """Return the sizes of a layer with experts, in place of one MLP."""
     inner = sizes.size("moe_intermediate_size", default=sizes.inner)
     count = sizes.size("num_local_experts", "num_experts", "n_routed_experts")
     return _Layer(inner=inner, experts=count, top_k=active_experts(sizes, index), shared=shared_size(sizes))
@@ -354,7 +369,9 @@ class _Step:
     """The bytes of one step of one model on one device, moment by moment."""
 
     def __init__(self, model: MemoryModel, training: Training, slots: int) -> None:
-        self.model, self.training, self.slots = model, training, slots
+        self.model = model
+        self.training = training
+        self.slots = slots
         self.size = _dtypes(training)
         stages = training.pipeline
         # The first stage holds the embedding, its share of the layers, and most microbatches at once.
@@ -363,77 +380,86 @@ class _Step:
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         """Yield the moments of a step in their order, and the bytes at each."""
-        base = self.static()
         saved = [self.kept(layer) for layer in self.layers]
-        others = sum(saved, Parts()).times(self.in_flight - 1)
-        live = sum(saved, base + others)
+        other_microbatches = sum(saved, Parts()).times(self.in_flight - 1)
+        live = sum(saved, self.static() + other_microbatches)
         casts = Parts(weights=self.cast_weights(range(len(self.layers))))
         yield "loss, at the end of the forward pass", live + casts + self.final_norm() + self.loss()
 
+        # Each layer's backward pass frees what it saved, and leaves its gradients.
         gradients = self.head_gradient()
-        in_layers = {layer: [*self.backward(layer)] for layer in self.layers}
+        places_of = {layer: [*self.backward(layer)] for layer in self.layers}  # once for layers alike
         for index in reversed(range(len(self.layers))):
             layer = self.layers[index]
             live = live + saved[index].times(-1)
-            there = range(index, index + 1) if self.training.checkpointing else range(index + 1)
-            around = live + Parts(gradients=gradients, weights=self.cast_weights(there))
-            for place, parts in in_layers[layer]:
+            first = index if self.training.checkpointing else 0
+            casts = Parts(weights=self.cast_weights(range(first, index + 1)))
+            around = live + casts + Parts(gradients=gradients)
+            for place, parts in places_of[layer]:
                 yield f"backward pass of layer {index}, {place}", around + parts
             gradients += self.layer_gradient(layer)
+
         yield "backward pass of the embedding", live + Parts(gradients=gradients) + self.embedding_gradient()
         yield "update of the weights", self.update()
 
     # -- weights, gradients, states
 
     def trained(self, weights: int) -> int:
-        """Return how many of some weights are trained."""
+        """Return how many of some weights of the model are trained: all, or with adapters none."""
         return weights if self.training.lora_rank is None else 0
 
     def adapters(self, layer: _Layer) -> int:
         """Return the number of adapter weights of a layer."""
-        model, rank = self.model, self.training.lora_rank
+        model = self.model
+        rank = self.training.lora_rank
         if rank is None:
             return 0
+
+        # A product of A x B weights gets adapters of (A + B) x rank.
         width = 4 * model.hidden + 2 * model.queries + 2 * model.keys
         if self.training.lora_targets == "all" and not layer.experts:
-            width += (3 if model.style.gated else 2) * (model.hidden + layer.inner)
+            products = 3 if model.style.gated else 2
+            width += products * (model.hidden + layer.inner)
         return rank * width
 
-    def own_weights(self) -> int:
+    def device_weights(self) -> int:
         """Return the weights of this device's layers, embedding and head, before FSDP2 shards them."""
-        model, tensor = self.model, self.training.tensor
-        ends = model.vocabulary * model.hidden * (1 if model.tied or self.training.pipeline > 1 else 2)
-        ends += model.positions * model.hidden
-        return (ends + sum(map(model.layer_weights, self.layers))) // tensor + model.hidden
+        model = self.model
+        tables = 1 if model.tied or self.training.pipeline > 1 else 2  # the last stage holds the head
+        ends = (tables * model.vocabulary + model.positions) * model.hidden
+        layers = sum(map(model.layer_weights, self.layers))
+        return (ends + layers) // self.training.tensor + model.hidden
 
     def static(self) -> Parts:
         """Return weights, optimizer states and gradients that are there before a step, and the batch."""
-        training, size, model = self.training, self.size, self.model
-        adapters = sum(map(self.adapters, self.layers))
-        trained = self.trained(self.own_weights())
+        training = self.training
+        model = self.model
+        size = self.size
+        adapters = sum(map(self.adapters, self.layers)) * _FP32
+        trained = self.trained(self.device_weights()) * size.weight + adapters
+
         gathered = 0
         if training.sharded:
             # FSDP2 gathers a layer while the one before it runs, and keeps what no layer holds.
             largest = max(map(model.layer_weights, self.layers)) // training.tensor
             ends = model.vocabulary * model.hidden * (1 if model.tied else 2) // training.tensor
             gathered = (2 * largest + ends) * size.gathered
-        state = (trained * size.weight + adapters * _FP32) * _STATES[training.optimizer]
-        gradients = trained * size.weight + adapters * _FP32 if training.accumulates else 0
-        table = 2 * model.head_dim * size.stream if model.style.rotary else 0
+
         # Ids, targets and positions of a slot, and what transformers makes of them.
-        batch = self.slots * (4 * _INDEX + table)
-        shards = training.shards
+        rotary_table = 2 * model.head_dim * size.stream if model.style.rotary else 0
+        batch = self.slots * (4 * _INDEX + rotary_table)
+
         return Parts(
             weights=self.weights() + gathered,
-            optimizer=state // shards,
-            gradients=gradients // shards,
+            optimizer=trained * _STATES[training.optimizer] // training.shards,
+            gradients=trained // training.shards if training.accumulates else 0,
             buffers=batch,
         )
 
     def weights(self) -> int:
         """Return the bytes of this device's weights, adapters included."""
         adapters = sum(map(self.adapters, self.layers))
-        return (self.own_weights() * self.size.weight + adapters * _FP32) // self.training.shards
+        return (self.device_weights() * self.size.weight + adapters * _FP32) // self.training.shards
 
     def cast_weights(self, layers: Iterable[int]) -> int:
         """Return the bytes of the copies in bf16 that autocast made of the weights of some layers.
@@ -455,7 +481,8 @@ class _Step:
     def head_gradient(self) -> int:
         """Return the bytes of the gradient of the head's weight, which the loss computed."""
         table = self.trained(self.model.vocabulary * self.model.hidden) // self.training.tensor
-        return table * self.size.weight // (self.training.shards if self.training.accumulates else 1)
+        shards = self.training.shards if self.training.accumulates else 1
+        return table * self.size.weight // shards
 
     def embedding_gradient(self) -> Parts:
         """Return the gradient of the embedding's table, and the copy that a tied head adds to."""
@@ -466,22 +493,29 @@ class _Step:
     def update(self) -> Parts:
         """Return the bytes while the optimizer changes the weights."""
         static = replace(self.static(), gradients=0, buffers=self.slots * 4 * _INDEX)
-        own, adapters = self.own_weights(), sum(map(self.adapters, self.layers))
-        trained = (self.trained(own) * self.size.weight + adapters * _FP32) // self.training.shards
+        adapters = sum(map(self.adapters, self.layers)) * _FP32
+        trained = self.trained(self.device_weights()) * self.size.weight + adapters
+        gradients = trained // self.training.shards
+
         # torch's optimizers update all weights of a GPU at once, with a copy of them; on a CPU they go one by
-        # one, with three copies.
-        if self.training.device == "cuda":
-            extra = trained
-        else:
-            extra = 3 * self.trained(self.largest_matrix()) * self.size.weight
-        return static + Parts(gradients=trained, optimizer=extra if _STATES[self.training.optimizer] else 0)
+        # one, with three copies. Plain SGD needs none.
+        copies = 0
+        if _STATES[self.training.optimizer]:
+            if self.training.device == "cuda":
+                copies = gradients
+            else:
+                copies = 3 * self.trained(self.largest_matrix()) * self.size.weight
+        return static + Parts(gradients=gradients, optimizer=copies)
 
     def largest_matrix(self) -> int:
         """Return the number of weights of the model's largest parameter."""
         model = self.model
-        stacked = (2 if model.style.gated else 1) * model.hidden
-        in_layers = (each.experts * each.inner * stacked or each.inner * model.hidden for each in self.layers)
-        return max(model.vocabulary * model.hidden, *in_layers)
+        stacked = 2 if model.style.gated else 1  # experts keep gate and up in one parameter
+        largest = model.vocabulary * model.hidden
+        for layer in self.layers:
+            matrices = layer.experts * stacked if layer.experts else 1
+            largest = max(largest, matrices * layer.inner * model.hidden)
+        return largest
 
     # -- activations
 
@@ -503,10 +537,13 @@ class _Step:
 
     def norm(self, width: int, *, bytes_in: int) -> tuple[int, int]:
         """Return bytes a slot of the input that a norm saves, and of what else it saves."""
-        trained = self.training.lora_rank is None
         if self.model.style.fused_norm:
             return width * bytes_in, 0
-        normalised = width * (_FP32 if self.model.style.gemma else bytes_in) if trained else 0
+
+        # The product with the weight saves the normalised values for the weight's gradient.
+        normalised = 0
+        if self.training.lora_rank is None:
+            normalised = width * (_FP32 if self.model.style.gemma else bytes_in)
         # The squares and the product save the input in fp32: the input itself, or a copy.
         return width * _FP32, normalised
 
@@ -516,10 +553,10 @@ class _Step:
 
     def saved_norm(self, *, of_stream: bool) -> Parts:
         """Return what a norm of the width H saves, of the residual stream or of another tensor."""
-        held, extra = self.norm(self.model.hidden, bytes_in=self.size.stream)
+        input_bytes, normalised = self.norm(self.model.hidden, bytes_in=self.size.stream)
         if of_stream and self.reads_the_stream():
-            return Parts(inputs=self.per_slot(held), norms=self.per_slot(extra))
-        return Parts(norms=self.per_slot(held + extra))
+            return Parts(inputs=self.per_slot(input_bytes), norms=self.per_slot(normalised))
+        return Parts(norms=self.per_slot(input_bytes + normalised))
 
     def first_norm(self) -> Parts:
         """Return what the norm before attention saves."""
@@ -546,100 +583,103 @@ class _Step:
 
     def saved_attention(self) -> Parts:
         """Return what the attention of a layer saves, with its projections."""
-        model, size, tensor = self.model, self.size, self.training.tensor
-        values = self.casts(model.hidden, 3, adapted=True)
+        model = self.model
+        size = self.size
+        inputs = self.casts(model.hidden, 3, adapted=True)
+
         # A rank keeps the keys and values of the whole pack, which one long sequence needs.
-        keys = 2 * model.keys * self.training.context
-        inside: float = size.product * (2 * model.queries + keys) + _FP32 * model.heads
+        keys_and_values = 2 * model.keys * self.training.context
+        inside: float = size.product * (2 * model.queries + keys_and_values) + _FP32 * model.heads
         if model.style.merged:
             inside += size.product * (model.queries + model.keys)
         if model.style.head_norms:
             for width in (model.queries, model.keys):
-                held, extra = self.norm(width, bytes_in=size.product)
-                inside += held + extra
-        rank = self.training.lora_rank or 0
-        if self.training.lora_rank is not None and size.stream != _FP32:
+                inside += sum(self.norm(width, bytes_in=size.product))
+
+        adapters = 0
+        if self.training.lora_rank is not None:
+            adapters = 4 * self.training.lora_rank * _FP32
+        if self.adapts_in_fp32():
             inside += model.queries * _FP32  # the output's adapter casts its input
-        return Parts(attention=self.per_slot(values + inside / tensor + 4 * rank * _FP32))
+        return Parts(attention=self.per_slot(inputs + inside / self.training.tensor + adapters))
 
     def mlp_values(self, layer: _Layer) -> tuple[float, float]:
         """Return the bytes a slot that an MLP saves of its input, and of what is inside."""
-        model, size = self.model, self.size
-        adapted = self.training.lora_targets == "all"
-        trained = self.training.lora_rank is None
-        matrices = 2 if model.style.gated else 1
+        model = self.model
+        size = self.size
+        inner_bytes = self.inner_values() * size.product
+
         if not layer.experts:
-            values = self.casts(model.hidden, matrices, adapted=adapted)
-            inside = layer.inner * (self.inner_values() * size.product)
-            if not trained and adapted and size.stream != _FP32:
+            adapted = self.training.lora_targets == "all"
+            inputs = self.casts(model.hidden, 2 if model.style.gated else 1, adapted=adapted)
+            inside = layer.inner * inner_bytes
+            if adapted and self.adapts_in_fp32():
                 inside += layer.inner * (_FP32 - size.product)  # the last product is saved as a cast copy
-            return values, inside
-        values = self.casts(model.hidden, 1, adapted=False)
-        routed = layer.top_k * (
-            (2 if trained else 1) * model.hidden * size.product
-            + layer.inner * self.inner_values() * size.product
-            + 3 * _INDEX
-        )
-        shared = layer.shared * self.inner_values() * size.product
-        return values, routed + shared
+            return inputs, inside
+
+        inputs = self.casts(model.hidden, 1, adapted=False)
+        # For each expert of a token: a copy of the token, its result if the router learns, and indices.
+        copies = 2 if self.training.lora_rank is None else 1
+        of_a_token = copies * model.hidden * size.product + 3 * _INDEX
+        return inputs, layer.top_k * (of_a_token + layer.inner * inner_bytes) + layer.shared * inner_bytes
 
     def inner_values(self) -> int:
         """Return how many tensors of the intermediate size an MLP saves."""
-        lean = self.training.lora_rank is not None and self.training.lora_targets != "all"
-        last = 0 if lean else 1  # the input of the last product
-        if self.model.style.gated:
-            return 3 + self.model.composed + last
-        return 1 + self.model.composed + last
+        elementwise = 3 if self.model.style.gated else 1  # the activation's input; gated, both factors too
+        is_frozen = self.training.lora_rank is not None and self.training.lora_targets != "all"
+        of_last_product = 0 if is_frozen else 1  # its input, for the gradient of its weight
+        return elementwise + self.model.composed + of_last_product
 
     def saved_mlp(self, layer: _Layer, *, tiled: bool) -> Parts:
         """Return what the MLP or the experts of a layer save; in tiles, their input."""
-        values, inside = self.mlp_values(layer)
         if tiled:
-            values = self.model.hidden * self.size.stream
-            inside = 0
-        elif layer.experts:
-            inside += layer.experts * _FP32 * 3
-        return Parts(mlp=self.per_slot(values + inside / self.training.tensor))
+            return Parts(mlp=self.stream())
+
+        inputs, inside = self.mlp_values(layer)
+        inside += layer.experts * _FP32 * 3  # the router's values for each expert
+        return Parts(mlp=self.per_slot(inputs + inside / self.training.tensor))
 
     def final_norm(self) -> Parts:
         """Return what the norm before the head saves."""
-        held, extra = self.norm(self.model.hidden, bytes_in=self.size.stream)
-        return Parts(
-            inputs=self.per_slot(self.model.hidden * self.size.stream), norms=self.per_slot(held + extra)
-        )
+        saved = sum(self.norm(self.model.hidden, bytes_in=self.size.stream))
+        return Parts(inputs=self.stream(), norms=self.per_slot(saved))
 
     # -- for a moment
 
     def backward(self, layer: _Layer) -> Iterator[tuple[str, Parts]]:
         """Yield the places of a layer's backward pass at which it can need most, and the bytes at each."""
-        model, size, training = self.model, self.size, self.training
-        saved = self.saved(layer, tiled=training.mlp_tile is not None)
+        model = self.model
+        tiled = self.training.mlp_tile is not None
+        has_norms_of_outputs = model.style.norms > 2
         around = self.at_hand() + Parts(buffers=self.stream())  # the gradient of the layer's output
+        saved = self.saved(layer, tiled=tiled)
 
         mlp = self.in_mlp(layer)
-        if model.style.norms > 2:  # the norm behind the MLP comes first, with all that was saved
+        if has_norms_of_outputs:  # the norm behind the MLP comes first, with all that was saved
             mlp = max(mlp, self.in_norm(model.hidden), key=lambda parts: parts.total)
-        done = model.hidden * layer.inner
-        yield "MLP", around + saved + mlp + Parts(gradients=self.gradient_of(layer, done))
+        weights_done = model.hidden * layer.inner
+        gradients = Parts(gradients=self.gradient_of(layer, weights_done))
+        yield "MLP", around + saved + mlp + gradients
 
-        norm = self.norm_before_mlp()
-        _, extra = self.norm(model.hidden, bytes_in=size.stream)
-        saved = saved + self.saved_mlp(layer, tiled=training.mlp_tile is not None).times(-1)
-        if model.style.norms > 2:
+        # The MLP is done, and its part of what was saved is free.
+        saved = saved + self.saved_mlp(layer, tiled=tiled).times(-1)
+        if has_norms_of_outputs:
             saved = saved + self.saved_norm(of_stream=False).times(-1)
-        done = self.mlp_weights(layer)
-        in_norm = self.in_norm(model.hidden) + Parts(norms=-self.per_slot(extra))
-        yield "norm before the MLP", around + saved + in_norm + Parts(gradients=self.gradient_of(layer, done))
+        _, normalised = self.norm(model.hidden, bytes_in=self.size.stream)
+        in_norm = self.in_norm(model.hidden) + Parts(norms=-self.per_slot(normalised))
+        weights_done = self.mlp_weights(layer)
+        gradients = Parts(gradients=self.gradient_of(layer, weights_done))
+        yield "norm before the MLP", around + saved + in_norm + gradients
 
-        saved = saved + norm.times(-1)
-        done += model.hidden * model.queries
-        in_attention = self.in_attention()
-        yield "attention", around + saved + in_attention + Parts(gradients=self.gradient_of(layer, done))
+        saved = saved + self.norm_before_mlp().times(-1)
+        weights_done += model.hidden * model.queries
+        gradients = Parts(gradients=self.gradient_of(layer, weights_done))
+        yield "attention", around + saved + self.in_attention() + gradients
 
         if model.style.head_norms:
-            done += 2 * model.hidden * model.keys
-            parts = around + self.first_norm() + self.in_head_norms()
-            yield "norm of the queries", parts + Parts(gradients=self.gradient_of(layer, done))
+            weights_done += 2 * model.hidden * model.keys
+            gradients = Parts(gradients=self.gradient_of(layer, weights_done))
+            yield "norm of the queries", around + self.first_norm() + self.in_head_norms() + gradients
 
     def stream(self) -> int:
         """Return the bytes of the residual stream, or of a gradient of it."""
@@ -657,10 +697,12 @@ class _Step:
 
     def gradient_of(self, layer: _Layer, weights: int) -> int:
         """Return the bytes of the gradients of so many of a layer's weights while its backward pass runs."""
-        training, size = self.training, self.size
+        training = self.training
         if training.sharded:  # FSDP2 reduces the gradients of a layer when all of them are there
-            return self.trained(self.model.layer_weights(layer)) // training.tensor * size.gathered
-        return 0 if training.accumulates else self.trained(weights) // training.tensor * size.weight
+            return self.trained(self.model.layer_weights(layer)) // training.tensor * self.size.gathered
+        if training.accumulates:
+            return 0
+        return self.trained(weights) // training.tensor * self.size.weight
 
     def mlp_weights(self, layer: _Layer) -> int:
         """Return the number of weights of a layer's MLP or experts."""
@@ -675,9 +717,8 @@ class _Step:
         cast = 0
         if self.size.copies:  # autocast casts the gradient of the output for the last product
             cast = self.model.hidden * product
-        elif (
-            self.adapts_in_fp32()
-        ):  # that of the adapter's output is cast and scaled, and that of the base cast
+        elif self.adapts_in_fp32():
+            # That of the adapter's output is cast and scaled, and that of the base cast.
             cast = self.model.hidden * (_FP32 + product)
         if tile is None:
             return Parts(buffers=self.per_slot(inside + cast))
@@ -698,8 +739,8 @@ class _Step:
         The last product makes a gradient of the intermediate size. With the gradients of what was multiplied,
         there are three when the saved product is freed. So a gated MLP needs two more than was saved.
         """
-        model, product = self.model, self.size.product
-        lean = self.training.lora_rank is not None
+        model = self.model
+        product = self.size.product
         several = 2 if model.style.gated or model.composed else 1
         if not layer.experts:
             inner = several * product
@@ -715,7 +756,9 @@ class _Step:
         # Outputs of experts are multiplied by the router's weights: one gradient comes, two go. The outputs
         # are freed before the gradients inside.
         outputs = layer.top_k * model.hidden * product
-        inside = layer.top_k * layer.inner * several * product - (0 if lean else outputs)
+        inside = layer.top_k * layer.inner * several * product
+        if self.training.lora_rank is None:
+            inside -= outputs
         return max(3 * outputs, inside) + layer.shared * several * product
 
     def in_norm(self, width: int) -> Parts:
@@ -730,26 +773,37 @@ class _Step:
 
     def in_attention(self) -> Parts:
         """Return the gradients of attention's output, queries, keys and values."""
-        model, training = self.model, self.training
-        own = 2 * model.queries + 2 * model.keys
+        model = self.model
+        training = self.training
+        of_this_rank = 2 * model.queries + 2 * model.keys
         # Context-parallel ranks send back the gradients of the keys and values of others.
-        others = 2 * model.keys * (training.context - 1)
-        return Parts(buffers=self.per_slot((own + others) * self.size.product / training.tensor))
+        of_others = 2 * model.keys * (training.context - 1)
+        return Parts(buffers=self.per_slot((of_this_rank + of_others) * self.size.product / training.tensor))
 
     def in_head_norms(self) -> Parts:
         """Return what the norm of the queries needs, when keys and values are done."""
-        model, size, tensor = self.model, self.size, self.training.tensor
-        held, _ = self.norm(model.queries, bytes_in=size.product)
+        model = self.model
+        size = self.size
+        tensor = self.training.tensor
+        input_bytes, _ = self.norm(model.queries, bytes_in=size.product)
         inputs = self.casts(model.hidden, 3, adapted=True)
         # The products of keys and values have left one gradient of their common input.
         buffers = self.in_norm(model.queries).buffers // tensor + self.per_slot(model.hidden * size.stream)
-        return Parts(attention=self.per_slot(inputs + held / tensor), buffers=buffers)
+        return Parts(attention=self.per_slot(inputs + input_bytes / tensor), buffers=buffers)
 
     def loss(self) -> Parts:
         """Return what the fused loss holds: gradients of the head's operands, and its tiles."""
-        model, training, size = self.model, self.training, self.size
+        model = self.model
+        training = self.training
+        size = self.size
         columns = model.vocabulary // training.tensor
-        budget, fewest = (64 * 2**20, 256) if training.device == "cpu" else (512 * 2**20, 2048)
+
+        # As the loss chooses its tiles: see ``loss/linear_nll.py``.
+        budget = 512 * 2**20
+        fewest = 2048
+        if training.device == "cpu":
+            budget = 64 * 2**20
+            fewest = 256
         rows = min(self.slots, max(fewest, budget // (columns * _FP32) // 64 * 64))
         tiles = rows * columns * _FP32
         # The tile's hidden states are copied, with zeros in rows without a target: one a sequence at least.
@@ -760,7 +814,7 @@ class _Step:
             tiles += 2 * rows * wide * _FP32
             if size.product != _FP32:
                 tiles += (rows + wide) * model.hidden * _FP32
-        product = size.product
-        hidden = self.per_slot(model.hidden * product)
+
+        hidden = self.per_slot(model.hidden * size.product)
         table = self.trained(model.vocabulary * model.hidden) // training.tensor
         return Parts(loss=tiles + hidden + table * _FP32)
