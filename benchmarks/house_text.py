@@ -36,8 +36,8 @@ READERS = {
 }
 # These read source or a stack for a message, or read a user's files as data. They decide nothing.
 NOT_DECIDING = {"_user_code.py", "data/read/text.py"}
-# A subclass of one of these is a variant; so is a step beside a batch.
-FACES = {"Boundaries", "Prefixes", "Resumable", "StepPlan", "THDBatch", "THDStep"}
+# A subclass of one of these is a variant; so is a step beside a batch. Resumable is what Planner was before.
+FACES = {"Boundaries", "Planner", "Prefixes", "Resumable", "StepPlan", "THDBatch", "THDStep"}
 VARIANT_OF_A_BATCH = {"THDStep", "SharedLengths"}
 CHANGING = {
     "add",
@@ -399,11 +399,18 @@ def _identifiers(file: File) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.name
 
 
+# The shards of streams are files, those of tensor parallelism are parts of a weight.
+OTHER_SHARDS = ("data/streams/", "parallel/tensor.py")
+
+
 def files_that_know(files: list[File], is_of: Callable[[str], bool]) -> list[Place]:
-    """List the files one of whose identifiers is of a variant, each with the first that is."""
+    """List the files one of whose identifiers is of a variant, each with the first that is.
+
+    An ``__init__.py`` only names what its folder offers.
+    """
     places = []
     for file in files:
-        if file.path.startswith("data/streams/"):  # its shards are files
+        if file.path.startswith(OTHER_SHARDS) or file.path.endswith("__init__.py"):
             continue
         first = next((file.place(n, name) for n, name in _identifiers(file) if is_of(name)), None)
         if first is not None:
@@ -411,8 +418,15 @@ def files_that_know(files: list[File], is_of: Callable[[str], bool]) -> list[Pla
     return places
 
 
+# A user asks for shared prefixes by this option. Commands, data modules and trainers hand it on to the file
+# that makes such a batch or plan. ``PrefixStore`` is torch's, of keys.
+NOT_OF_PREFIXES = re.compile(r"_?(thd_)?shares?_prefixes|PrefixStore")
+
+
 def is_of_prefixes(name: str) -> bool:
     """Return whether an identifier speaks of shared prefixes; a single ``prefix`` often begins a key."""
+    if NOT_OF_PREFIXES.fullmatch(name):
+        return False
     return re.search(r"prefixes|Prefix[A-Z]|Prefixes|Shared(Batch|Boundaries)", name) is not None
 
 

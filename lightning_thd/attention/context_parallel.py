@@ -125,7 +125,7 @@ def context_parallel_attention(
     if way == "ring":
         steps = needs.ring_steps(shard, causal=spec.causal, left=spec.left)
         calls = [[step.call] if step.call else [] for step in steps]
-        source = KeySource(calls, steps, shard)
+        source = KeySource(calls, steps, shard.group, shard.traffic)
         return merged_attention(raw_kernel(), source, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if shard.layout == "striped":
         blocks = needs.block_calls(shard, causal=spec.causal, left=spec.left, gathered=way == "all_gather")

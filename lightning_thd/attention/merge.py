@@ -20,8 +20,8 @@ from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
 from lightning_thd.flops.listen import reported
-from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
+from lightning_thd.parallel.context.traffic import Traffic
 
 
 class KeySource:
@@ -34,18 +34,20 @@ class KeySource:
         self,
         calls: Sequence[Sequence[BlockCall]],
         steps: Sequence[RingStep] = (),
-        layout: ShardLayout | None = None,  # that of the shard, if keys travel in a ring
+        group: dist.ProcessGroup | None = None,  # the ranks of a ring
+        traffic: Traffic | None = None,  # counts what they send each other
     ) -> None:
         self.calls = calls
         self.steps = steps
-        self.layout = layout
+        self.group = group
+        self.traffic = traffic
         self.release()
 
     def begin(self, rows: Tensor) -> None:
         """Store this rank's rows, which are step 0's, and start the transfer of step 1's rows, if any."""
-        if self.layout is not None:
-            assert self.layout.group is not None
-            self.layout.traffic.connect(self.layout.group, rows.device)
+        if self.group is not None:
+            assert self.traffic is not None
+            self.traffic.connect(self.group, rows.device)
         self.release()
         self._local_rows = rows
         self._send(1)
@@ -101,14 +103,13 @@ class KeySource:
 
     def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
         """Post a send and a receive; both ranks know the sizes, so empty messages are left out."""
-        assert self.layout is not None
-        self.layout.traffic.count("bytes", received.nbytes)
-        group = self.layout.group
+        assert self.traffic is not None
+        self.traffic.count("bytes", received.nbytes)
         posts = []
         if len(sent):
-            posts.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+            posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
         if len(received):
-            posts.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+            posts.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
         return dist.batch_isend_irecv(posts) if posts else []
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ _PLACES = (
     *("boundaries", "cu_seqlens", "cu_seqlens_padded", "lengths", "padded_lengths", "position_ids"),
     "token_offsets",
 )
-_ASKING = frozenset({*_PLACES, "hf_kwargs", "prefixes", "token_sequences", "unpack"})
+_NOTED_IF_ANY = frozenset({"prefixes"})  # None says nothing of the sequences
+_ASKING = frozenset({*_PLACES, *_NOTED_IF_ANY, "hf_kwargs", "token_sequences", "unpack"})
 _INPUTS = frozenset({"extras", "input_ids"})
+_OF_LOSSES = ("prediction_rows", "predictions", "token_slots", "token_targets")
 SCALES = frozenset({"loss_scale", "sequence_scale"})  # they decide how a loss is averaged
 _NOTED = frozenset({*_PLACES, *_INPUTS, *SCALES})
 
@@ -78,6 +80,10 @@ class NotedBatch(THDBatch):
         """Return the names that were read."""
         return frozenset(self._read.names)
 
+    def note(self, name: str) -> None:
+        """Note that a name was read."""
+        self._read.names.add(name)
+
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model, and note it."""
         self._read.names.update(("hf_kwargs", "input_ids"))
@@ -92,14 +98,6 @@ class NotedBatch(THDBatch):
         """Return the sequence of each of ``token_targets``, and note it."""
         self._read.names.add("token_sequences")
         return self._plain.token_sequences()
-
-    @property
-    def prefixes(self) -> Any:
-        """Return the ``Prefixes`` that sequences share, and note it if they share any."""
-        prefixes = self._plain.prefixes
-        if prefixes is not None:
-            self._read.names.add("prefixes")
-        return prefixes
 
     def pool(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Reduce a per-token tensor to one row per sequence."""
@@ -134,15 +132,16 @@ def _property(name: str) -> property:
     """Make a property that reads the plain batch, and notes the name if it is an input or a boundary."""
 
     def read(self: NotedBatch) -> Any:
-        if name in _NOTED:
+        value = getattr(self._plain, name)
+        if name in _NOTED or (name in _NOTED_IF_ANY and value is not None):
             self._read.names.add(name)
-        return getattr(self._plain, name)
+        return value
 
     return property(read, doc=f"Return the batch's ``{name}``.")
 
 
 # What a batch computes from boundaries for outputs and losses is read from the plain batch, and not noted.
-for _name in (*_NOTED, "max_seqlen", "predictions", "step", "token_slots", "token_targets"):
+for _name in (*_NOTED, *_NOTED_IF_ANY, *_OF_LOSSES, "max_seqlen", "step"):
     setattr(NotedBatch, _name, _property(_name))
 
 
@@ -151,6 +150,7 @@ class NotedStep(THDStep):
 
     __slots__ = ("_plain",)
 
+    microbatches: tuple[NotedBatch, ...]
     _plain: THDStep  # held here, because microbatches refer to their step weakly
 
     @classmethod
@@ -161,16 +161,12 @@ class NotedStep(THDStep):
         noted._set(microbatches=tuple(NotedBatch.of(batch, read) for batch, read in pairs), _plain=step)
         return noted
 
-    def _reads(self) -> list[Reads | None]:
-        return [batch._read if isinstance(batch, NotedBatch) else None for batch in self.microbatches]
+    def _reads(self) -> list[Reads]:
+        return [batch._read for batch in self.microbatches]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> NotedStep:
-        """Move every microbatch to a device."""
-        return NotedStep.of(self._plain.to(device, non_blocking=non_blocking), self._reads())
-
-    def pin_memory(self) -> NotedStep:
-        """Return a copy whose batches also have their tensors in page-locked memory."""
-        return NotedStep.of(self._plain.pin_memory(), self._reads())
+    def each(self, function: Callable[[THDBatch], THDBatch]) -> Self:
+        """Return a noted step with the results of a function of the plain microbatches."""
+        return cast("Self", NotedStep.of(self._plain.each(function), self._reads()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NotedStep.of, (self._plain, self._reads())
@@ -184,8 +180,7 @@ def unnoted(batch: THDBatch) -> THDBatch:
 
 def note_mean_of_sequences(batch: THDBatch) -> None:
     """Note that a loss is a mean over sequences or queries, so that loops weigh it by their number."""
-    if isinstance(batch, NotedBatch):
-        batch._read.names.add("sequence_scale")
+    batch.note("sequence_scale")
 
 
 def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
@@ -336,7 +331,7 @@ class FirstUpdate:
             yield batch
             return
         noted: Any = NotedStep.of(batch) if isinstance(batch, THDStep) else NotedBatch.of(batch)
-        notes: list[NotedBatch] = list(noted.microbatches) if isinstance(batch, THDStep) else [noted]
+        notes: list[NotedBatch] = list(noted.packs)
         self._since_update += notes
         hooks = (
             register_optimizer_step_pre_hook(lambda *_: self._judge()),

@@ -27,7 +27,8 @@ from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.boundaries import Boundaries, KernelCall
-from lightning_thd.boundaries.core import ForThdOnly, Immutable, Need
+from lightning_thd.boundaries.core import ForThdOnly, Immutable, Need, PredictionRows, Unfolded
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats
 
 _Ints = NDArray[np.int64]
@@ -119,31 +120,120 @@ _REASONS: dict[Need, str] = {
     "chunked": "attends in chunks, which differ between the sequences",
     "pooled": "its pooler reads the first token of every sequence",
     "own_loss": "its own loss would count the slots of a prefix only once",
+    "own_balance": "its own balancing loss would count the slots of a prefix only once; 'sequence' would not",
+    "later_targets": "predicts tokens beyond the next one, which differ between the sequences",
 }
 
 
-def refuse_need(layer: object, need: Need) -> None:
-    """Raise ValueError, because a layer needs what sequences that share prefixes do not give."""
-    refuse_layer(layer, _REASONS[need])
+class PrefixBoundaries(Boundaries):
+    """The boundaries of sequences that share the slots of their common prefixes, on one rank or several.
+
+    The tokens of all sequences, laid end to end, are more than the slots. So a slot may predict several rows.
+    """
+
+    __slots__ = ()
+
+    prefixes: Prefixes
+    own_slots = False
+    rows_are_tokens = False
+
+    def require(self, need: Need, layer: object) -> None:
+        """Raise ValueError if what needs something does not run on shared prefixes."""
+        if need in _REASONS:
+            self.require_own_slots(layer, _REASONS[need])
+
+    def require_own_slots(self, layer: object, why: str) -> None:
+        """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
+        what = layer if isinstance(layer, str) else type(layer).__name__
+        raise ValueError(
+            f"{what} got a pack whose sequences share prefixes, and {why}. Set share_prefixes=False for this "
+            "model."
+        )
+
+    def refuse_field(self, name: str) -> NoReturn:
+        """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
+        raise ValueError(
+            f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
+            "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
+            "batch.unpack(...), pass batch.boundaries, or collate with share_prefixes=False."
+        )
+
+    def require_field(self, name: str) -> None:
+        """Raise ValueError, because sequences have no slots of their own."""
+        self.refuse_field(name)
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Refuse: sequences have no slots of their own."""
+        self.refuse_field("padded_lengths")
+
+    def prediction_rows(self, targets: Tensor | None, most: int | None) -> PredictionRows:
+        """Return the distinct pairs of a slot and a target."""
+        rows = self.prefixes.targets
+        return PredictionRows(self.prefixes.slots, rows, rows.shape[0])
+
+    def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """Return values of rows ``[R, ...]`` by token, ``[N, ...]``; ``fill`` for tokens without a row."""
+        return self.prefixes.of_tokens(rows, fill)
+
+    def of_rows(self, tokens: Tensor) -> Tensor:
+        """Sum the tokens' values ``[N]`` per row of predictions, ``[R]``."""
+        return self.prefixes.of_rows(tokens)
+
+    def members(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return every token's sequence, and its slot, int64 ``[N]``."""
+        sequences = seq_idx_from_cu_seqlens(self.token_offsets, self.token_slots).flatten().long()
+        return sequences, self.prefixes.token_slots
+
+    def slots_of(self, tokens: Tensor) -> Tensor:
+        """Return the slots of indices of tokens, int64 of any shape; indices from N on give T."""
+        return self.prefixes.slots_of(tokens, self.slots)
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """Return the offsets of the sequences among all tokens, int32 ``[S + 1]``."""
+        return self.prefixes.offsets
+
+    @property
+    def token_slots(self) -> int:
+        """Return the number N of tokens of all sequences."""
+        return sum(self.prefixes.lengths)
+
+    @property
+    def token_lengths(self) -> tuple[int, ...]:
+        """Return the tokens of every sequence."""
+        return self.prefixes.lengths
+
+    @property
+    def real_token_lengths(self) -> tuple[int, ...]:
+        """Return the tokens of every sequence."""
+        return self.prefixes.lengths
+
+    def pair_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the keys of every leaf, and how many of them other leaves hold, in the order of the slots.
+
+        Sequences whose tokens are all in leaves of others come last.
+        """
+        prefixes = self.prefixes
+        sequences = list(zip(prefixes.lengths, prefixes.prefix_lengths, strict=True))
+        num_leaves = sum(held < length for length, held in sequences)
+
+        rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
+        leaves = [(keys, keys - queries) for keys, queries in rows]
+        leaves = leaves[:num_leaves]  # the last row may be padding
+        without_leaf = [(length, held) for length, held in sequences if held == length]
+
+        ordered = [*leaves, *without_leaf]
+        return tuple(length for length, _ in ordered), tuple(held for _, held in ordered)
 
 
-def refuse_layer(layer: object, why: str) -> None:
-    """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
-    what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
-    raise ValueError(f"{what}. Set share_prefixes=False for this model.")
+def prefixes_of(boundaries: Boundaries) -> Prefixes | None:
+    """Return the ``Prefixes`` that sequences share; None if they share none."""
+    return boundaries.prefixes if isinstance(boundaries, PrefixBoundaries) else None
 
 
-def refuse_field_of_shared(name: str) -> NoReturn:
-    """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
-    raise ValueError(
-        f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
-        "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
-        "batch.unpack(...), pass batch.boundaries, or collate with share_prefixes=False."
-    )
-
-
-class SharedBoundaries(Boundaries):
-    """The boundaries of sequences that share the slots of their common prefixes.
+class SharedBoundaries(PrefixBoundaries):
+    """The boundaries of a whole pack of sequences that share the slots of their common prefixes.
 
     Entries are the leaves of the prefix tree, and a trailing pad. Their queries attend to the keys of the
     path from the root, which ``prefixes.keys`` gathers.
@@ -183,24 +273,28 @@ class SharedBoundaries(Boundaries):
             keys=prefixes.keys,
             q_lengths=prefixes.query_lengths,
             kv_lengths=prefixes.key_lengths,
+            branches=prefixes.branches,
         )
 
-    def require(self, need: Need, layer: object) -> None:
-        """Raise ValueError if a layer that needs something does not run on these boundaries."""
-        refuse_need(layer, need)
-
-    def refuse_prefixes(self, layer: object, why: str) -> None:
-        """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
-        refuse_layer(layer, why)
+    def unfolded(self) -> Unfolded:
+        """Return the row of the whole paths of all leaves; it holds a prefix once for each of its leaves."""
+        prefixes = self.prefixes
+        paths = Boundaries(
+            offsets=prefixes.cu_seqlens_kv,
+            slots=prefixes.keys.shape[0],
+            max_seqlen=prefixes.max_seqlen_kv,
+            lengths=prefixes.key_lengths,
+        )
+        return Unfolded(
+            paths,
+            gather=lambda rows: rows.index_select(0, prefixes.keys),
+            keep=lambda rows: rows.index_select(0, self.once(_own_keys)),
+        )
 
     @property
     def filled_lengths(self) -> tuple[int, ...]:
         """Return the slots of every leaf, and of the pad at the end, whose keys are listed too."""
         return self.lengths
-
-    def refuse_field(self, name: str) -> NoReturn:
-        """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
-        refuse_field_of_shared(name)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -211,11 +305,6 @@ class SharedBoundaries(Boundaries):
     def cu_seqlens_padded(self) -> Tensor:
         """Refuse: sequences have no slots of their own."""
         self.refuse_field("cu_seqlens_padded")
-
-    @property
-    def padded_lengths(self) -> tuple[int, ...]:
-        """Refuse: sequences have no slots of their own."""
-        self.refuse_field("padded_lengths")
 
     @property
     def longest_entry(self) -> int:
@@ -277,6 +366,14 @@ def _positions(boundaries: SharedBoundaries) -> Tensor:
     starts = (prefixes.cu_seqlens_q[:-1] - prefix_lengths).long()  # where position 0 would be
     slots = torch.arange(boundaries.slots, device=starts.device)
     return slots - starts.index_select(0, boundaries.seq_idx[0].long())
+
+
+def _own_keys(boundaries: SharedBoundaries) -> Tensor:
+    """Return int64 ``[T]``, the place of every slot among the keys of its own leaf."""
+    prefixes = boundaries.prefixes
+    keys_before = (prefixes.cu_seqlens_kv - prefixes.cu_seqlens_q)[1:]  # in slots of other leaves
+    slots = torch.arange(boundaries.slots, device=keys_before.device)
+    return slots + keys_before.index_select(0, boundaries.seq_idx[0].long())
 
 
 def _token_slots(boundaries: SharedBoundaries) -> Tensor:

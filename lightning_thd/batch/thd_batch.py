@@ -6,9 +6,9 @@ T slots in a pack, S sequences. Collation keeps on the host every integer that a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from lightning_thd._checks import as_tensor, choice, described, flags, host_ints
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.keys import IGNORE_INDEX
-from lightning_thd.batch.prefixes import lay_out_shared
+from lightning_thd.batch.prefixes import lay_out_shared, prefixes_of
 from lightning_thd.batch.upload import Arrived, Filled, PinnedBatch, version
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.boundaries.core import Immutable, checked_device
+from lightning_thd.boundaries.core import Immutable, PredictionRows, checked_device
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
@@ -108,7 +108,31 @@ class Predictions(NamedTuple):
     weights: Tensor
 
 
-class _Around(Immutable):
+class Packed(Immutable):
+    """What a dataloader gives a rank at once: one pack (``THDBatch``), or those of a step (``THDStep``)."""
+
+    __slots__ = ()
+
+    @property
+    def packs(self) -> tuple[THDBatch, ...]:
+        """Return the packs in the order in which they run."""
+        raise NotImplementedError
+
+    @property
+    def agreed(self) -> tuple[float, ...]:
+        """Return what must be equal on all ranks that train together."""
+        raise NotImplementedError
+
+    def in_step(self) -> THDStep:
+        """Return a step of these packs."""
+        raise NotImplementedError
+
+    def each(self, function: Callable[[THDBatch], THDBatch]) -> Self:
+        """Return a copy with the results of a function in place of the packs."""
+        raise NotImplementedError
+
+
+class _Around(Packed):
     """Base of batches: what belongs to a batch, but is neither pickled nor replaced with its fields."""
 
     __slots__ = ("_arrived", "_pinned", "_step", "watcher")
@@ -324,35 +348,33 @@ class THDBatch(_Around):
     @property
     def max_seqlen(self) -> int:
         """Return the slots of the longest sequence or of the trailing pad, at least 1."""
-        if self.boundaries.prefixes is not None:
-            self.boundaries.refuse_field("max_seqlen")
+        self.boundaries.require_field("max_seqlen")
         return self.boundaries.max_seqlen
 
     @property
     def prefixes(self) -> Any:
         """Return the ``Prefixes`` that sequences share; None if they share none."""
-        return self.boundaries.prefixes
+        return prefixes_of(self.boundaries)
+
+    @property
+    def prediction_rows(self) -> PredictionRows:
+        """Return the slots and targets of all predictions; ``predictions`` has their weights too."""
+        return self.boundaries.prediction_rows(self._targets, self.max_targets)
 
     @property
     def token_targets(self) -> Tensor:
         """Return ``targets``; for a batch with shared prefixes, the target of each token of its sequences."""
-        prefixes = self.boundaries.prefixes
-        if prefixes is None:
-            assert self._targets is not None
-            return self._targets
-        tokens: Tensor = prefixes.of_tokens(prefixes.targets, IGNORE_INDEX)
-        return tokens
+        return self.boundaries.of_tokens(self.prediction_rows.targets, IGNORE_INDEX)
 
     @property
     def token_offsets(self) -> Tensor:
         """Return the offsets of the sequences among ``token_targets``, int32 ``[S + 1]``."""
-        prefixes = self.boundaries.prefixes
-        return self.boundaries.offsets if prefixes is None else prefixes.offsets
+        return self.boundaries.token_offsets
 
     @property
     def token_slots(self) -> int:
         """Return how many ``token_targets`` the batch has: its slots, or all tokens of shared prefixes."""
-        return self.input_ids.shape[-1] if self.boundaries.prefixes is None else sum(self.lengths)
+        return self.boundaries.token_slots
 
     def token_sequences(self) -> Tensor:
         """Return the sequence of each of ``token_targets``, int64; a trailing pad is one more."""
@@ -361,17 +383,15 @@ class THDBatch(_Around):
     @property
     def predictions(self) -> Predictions:
         """Return the rows of (slot, target, weight); losses of rows times weights add up to the batch's."""
-        prefixes = self.boundaries.prefixes
-        weights = self.weights
-        if prefixes is None:
-            if weights is None:
-                weights = (self.targets != IGNORE_INDEX).float()
-            slots = torch.arange(len(weights), device=weights.device)
-            return Predictions(slots, self.targets, weights)
+        rows = self.prediction_rows
+        slots = rows.slots
+        if slots is None:
+            slots = torch.arange(len(rows.targets), device=rows.targets.device)
 
+        weights = self.weights
         if weights is None:
-            weights = torch.ones_like(prefixes.token_rows, dtype=torch.float32)
-        return Predictions(prefixes.slots, prefixes.targets, prefixes.of_rows(weights))
+            weights = (self.token_targets != IGNORE_INDEX).float()
+        return Predictions(slots, rows.targets, self.boundaries.of_rows(weights))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in THDBatch.__slots__}
@@ -502,7 +522,7 @@ class THDBatch(_Around):
             empty = self.lengths.index(0)
             raise ValueError(f"Sequence {empty} of the batch has no tokens to pool. Remove empty rows.")
 
-        if self.boundaries.ranks == 1 and self.boundaries.prefixes is None:
+        if self.boundaries.own_slots:
             rows = rows_of_slots(x, self.boundaries.slots)
             self.boundaries.check_rows(rows)
             return self._pool_slots(rows, how)
@@ -539,6 +559,27 @@ class THDBatch(_Around):
         sums = wide.new_zeros(num_sequences + 1, *rows.shape[1:]).index_add(0, sequence, wide)
         means = sums[:num_sequences] / lengths.view(column)
         return means.to(rows.dtype)
+
+    @property
+    def packs(self) -> tuple[THDBatch, ...]:
+        """Return the batch itself, which is one pack."""
+        return (self,)
+
+    @property
+    def agreed(self) -> tuple[float, ...]:
+        """Return the number of packs, 1; packs that belong to no step may have different loss scales."""
+        return (1,)
+
+    def in_step(self) -> THDStep:
+        """Return a step of this microbatch only."""
+        return THDStep([self])
+
+    def each(self, function: Callable[[THDBatch], THDBatch]) -> Self:
+        """Return the result of a function of the batch."""
+        return cast("Self", function(self))
+
+    def note(self, name: str) -> None:
+        """Note that a name was read; only a batch that notes its reads keeps it (see ``noted``)."""
 
     @property
     def step(self) -> tuple[THDStep, int] | None:
@@ -607,7 +648,7 @@ def collate_checked(
     return THDBatch(**fields, set_name=set_name, microbatch=microbatch)
 
 
-class THDStep(Immutable):
+class THDStep(Packed):
     """All ``microbatches`` of one rank between two optimizer updates; all ranks have the same number."""
 
     __slots__ = ("__weakref__", "kept", "microbatches")
@@ -631,13 +672,33 @@ class THDStep(Immutable):
         for place, batch in enumerate(self.microbatches):
             batch._set(_step=(weakref.ref(self), place))
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
-        """Move every microbatch; see ``THDBatch.to``."""
-        return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
+    @property
+    def packs(self) -> tuple[THDBatch, ...]:
+        """Return the microbatches, of which each is one pack."""
+        return self.microbatches
 
-    def pin_memory(self) -> THDStep:
+    @property
+    def agreed(self) -> tuple[float, ...]:
+        """Return the number of microbatches and their loss scale."""
+        return len(self.microbatches), self.microbatches[0].loss_scale
+
+    def in_step(self) -> THDStep:
+        """Return the step itself."""
+        return self
+
+    def each(self, function: Callable[[THDBatch], THDBatch]) -> Self:
+        """Return a step with the results of a function in place of the microbatches."""
+        copy = object.__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), "microbatches": tuple(map(function, self.microbatches))})
+        return copy
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
+        """Move every microbatch; see ``THDBatch.to``."""
+        return self.each(lambda batch: batch.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
         """Return a copy whose batches also have their tensors in page-locked memory."""
-        return THDStep([batch.pin_memory() for batch in self.microbatches])
+        return self.each(lambda batch: batch.pin_memory())
 
     @property
     def stats(self) -> SeqStats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +20,17 @@ from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens, seq_i
 
 _T = TypeVar("_T")
 
-# What a layer does that not all boundaries allow: it lets tokens see later tokens; attends in chunks; reads
-# one token of every sequence; computes a loss over the row of slots.
-Need = Literal["both_ways", "chunked", "pooled", "own_loss"]
+# What a layer, a model or a loss does that not all boundaries allow.
+Need = Literal[
+    "both_ways",  # lets tokens see later tokens
+    "chunked",  # attends in chunks
+    "pooled",  # reads one token of every sequence
+    "own_loss",  # computes a loss over the row of slots
+    "own_balance",  # balances experts over the row of slots
+    "next_label",  # takes the target of a slot from the label of the next slot
+    "later_targets",  # predicts tokens beyond the next one
+    "all_tokens",  # returns a value for every token of every sequence
+]
 
 # What layers have computed on the boundaries, which a copy or another process computes again.
 _OF_LAYERS = ("_answers", "kernels", "shown_mask")
@@ -80,6 +88,34 @@ class ForThdOnly:
     dim = size = __getitem__ = __bool__ = __len__ = _refuse
 
 
+class PredictionRows(NamedTuple):
+    """The predictions of a pack, in rows: ``[R]`` targets, and the slots whose outputs predict them.
+
+    Attributes:
+        slots: int64 ``[R]``, the slot of each row; None if every slot is a row, in order.
+        targets: int64 ``[R]``, the target of each row, -100 where there is none.
+        most: an upper bound of the rows with a target; None if it is unknown.
+    """
+
+    slots: Tensor | None
+    targets: Tensor
+    most: int | None
+
+
+class Unfolded(NamedTuple):
+    """A row that holds more of every sequence than a pack, with the ways there and back.
+
+    Attributes:
+        boundaries: those of the row, which has U slots.
+        gather: returns rows ``[U, ...]`` of that row from rows ``[T, ...]`` of this rank's slots.
+        keep: returns rows ``[T, ...]`` of this rank's slots from rows ``[U, ...]``.
+    """
+
+    boundaries: Boundaries
+    gather: Callable[[Tensor], Tensor]
+    keep: Callable[[Tensor], Tensor]
+
+
 class Boundaries(Immutable):
     """Where every sequence of a pack begins: lengths on the host, offsets on the device.
 
@@ -111,8 +147,9 @@ class Boundaries(Immutable):
 
     ranks: int = 1  # the ranks that share this pack
     group: Any = None  # the process group of these ranks, if they communicate
-    shard: Any = None  # the layout of a pack that is cut over ranks
-    prefixes: Any = None  # the map of sequences that share prefixes
+    used: bool = True  # whether a layer has asked how rows come from these ranks, or none has to come
+    own_slots: bool = True  # whether every sequence has slots for itself, all on this rank
+    rows_are_tokens: bool = True  # whether every row of predictions is one token; else ``of_rows`` adds up
     eager: str | None = None  # why a CUDA graph cannot hold these boundaries, in the words of its counters
     row = "batch"  # what has these slots, for messages
 
@@ -264,13 +301,23 @@ class Boundaries(Immutable):
         return KernelCall(offsets, offsets, longest, longest)
 
     def require(self, need: Need, layer: object) -> None:
-        """Raise ValueError if a layer that needs something does not run on these boundaries."""
+        """Raise ValueError if what needs something does not run on these boundaries.
 
-    def refuse_prefixes(self, layer: object, why: str) -> None:
-        """Raise ValueError if sequences share prefixes, on which a layer cannot run."""
+        Args:
+            need: what it does.
+            layer: the layer or model, or a name, for messages.
+        """
 
-    def refuse_shard(self, layer: object, why: str) -> None:
-        """Raise ValueError if this rank holds only a shard of the pack, on which a layer cannot run."""
+    def require_own_slots(self, layer: object, why: str) -> None:
+        """Raise ValueError unless ``own_slots``; ``why`` says what a layer does with whole sequences."""
+
+    def unfolded(self) -> Unfolded | None:
+        """Return a row that holds more of every sequence, for layers that read all of it, or None.
+
+        None means that the slots of every sequence are adjacent in this pack. The row may have an unfolded
+        one too.
+        """
+        return None
 
     @property
     def longest_entry(self) -> int:
@@ -314,7 +361,7 @@ class Boundaries(Immutable):
 
     @property
     def positions(self) -> Tensor:
-        """Return int64 ``[T]``, the place of every slot in its sequence on this rank."""
+        """Return int64 ``[T]``, the place of every slot in its sequence."""
         return self.once(_positions)
 
     @property
@@ -336,7 +383,66 @@ class Boundaries(Immutable):
             by_size[size] = chunk_offsets(self.offsets, self.slots, size)
         return by_size[size]
 
+    # ---- What losses ask. The tokens of a pack are its slots, or those of all sequences laid end to end.
+
+    def prediction_rows(self, targets: Tensor | None, most: int | None) -> PredictionRows:
+        """Return the rows of predictions of a batch with these targets and its upper bound of them."""
+        if targets is None:
+            self.refuse_field("targets")
+        return PredictionRows(None, targets, most)
+
+    def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """Return values of rows ``[R, ...]`` by token; ``fill`` for tokens without a row."""
+        return rows
+
+    def of_rows(self, tokens: Tensor) -> Tensor:
+        """Sum values of tokens per row of predictions, ``[R]``."""
+        return tokens
+
+    def members(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return every token's sequence, ``count`` for padding; and its slot, None if tokens are slots."""
+        return sequence_of_slots(count, self.slots, self.offsets, self.real_offsets), None
+
+    def slots_of(self, tokens: Tensor) -> Tensor:
+        """Return the slots of indices of tokens, int64 of any shape; one behind all tokens gives T."""
+        return tokens
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """Return the offsets of the sequences among the tokens, int32 ``[S + 1]``."""
+        return self.offsets
+
+    @property
+    def token_slots(self) -> int:
+        """Return the number of tokens of this rank."""
+        return self.slots
+
+    @property
+    def token_lengths(self) -> tuple[int, ...]:
+        """Return the tokens of every entry of the whole pack, padding included."""
+        return self.padded_lengths
+
+    @property
+    def real_token_lengths(self) -> tuple[int, ...]:
+        """Return the tokens of every entry, without padding inside entries."""
+        return self.real_lengths
+
+    def pair_lengths(self) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        """Return the lengths by which query-key pairs are counted, and how many first tokens others hold.
+
+        The pairs among the first tokens that another sequence holds are computed once, there. If no sequence
+        does that, the second tuple is empty.
+        """
+        return self.sequence_lengths, ()
+
+    def pack_value(self, loss: Tensor) -> Tensor:
+        """Return a loss with the value of the whole pack, for logs, and the gradient of this rank's slots."""
+        return loss
+
     # ---- What a batch does with them
+
+    def require_field(self, name: str) -> None:
+        """Raise ValueError if a batch with these boundaries has no such field."""
 
     def refuse_field(self, name: str) -> NoReturn:
         """Raise ValueError, because a batch with these boundaries has no such field."""
@@ -441,7 +547,7 @@ def _positions(boundaries: Boundaries) -> Tensor:
 
 def _real_lengths(boundaries: Boundaries) -> tuple[int, ...]:
     of_sequences = boundaries.sequence_lengths
-    if of_sequences is not None and boundaries.shard is None:
+    if of_sequences is not None:
         pads = boundaries.lengths[len(of_sequences) :]
         return (*of_sequences, *pads)
     assert boundaries.real_offsets is not None

@@ -26,6 +26,8 @@ class KernelCall(NamedTuple):
             before the call; None if all keys are on this rank.
         q_lengths: the queries of every sequence, if the host knows them.
         kv_lengths: the keys of every sequence, if the host knows them.
+        branches: for every sequence whose keys are gathered, the row of the last key before its queries, on
+            the host; -1 if its queries begin with its first key. None if no keys are gathered.
     """
 
     cu_seqlens_q: Tensor
@@ -36,6 +38,18 @@ class KernelCall(NamedTuple):
     exchange: Any = None
     q_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
+    branches: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that exchange keys before the call."""
+        ranks: int = 1 if self.exchange is None else self.exchange.cp
+        return ranks
+
+    @property
+    def exchanged_lengths(self) -> tuple[int, ...] | None:
+        """Return the lengths of the whole pack, whose keys are exchanged; None without an exchange."""
+        return None if self.exchange is None else tuple(self.exchange.padded_lengths)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:

@@ -35,7 +35,7 @@ from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.optimizer import GraphedOptimizer, cannot_capture_optimizer
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.models.preparing import prepare_if_asked
-from lightning_thd.packing import PackPlanner
+from lightning_thd.packing.planner import Planner
 from lightning_thd.parallel.across_ranks import ALONE, all_agree, group_size
 
 __all__ = [
@@ -240,14 +240,14 @@ class CUDAGraphCallback(L.Callback):
             return False
 
         planner = getattr(trainer.train_dataloader, "planner", None)
-        if isinstance(planner, PackPlanner):
+        if isinstance(planner, Planner) and planner.epochs_alike:
             sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
             ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = graph_choice.plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
             # Batches that fit no graph are noted too, so that all ranks get here after equally many batches.
-            eager = not packs or batch.prefixes is not None or batch.extras or batch.weights is not None
-            self._seen.append(None if eager else BatchShape.of_batch(batch))
+            fits = packs and batch.boundaries.eager is None and not batch.extras and batch.weights is None
+            self._seen.append(BatchShape.of_batch(batch) if fits else None)
             if len(self._seen) < _OBSERVED:
                 return False
             self.plan = graph_choice.plan_observed(self._seen, costs=self.costs, given=self.given)

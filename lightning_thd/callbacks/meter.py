@@ -23,7 +23,7 @@ from lightning_thd._find import recipe_of
 from lightning_thd._pages import see
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.module_flops import ModuleFlops
-from lightning_thd.callbacks.seen import Dense, Rows, Seen, SharedLengths, microbatches, resolve
+from lightning_thd.callbacks.seen import Dense, OnHost, Rows, Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints
 from lightning_thd.flops.pairs import AttentionPattern, flops_of_calls
@@ -37,7 +37,7 @@ from lightning_thd.warnings import MeasureWarning, warn
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 # A microbatch's stats and its lengths on the host.
-_Resolved: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
+_Resolved: TypeAlias = tuple[SeqStats, OnHost | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
@@ -541,9 +541,9 @@ def _window_columns(seen: list[_Resolved], windows: tuple[Window, ...]) -> IntAr
         )
 
     pairs = _pairs_of([lengths or () for _, lengths in seen], windows)
-    if any(isinstance(lengths, SharedLengths) for _, lengths in seen):
-        # The pairs inside a prefix that an earlier sequence holds are computed there.
-        pairs -= _pairs_of([getattr(lengths, "held", ()) for _, lengths in seen], windows)
+    held = [() if lengths is None else lengths.held for _, lengths in seen]
+    if any(held):  # the pairs inside a prefix that another sequence holds are computed there
+        pairs -= _pairs_of(held, windows)
     return pairs
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_thd.batch.media import GRIDS, PIXELS, counted
 from lightning_thd.batch.noted import unnoted
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.stats import SeqStats, Vision
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
@@ -31,7 +32,7 @@ class Rows:
     by_length: bool = False  # if True, ``counts[n]`` is the number of sequences with n tokens
     images: Mapping[str, Tensor] = field(default_factory=dict)  # by key: grids, shapes of pixels
 
-    def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
+    def lengths(self, counts: np.ndarray[Any, Any]) -> OnHost:
         """Turn ``counts``, read to the host, into lengths; ``Dense`` if unknown or longer than the rows."""
         rows, slots = self.shape
         full = Dense((slots,) * rows)
@@ -41,39 +42,20 @@ class Rows:
         lengths = np.repeat(np.arange(len(counts)), counts) if self.by_length else counts
         if lengths.sum() > rows * slots:  # the counts belong to other rows
             return full
-        return tuple(lengths.tolist())
+        return OnHost(lengths.tolist())
 
 
-class Dense(tuple[int, ...]):
+class OnHost(tuple[int, ...]):
+    """The lengths of sequences."""
+
+    held: tuple[int, ...] = ()  # for each, how many of its first tokens another stores; () if none does
+
+
+class Dense(OnHost):
     """The lengths of rows that are counted as full, because their padding is unknown."""
 
-    __slots__ = ()
 
-
-class SharedLengths(tuple[int, ...]):
-    """The lengths of sequences that share prefixes, in the order of their slots."""
-
-    held: tuple[int, ...]  # for each sequence, how many of its first tokens an earlier one stores
-
-    @classmethod
-    def of(cls, batch: Any) -> SharedLengths:
-        """Return the lengths of a batch's sequences; those without slots of their own come last."""
-        prefixes = batch.prefixes
-        pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
-        num_with_slots = sum(held < length for length, held in pairs)
-
-        rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
-        with_slots = [(keys, keys - queries) for keys, queries in rows]
-        with_slots = with_slots[:num_with_slots]  # the last row may be padding
-        without_slots = [(length, held) for length, held in pairs if held == length]
-
-        ordered = [*with_slots, *without_slots]
-        lengths = cls(length for length, _ in ordered)
-        lengths.held = tuple(held for _, held in ordered)
-        return lengths
-
-
-Lengths: TypeAlias = tuple[int, ...] | Rows | None
+Lengths: TypeAlias = OnHost | Rows | None
 _Lookup: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
 # The record of a microbatch: its stats, and its lengths, by which windows that the stats lack are counted.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
@@ -91,9 +73,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
         return [(batch, None)]
     stats = getattr(batch, "stats", None)
     if isinstance(stats, SeqStats):
-        if getattr(batch, "prefixes", None) is not None:
-            return [(stats, SharedLengths.of(batch))]
-        return [(stats, getattr(batch, "lengths", None))]
+        return [(stats, _lengths_of(batch))]
 
     # Padded rows by key or attribute.
     look: _Lookup = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
@@ -112,9 +92,24 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     return _rows(batch, look, pad_id)
 
 
-def resolve(
-    seen: Sequence[Seen], vision: Vision | None = None
-) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
+def _lengths_of(batch: Any) -> OnHost | None:
+    """Return the lengths of a batch that knows its stats; None if it does not know its lengths."""
+    boundaries = getattr(batch, "boundaries", None)
+    if isinstance(boundaries, Boundaries):
+        lengths, held = boundaries.pair_lengths()
+    else:
+        lengths = getattr(batch, "lengths", None)
+        held = ()
+    if lengths is None:
+        return None
+
+    on_host = OnHost(lengths)
+    if held:
+        on_host.held = held
+    return on_host
+
+
+def resolve(seen: Sequence[Seen], vision: Vision | None = None) -> list[tuple[SeqStats, OnHost | None]]:
     """Fill in the lengths and, with ``vision``, the images of padded rows, with one read per device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
     to_read = [rows.counts for rows in padded]
@@ -122,7 +117,7 @@ def resolve(
         to_read += [image for rows in padded for image in rows.images.values() if not image.is_meta]
     on_host = _read(to_read)
 
-    resolved: list[tuple[SeqStats, tuple[int, ...] | None]] = []
+    resolved: list[tuple[SeqStats, OnHost | None]] = []
     for stats, lengths in seen:
         if isinstance(lengths, Rows):
             images = {} if vision is None else _on_host(lengths.images, on_host)

@@ -17,9 +17,8 @@ from lightning_thd.cli.peaks import nearest_device
 from lightning_thd.cuda_graph.graph_choice import plan_for
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
-from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences
+from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
-from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
 _METADATA = "keys of conversations that may be dropped"
@@ -135,11 +134,9 @@ def plan_data(options: argparse.Namespace) -> tuple[Expected, list[list[int]], l
     plans = [planner.step(0, k, options.dp) for k in range(min(len(planner), options.steps))]
     spans = [pack for plan in plans for rank in plan.spans_by_rank() for pack in rank]
     packs = [pack.lengths.tolist() for pack in spans]
-    shared = [[0] * len(pack) for pack in packs]
-    if isinstance(planner, PrefixPlanner):
-        shared = [planner.held(pack.index).tolist() for pack in spans]
+    shared = [planner.held(pack.index).tolist() for pack in spans]
     lengths = sorted(length for pack in packs for length in pack)
-    computed = [sum(pack) - sum(prefixes) for pack, prefixes in zip(packs, shared, strict=True)]
+    computed = [sum(pack) - sum(held) for pack, held in zip(packs, shared, strict=True)]
     # A sequence above the capacity has its own pack.
     slots = sum(max(options.capacity, tokens) for tokens in computed)
 
@@ -309,7 +306,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
     data.prepare_data()
     data.setup("fit")
     planner = data.train_steps().planner
-    assert isinstance(planner, PackPlanner), "a path is not a stream"
+    assert planner is not None, "a path is not a stream"
     graphs = plan_for(planner, given=options.max_sequences or ())
     text = json.dumps(asdict(graphs)) if options.json else graphs.table()
     sys.stdout.write(f"{text}\n")

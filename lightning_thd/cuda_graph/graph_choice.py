@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.cuda_graph.buckets import BatchShape, Bucket, make_buckets
-from lightning_thd.packing import PackPlanner
 from lightning_thd.packing.entries import summarize
-from lightning_thd.packing.prefixes import PrefixPlanner
+from lightning_thd.packing.planner import Planner
 
 IntArray = npt.NDArray[np.int64]
 MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
@@ -92,7 +91,8 @@ class GraphPlan:
     def problem(self) -> str | None:
         """Return why no graph is worth a capture, or None."""
         if not any(self.quantiles):
-            return "no sampled batch fits a graph: shared prefixes, weights, extras, or oversize='own_pack'"
+            reasons = "shared prefixes, context parallelism, weights, extras, or oversize='own_pack'"
+            return f"no sampled batch fits a graph: {reasons}"
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
         if self.chosen.coverage == 0.0:
@@ -104,7 +104,7 @@ class GraphPlan:
 
 
 def plan_for(
-    planner: PackPlanner, *, dp: int = 1, costs: GraphCosts | None = None, given: Sequence[int] = ()
+    planner: Planner, *, dp: int = 1, costs: GraphCosts | None = None, given: Sequence[int] = ()
 ) -> GraphPlan:
     """Plan the graphs for the batches that a planner will make for ``dp`` data-parallel ranks."""
     slots = planner.slots.usable
@@ -178,7 +178,7 @@ def needed_sequences(shapes: Sequence[BatchShape], slots: int, max_seqlen: int) 
     return np.array(needs, dtype=np.int64)
 
 
-def sample_shapes(planner: PackPlanner, *, dp: int = 1) -> list[BatchShape]:
+def sample_shapes(planner: Planner, *, dp: int = 1) -> list[BatchShape]:
     """Return up to 512 microbatch shapes, from random steps of epoch 0; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
     # For batches with shared prefixes, which run eagerly.
@@ -187,7 +187,7 @@ def sample_shapes(planner: PackPlanner, *, dp: int = 1) -> list[BatchShape]:
     for step in steps.tolist():
         for microbatches in planner.step(0, step, dp).spans_by_rank():
             for spans in microbatches:
-                if isinstance(planner, PrefixPlanner) and planner.shares(spans.index):
+                if planner.shares(spans.index):
                     shapes.append(too_large)
                 else:
                     shapes.append(BatchShape.of(planner.slots.padded(spans.lengths).tolist()))

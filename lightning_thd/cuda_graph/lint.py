@@ -78,15 +78,14 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     Raises:
         ValueError: if ``batch`` is not a ``THDBatch``, is a shard of one, or shares prefixes.
     """
-    if not isinstance(batch, THDBatch) or batch.prefixes is not None:
+    if not isinstance(batch, THDBatch):
         raise ValueError(
-            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch without shared prefixes, "
-            "with which steps always run eagerly. See THDBatch.collate."
+            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch. See THDBatch.collate."
         )
-    if batch.boundaries.ranks > 1:
+    if batch.boundaries.eager is not None:
         raise ValueError(
-            "lint_capture got a shard of a pack, whose attention needs the other ranks; wanted the whole "
-            "THDBatch. Pass the batch before it is cut into shards."
+            f"lint_capture got a batch with which steps always run eagerly ({batch.boundaries.eager}); "
+            "wanted a THDBatch without shared prefixes, before it is cut into shards for context parallelism."
         )
     findings: dict[str, Finding] = {}
 

@@ -20,7 +20,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import auto_capacity, planning, sets
 from lightning_thd.data import trainer_link as link
-from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, THDLoader
+from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, THDLoader
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
@@ -31,7 +31,7 @@ from lightning_thd.data.streams.stream import Stream, StreamedSteps, Streams
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing
-from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.planner import Planner, Tail
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 

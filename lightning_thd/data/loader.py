@@ -38,15 +38,14 @@ from lightning_thd.data.store.index import (
     content_of_rows,
 )
 from lightning_thd.data.trainer_link import Progress
-from lightning_thd.packing import PackPlanner, Spans, StepPlan
-from lightning_thd.packing.mixtures import MixturePlanner
+from lightning_thd.packing import Spans, StepPlan
 from lightning_thd.packing.plan import join_spans
-from lightning_thd.packing.sharing import DynamicPlanner, DynamicStepPlan
+from lightning_thd.packing.planner import Planner
+from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel.context.dynamic_step import DynamicStep, digest_of
 from lightning_thd.warnings import DataWarning, warn
 
 T = TypeVar("T")
-Planner = PackPlanner | MixturePlanner
 Batch = THDBatch | THDStep
 # What a batch is: one ``THDBatch`` of a training step ("pack"), a ``THDStep`` with all that this rank runs
 # ("step"), or a ``THDBatch`` whose loss is the mean over its loss tokens ("eval").
@@ -176,7 +175,8 @@ class THDLoader:
             return
         if epoch != self._position.epoch:
             self._set_position(Position(epoch=epoch))
-        if self._progress is not None and isinstance(self.planner, MixturePlanner):
+        has_other_length = self.planner is not None and not self.planner.epochs_alike
+        if self._progress is not None and has_other_length:
             self._progress.resize(len(self))
 
     def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
@@ -542,7 +542,7 @@ class PlannedSteps:
         self.kind = kind
         self.per_step = per_step
         self.fixed_order = fixed_order
-        self.names: Sequence[str] = planner.mixture.names if isinstance(planner, MixturePlanner) else ()
+        self.names: Sequence[str] = planner.names
         self._keys = _Keys()
         self._maker = maker
         self._dp = dp
@@ -583,8 +583,7 @@ class PlannedSteps:
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the index of each sequence's source."""
-        assert isinstance(self.planner, MixturePlanner)
-        return self.planner.mixture.source_of(ids)
+        return self.planner.source_of(ids)
 
     def tokens_of(self, epoch: int, step: int, limit: int | None = None) -> npt.NDArray[np.int64]:
         """Return the real tokens of each source in a step of all ranks, if an epoch has ``limit`` batches."""
@@ -652,21 +651,22 @@ class Batches(TorchDataset[Batch]):
         run = None if self._kind == "step" else counted  # microbatches that run, if an epoch ends inside
         scales = plan.step_scales(run)
         assert scales is not None, "a planner of training data knows its loss tokens"
-        if isinstance(plan, DynamicStepPlan):
-            return self._dynamic_step(plan, scales)
+        if self._planner.sharing is not None:
+            return self._dynamic_step(plan, self._planner.sharing, scales)
         if self._kind == "step":
             return THDStep([self._maker.batch(spans, scales, k) for k, spans in enumerate(microbatches)])
         return self._maker.batch(microbatches[microbatch], scales, microbatch)
 
-    def _dynamic_step(self, plan: DynamicStepPlan, scales: tuple[float, float, float]) -> DynamicStep:
+    def _dynamic_step(
+        self, plan: StepPlan, sharing: Sharing, scales: tuple[float, float, float]
+    ) -> DynamicStep:
         """Read a step in which packs are shared by groups of ranks; every rank reads its whole packs."""
-        assert isinstance(self._planner, DynamicPlanner)
         microbatches = plan.microbatches(self._rank)
-        degrees = plan.degrees[self._rank].tolist()
+        degrees = plan.degree_table[self._rank].tolist()
         batches = []
         for number, (spans, degree) in enumerate(zip(microbatches, degrees, strict=True)):
-            collate = partial(self._maker.collate, align=self._planner.sharing.align(degree))
+            collate = partial(self._maker.collate, align=sharing.align(degree))
             maker = replace(self._maker, collate=collate)
             loss_scale, sequence_scale, token_scale = (scale / degree for scale in scales)
             batches.append(maker.batch(spans, (loss_scale, sequence_scale, token_scale), number))
-        return DynamicStep(batches, degrees, digest_of(plan.degrees))
+        return DynamicStep(batches, degrees, digest_of(plan.degree_table))

@@ -18,7 +18,6 @@ from lightning_thd.batch.examples import PARTS
 from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.batch.thd_batch import THDBatch, collate_checked
-from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.cache import cached_arrays
@@ -28,7 +27,7 @@ from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
-from lightning_thd.packing.planner import Tail, media_digest
+from lightning_thd.packing.planner import Planner, Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.packing.sharing import DynamicPlanner, Sharing
 from lightning_thd.warnings import DataWarning, warn

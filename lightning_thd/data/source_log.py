@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd._trainer import logged_step
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import hook_of_module
@@ -33,7 +34,7 @@ class SourceLog:
         self._sums: Tensor | None
         self.restore(tokens)
 
-    def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
+    def begin(self, trainer: L.Trainer, batch: Packed) -> None:
         """Log if a log is due, and record the step of the coming batch; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         step = trainer.current_epoch, batches // self.loader.per_step
@@ -44,9 +45,8 @@ class SourceLog:
             tokens = self.loader.tokens_of(*step) if trainer.is_global_zero else 0
             self._steps.append((step, tokens))
 
-        microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
-        for microbatch in microbatches:
-            watch(microbatch, self)
+        for pack in batch.packs:
+            watch(pack, self)
 
     def wants(self) -> bool:
         """Return whether the running code is a training step."""

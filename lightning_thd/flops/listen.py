@@ -38,7 +38,6 @@ class AttentionCall:
     def of(cls, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, at: KernelCall, spec: Any) -> AttentionCall:
         """Describe a call from its tensors, its boundaries and its ``AttentionSpec``."""
         forward, backward = pair_flops(q_THD.shape[1], q_THD, k_THD, v_THD)
-        shard = at.exchange
         return cls(
             at.cu_seqlens_q,
             at.cu_seqlens_kv,
@@ -46,8 +45,8 @@ class AttentionCall:
             right=spec.right,
             forward=forward,
             backward=backward,
-            whole=None if shard is None else tuple(shard.padded_lengths),
-            shards=1 if shard is None else shard.cp,
+            whole=at.exchanged_lengths,
+            shards=at.ranks,
             q_lengths=at.q_lengths,
             kv_lengths=at.kv_lengths,
         )

@@ -21,13 +21,13 @@ from lightning_thd.integrations.packed_loop import (
     as_loader,
     asks_boundaries,
     balancing,
-    share_packs,
 )
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import why_refused
+from lightning_thd.strategies.pack_cut import share_packs
 
 # accelerate's mixed_precision -> Lightning's name
 _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}

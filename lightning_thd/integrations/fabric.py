@@ -20,7 +20,6 @@ from lightning_thd.integrations.packed_loop import (
     as_loader,
     asks_boundaries,
     balancing,
-    share_packs,
 )
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
@@ -28,6 +27,7 @@ from lightning_thd.models.preparing import prepare_if_asked
 from lightning_thd.parallel.across_ranks import ALONE
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import refused_engine
+from lightning_thd.strategies.pack_cut import share_packs
 
 
 def prepare_fabric(

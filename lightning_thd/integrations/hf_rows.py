@@ -20,6 +20,7 @@ from lightning_thd._checks import flags
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
+from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.hf_data import TrainerBase
@@ -264,13 +265,10 @@ def _run_log_probs(
     model: Any, forward: Callable[..., Any], batch: THDBatch, mask: Tensor, passed_on: dict[str, Any]
 ) -> Any:
     """Run a pack for log-probabilities; values of tokens come back as rows ``[B, N - 1]``."""
-    shared = batch.prefixes
-    if shared is None:
-        targets = batch.targets
-        head_input: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    else:  # a shared slot has one row for each of its next tokens
-        targets = shared.targets
-        head_input = _hidden_at(model, shared.slots)
+    slots, targets, _ = batch.prediction_rows
+    head_input: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if slots is not None:  # a slot has one row for each of its next tokens
+        head_input = _hidden_at(model, slots)
     with head_input:
         output = run_as_pack(
             model, forward, batch, **passed_on, fused_lm_head=True, shift_labels=targets[None]
@@ -278,10 +276,10 @@ def _run_log_probs(
 
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
-            values = value[0] if shared is None else shared.of_tokens(value[0])
+            values = batch.boundaries.of_tokens(value[0])
             output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no column for the last token
-    if shared is not None:  # the model's mean counts a prediction once, even if several rows share it
-        num_scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
+    if not batch.boundaries.rows_are_tokens:  # the model's mean counts a prediction of several rows once
+        num_scored = (batch.token_targets != IGNORE_INDEX).sum().clamp(min=1)
         output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", num_scored)
     return output
 

@@ -287,14 +287,12 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if not self._trained_sequences:
             self._first_step_trained = self.state.global_step
         if isinstance(step, THDStep):
-            packs: tuple[THDBatch, ...] = step.microbatches
             loss = self._train_step(model, step)
         else:
-            packs = (step,)
             loss = super().training_step(model, inputs)
 
         meter.add(step, self._flops.calls())
-        for batch in packs:
+        for batch in step.packs:
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
         self._inside_step = not self.accelerator.sync_gradients

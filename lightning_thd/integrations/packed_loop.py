@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import flags, instance, whole_number
 from lightning_thd._private import private_of
-from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.noted import SCALES, FirstStep, NotedBatch, refuse_unread, warn_of_scale
 from lightning_thd.callbacks.experts import expert_load
@@ -32,101 +31,23 @@ from lightning_thd.cuda_graph.graph_choice import MaxSequences, plan_for, sequen
 from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.trainer_link import check_step, model_alignment
+from lightning_thd.data.trainer_link import check_step
 from lightning_thd.flops.model import FlopsModel, checked_flops
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance, checked_balance
-from lightning_thd.packing import PackPlanner
+from lightning_thd.packing.planner import Planner
 from lightning_thd.parallel.across_ranks import ALONE, communication_device, group_size
-from lightning_thd.parallel.context.layout import Communication
-from lightning_thd.parallel.context.traffic import Traffic
-from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
-from lightning_thd.parallel.shard import cut_batch
 from lightning_thd.precision.convert import in_low_precision
 from lightning_thd.strategies.guards import (
-    refuse_other_attention,
-    refuse_second_context_parallelism,
     refuse_unused_layout,
 )
-from lightning_thd.strategies.pack_cut import check_ways
+from lightning_thd.strategies.pack_cut import PackReader
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 # The names of a loop's loss, and of the argument for models without attention, in messages.
 _LOSS_FN = "loss_fn"
 _OPTION = "needs_boundaries=False in prepare_fabric or prepare_thd"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackReader:
-    """Says which packs a rank reads, and which shard of each pack it runs."""
-
-    rank: int  # the rank's place among those that read different packs; ranks that share packs have one place
-    ranks: int  # the number of places
-    data_group: Any = None  # the group of one rank of each place; None is the world
-    size: int = 1  # the number of ranks in ``group``, which share a pack; 1 leaves batches whole
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
-    layout: Layout = "dual_chunk"
-    communication: Communication = "auto"
-    traffic: Traffic = field(default_factory=Traffic, repr=False)  # between the ranks that share packs
-
-    @property
-    def alignment(self) -> Alignment | None:
-        """Return the multiples that lengths and totals of packs must have, or None."""
-        return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
-
-    def cut(self, batch: THDBatch) -> THDBatch:
-        """Return this rank's shard of a pack, which must be on this rank's device."""
-        if self.size == 1:
-            return batch
-        options: dict[str, Any] = {"layout": self.layout, "communication": self.communication}
-        return cut_batch(batch, self.traffic, group=self.group, **options)
-
-
-def share_packs(
-    model: nn.Module,
-    data: tuple[int, int, dist.ProcessGroup | None],  # (index, count, group) of ranks that read data
-    device: torch.device,
-    size: int,
-    layout: Layout,
-    communication: Communication,
-) -> PackReader:
-    """Group neighbouring ranks to share packs by context parallelism; a collective if ``size`` is above 1."""
-    rank, ranks, group = data
-    advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
-    size = whole_number(size, "context_parallel_size", least=1, advice=advice)
-    check_ways(layout, communication)
-    if ranks % size:
-        raise ValueError(
-            f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "
-            f"multiple of {size} ranks, or lower it."
-        )
-    if size == 1:
-        return PackReader(rank=rank, ranks=ranks, data_group=group)
-
-    if ranks != dist.get_world_size():
-        raise ValueError(
-            f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
-            "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
-        )
-    if model_alignment(model) is not None:
-        raise ValueError(
-            f"context_parallel_size={size} with a model in FP8, whose packs are aligned for one rank. Use "
-            "Lightning with FP8Precision, or context_parallel_size=1."
-        )
-
-    refuse_other_attention(model, size)
-    refuse_second_context_parallelism(model, size)
-    meshes = make_meshes(AxisSizes(data=ranks // size, context=size), device.type)
-    return PackReader(
-        rank=rank // size,
-        ranks=ranks // size,
-        data_group=meshes.group(DATA),
-        size=size,
-        group=meshes.group(CONTEXT),
-        layout=layout,
-        communication=communication,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,7 +233,7 @@ class PackedLoop:
         reason = backend.unavailable(self._engine.device) or _why_no_graphs(bare, planner)
         if reason is None:
             ranks = self._engine.reader.ranks
-            plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=counts)
+            plan = plan_for(cast("Planner", planner), dp=ranks, costs=costs, given=counts)
             rank_zero_info(plan.table())
             reason = plan.problem()
         if reason is not None:
@@ -390,7 +311,7 @@ def _why_no_graphs(module: nn.Module, planner: object) -> str | None:
     """Return why the steps of a loop cannot be captured on any device, or None."""
     if planner is None:
         return "the loader reads a stream, which cannot list future packs"
-    if not isinstance(planner, PackPlanner):
+    if not isinstance(planner, Planner) or not planner.epochs_alike:
         return f"the loader is planned by a {type(planner).__name__}, which cannot list future packs"
     sharding = sharded_by(module)
     if sharding is not None:

@@ -26,7 +26,6 @@ from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_fo
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.watch import SlotLosses, watching
-from lightning_thd.parallel.shard import pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
@@ -182,7 +181,7 @@ def _loss(
     if "aux_loss" in results:
         loss = loss + results["aux_loss"]
     if batch.boundaries.group is not None:
-        loss = pack_value(loss, batch)
+        loss = batch.boundaries.pack_value(loss)
 
     if not stats:
         return loss, None
@@ -199,12 +198,11 @@ def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     correct = rows.right.to(rows.entropy.dtype)
     of_rows = torch.stack([rows.entropy, correct, torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(of_rows).flatten(0, -2)
-    if batch.boundaries.prefixes is not None:  # several tokens may share a row
-        prefixes = batch.boundaries.prefixes
-        counts = torch.ones_like(prefixes.token_rows)
+    if not batch.boundaries.rows_are_tokens:
+        counted = batch.token_targets != IGNORE_INDEX
         if batch.weights is not None:
-            counts = (batch.weights != 0).long()
-        sums = sums * prefixes.of_rows(counts)[:, None]
+            counted = batch.weights != 0
+        sums = sums * batch.boundaries.of_rows(counted.long())[:, None]
     return sums.sum(0)
 
 
@@ -233,18 +231,11 @@ def causal_lm_logprobs(
         results = linear_logprobs(args, entropy=entropy)
         return torch.cat([part.flatten() for part in results if part is not None])
 
-    prefixes = batch.boundaries.prefixes
-    if prefixes is not None and batch.boundaries.ranks > 1:
-        raise ValueError(
-            "causal_lm_logprobs got one rank's shard of a pack whose sequences share prefixes, and other "
-            "ranks predict some of its tokens. Set share_prefixes=False or context_parallel_size=1."
-        )
-
-    num_rows = batch.input_ids.shape[-1] if prefixes is None else prefixes.targets.shape[0]
+    boundaries = batch.boundaries
+    boundaries.require("all_tokens", "causal_lm_logprobs")
+    num_rows = batch.prediction_rows.targets.shape[0]
     results = HeadCall.of(model).run(model, batch, values, size=num_columns * num_rows)
-    columns = list(results["values"].chunk(num_columns))
-    if prefixes is not None:
-        columns = [prefixes.of_tokens(column) for column in columns]
+    columns = [boundaries.of_tokens(column) for column in results["values"].chunk(num_columns)]
     return LogProbs(columns[0], columns[1] if entropy else None, columns[-1])
 
 
@@ -270,13 +261,13 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
         choice(reduction, "reduction", *get_args(Reduction))
 
     all_weights = [part for part in (batch.weights, weights) if part is not None]
-    prefixes = batch.boundaries.prefixes
-    if not all_weights and reduction == "tokens" and prefixes is None:
+    boundaries = batch.boundaries
+    if not all_weights and reduction == "tokens" and boundaries.rows_are_tokens:
         return None
 
-    slots = batch.targets.shape if prefixes is None else prefixes.token_rows.shape
+    tokens = (boundaries.token_slots,)
     if weights is not None:
-        shaped(weights, "weights", slots, "one per slot. Put weights of the data into the samples.")
+        shaped(weights, "weights", tokens, "one per slot. Put weights of the data into the samples.")
 
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
@@ -293,13 +284,12 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
             )
 
         wide = torch.float32 if targets.device.type == "mps" else torch.float64
-        total = torch.ones(slots, dtype=wide, device=targets.device)
+        total = torch.ones(tokens, dtype=wide, device=targets.device)
         for part in all_weights:
             total = total * part.detach()
         if reduction == "sequences":
             total = total * _shares(batch, wide)
-        if prefixes is not None:
-            total = prefixes.of_rows(total)
+        total = boundaries.of_rows(total)
         return torch.where(total == 0, IGNORE_INDEX, targets), total * scale
 
     return factors
@@ -339,14 +329,15 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return operands and targets of slots, or of rows of ``Prefixes``; and the most loss tokens, or None."""
-    prefixes = batch.boundaries.prefixes
-    if prefixes is None:
-        targets = targets_after(batch, depth) if depth else batch.targets
-        return operands, targets, batch.max_targets
+    """Return operands and targets of the rows of predictions; and the most loss tokens, or None."""
     if depth:
-        raise ValueError("The model predicts beyond the next token. Collate with share_prefixes=False.")
-    return operands.at(prefixes.slots), prefixes.targets, prefixes.targets.shape[0]
+        batch.boundaries.require("later_targets", "The model")
+        return operands, targets_after(batch, depth), batch.max_targets
+
+    slots, targets, most = batch.prediction_rows
+    if slots is not None:
+        operands = operands.at(slots)
+    return operands, targets, most
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:

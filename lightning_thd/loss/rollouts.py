@@ -184,8 +184,7 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
     tokens = mask.flatten().nonzero().squeeze(1)
     num_sequences = len(batch.lengths)
     lengths = torch.tensor(batch.lengths)
-    # With shared prefixes, values have one entry for each token of every sequence, without padding.
-    slots_of = torch.tensor(batch.padded_lengths if batch.prefixes is None else batch.lengths)
+    slots_of = torch.tensor(batch.boundaries.token_lengths)
 
     padded = slots_of[:num_sequences]
     real_starts = lengths.cumsum(0) - lengths

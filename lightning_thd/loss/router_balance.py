@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_thd._checks import choice, real_number
 from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
-from lightning_thd.boundaries.core import sequence_of_slots
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.models.pack import experts_are_balanced
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
@@ -93,8 +92,8 @@ class Routers:
 
         require_gradients(inner, layers)
 
-        groups, slots_of_tokens = self._groups()
         padding = len(self.batch.lengths)  # the group of slots that belong to no sequence
+        groups, slots_of_tokens = self.batch.boundaries.members(padding)
         sums = router_sums(
             layers, groups, padding + 1, experts=count, top_k=top_k, scores=scores, slots=slots_of_tokens
         )
@@ -103,22 +102,6 @@ class Routers:
             sums = self.stage.balance.add(sums)
 
         return sums if sums.ndim == 0 else self._of_sums(sums, (groups < padding).sum())
-
-    def _groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return each slot's sequence, S for padding; of shared prefixes, each token's sequence and slot."""
-        batch = self.batch
-        if batch.prefixes is not None:
-            sequences = batch.token_sequences()
-            here = getattr(batch.prefixes, "here", None)
-            if here is not None:  # only the tokens of this rank count
-                sequences = sequences.where(here, len(batch.lengths))
-            return sequences, batch.prefixes.token_slots
-
-        boundaries = batch.boundaries
-        sequences = sequence_of_slots(
-            len(batch.lengths), boundaries.slots, boundaries.offsets, boundaries.real_offsets
-        )
-        return sequences, None
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
         """Compute the loss from sums of probabilities, choices and squared lse, ``[S + 1, E + E + 1]``."""
@@ -204,11 +187,8 @@ def routers_for(
 
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
         own_balance = None
-    if own_balance == "microbatch" and batch.prefixes is not None:
-        raise ValueError(
-            f"{setting} got sequences that share prefixes, and the model's balancing loss counts their slots "
-            "once. Set router_balance='sequence' or share_prefixes=False."
-        )
+    if own_balance == "microbatch":
+        batch.boundaries.require("own_balance", f"A model with {setting}")
 
     coefficient = call.balance_coefficient
     if own_balance is not None and coefficient is None:

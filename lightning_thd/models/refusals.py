@@ -413,7 +413,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
 
     labels = kwargs.get("labels")
     if labels is not None and "ForSequenceClassification" not in type(model).__name__:
-        pack.refuse_prefixes(model, "its own loss would count the slots of a prefix only once")
+        pack.require("own_loss", model)
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs
 
@@ -426,12 +426,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             f"sequences. Compute the loss from the logits. {see('labels')}"
         )
 
-    if pack.shard is not None:
-        raise ValueError(
-            f"{type(model).__name__} got labels and one rank's shard of a pack, whose last target is on "
-            "another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
-        )
-
+    pack.require("next_label", model)
     _refuse_shifted(model, kwargs.get("input_ids"), labels)
     starts = pack.offsets[:-1].long()
     first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)

@@ -24,7 +24,7 @@ from lightning_thd.packing.entries import OpenLengths, make_entries, read_length
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
-from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, open_loss_tokens, open_media
+from lightning_thd.packing.planner import LossTokens, PackPlanner, Planner, open_loss_tokens, open_media
 
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
@@ -310,8 +310,10 @@ def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> 
     return media(mixture.indices(epoch, entries))
 
 
-class MixturePlanner(Resumable):
+class MixturePlanner(Planner):
     """Plans the steps of a mixture; each epoch has a ``PackPlanner`` of the sequences that it takes."""
+
+    epochs_alike = False
 
     def __init__(
         self,
@@ -324,6 +326,7 @@ class MixturePlanner(Resumable):
         **settings: Any,
     ) -> None:
         self.mixture = mixture
+        self.names = mixture.names
         self.slots = make_slots(capacity, settings.get("align"), settings.get("max_patches"))
         self._lengths = lengths
         self._capacity = capacity
@@ -369,6 +372,10 @@ class MixturePlanner(Resumable):
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
         return len(self.of_epoch(epoch))
+
+    def source_of(self, indices: npt.ArrayLike) -> IntArray:
+        """Return the index in ``names`` of the source of each dataset index, int64 ``[S]``."""
+        return self.mixture.source_of(indices)
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
         """Plan a step as ``PackPlanner.step`` does; its spans hold dataset indices."""

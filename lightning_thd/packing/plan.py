@@ -203,6 +203,11 @@ class StepPlan:
         sums = np.concatenate([[0], np.cumsum(self.patches)])
         return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
+    @property
+    def degree_table(self) -> IntArray:
+        """Return how many ranks share each microbatch, int64 ``[dp, num_microbatches]``: here 1."""
+        return np.ones((self.dp, self.num_microbatches), np.int64)
+
     def microbatches(self, rank: int) -> list[Spans]:
         """Return the spans of each microbatch that ``rank`` runs, in order."""
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.dp:

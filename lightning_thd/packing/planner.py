@@ -22,8 +22,10 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.packing.balancing import Scheduler, balanced_bins, order_by_rank, scheduled_bins
 from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.cost import Cost, Media, media_table
+from lightning_thd.packing.degrees import Sharing
 from lightning_thd.packing.entries import (
     BLOCK,
+    Entries,
     Lengths,
     OpenLengths,
     Oversize,
@@ -32,7 +34,7 @@ from lightning_thd.packing.entries import (
     read_lengths,
     summarize,
 )
-from lightning_thd.packing.lengths import MOST_RANKS, make_slots
+from lightning_thd.packing.lengths import MOST_RANKS, Slots, make_slots
 from lightning_thd.packing.permutation import derive_key
 from lightning_thd.packing.plan import FloatArray, Packs, Sequences, Spans, StepPlan, Weigh
 from lightning_thd.packing.windows import ScheduledPacks, WindowedPacks, make_windows, open_schedule
@@ -50,14 +52,50 @@ class NoSuchStep(IndexError, ValueError):
     """Raised when a step is requested that the epoch does not have."""
 
 
-class Resumable(ABC):
-    """A planner that resumes from a checkpoint's state; its settings determine all its plans."""
+class Planner(ABC):
+    """Plans the steps of every epoch, and resumes from a checkpoint's state; its settings decide all plans.
+
+    Attributes:
+        settings: what the plans depend on, as JSON can write it.
+        slots: the slots of a pack.
+        entries: the sequences that take part.
+        global_batch: the size of a step.
+        names: the names of the sources of a mixture; empty if there is one source.
+        epochs_alike: whether all epochs have the same sequences, so that one shows the packs of all.
+        sharing: how many ranks may share a sequence, which each plan decides; None if none are shared.
+    """
 
     settings: dict[str, Any]
+    slots: Slots
+    entries: Entries
+    global_batch: Packs | Sequences
+    names: tuple[str, ...] = ()
+    epochs_alike = True
+    sharing: Sharing | None = None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of steps of the first epoch."""
 
     @abstractmethod
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
+
+    @abstractmethod
+    def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
+        """Return the plan of a step for ``dp`` ranks without computing the steps before it."""
+
+    def source_of(self, indices: npt.ArrayLike) -> IntArray:
+        """Return the index in ``names`` of the source of each dataset index, int64 ``[S]``."""
+        return np.zeros(len(np.asarray(indices)), np.int64)
+
+    def held(self, rows: IntArray) -> IntArray:
+        """Return how many first tokens each sequence of a pack takes from the sequence before it."""
+        return np.zeros(len(rows), np.int64)
+
+    def shares(self, rows: IntArray) -> bool:
+        """Return whether sequences of a pack share slots."""
+        return False
 
     def fingerprint(self) -> str:
         """Return a hash of ``settings``, by which ``resume`` recognises its own states."""
@@ -167,7 +205,7 @@ def media_digest(media: Media, sequences: int) -> str:
     return digest.hexdigest()
 
 
-class PackPlanner(Resumable):
+class PackPlanner(Planner):
     """Plans the steps of every epoch, each a pure function of (seed, epoch, step, dp).
 
     With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as

@@ -40,6 +40,11 @@ class DynamicStepPlan(StepPlan):
         """Return the work of one rank in each microbatch, including its exchange of keys."""
         return self.load
 
+    @property
+    def degree_table(self) -> IntArray:
+        """Return ``degrees``."""
+        return self.degrees
+
     @cached_property
     def weights(self) -> FloatArray | None:
         """Return the weights of ``StepPlan``; ranks that share a pack get equal parts of its weight."""
@@ -59,6 +64,8 @@ class DynamicPlanner(PackPlanner):
     With ``Packs(n)`` a step takes the sequences of n packs, each as large as the largest group, so that all
     steps have about the same number of tokens. Then it distributes these sequences again.
     """
+
+    sharing: Sharing
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd.batch.thd_batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.parallel.mesh import DATA, AxisSizes
 
 # torch 2.13 renamed the function and warns about the old name; torch 2.11 lacks the new name.
@@ -110,11 +110,10 @@ def require_same(
         raise ValueError(message)
 
 
-def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
+def digests(batch: Packed) -> tuple[int, int]:
     """Return int63 hashes: of all that a batch holds, and of what must be equal on all ranks."""
-    microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
-    for each in microbatches:
+    for each in batch.packs:
         everything.update(repr((each.sequence_ids, each.lengths)).encode())
         optional = dict(each.extras)
         if each.weights is not None:
@@ -125,14 +124,11 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
             # As bytes, because numpy has no bfloat16.
             everything.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
-    scales = [each.loss_scale for each in microbatches]
-    everything.update(repr(scales).encode())
-    # All ranks have one loss scale in a step; without steps, as in evaluation, each batch has its own.
-    shared = [len(scales), *scales[:1]] if isinstance(batch, THDStep) else [1]
-    return int63(everything.digest()), int63(hashlib.sha256(repr(shared).encode()).digest())
+    everything.update(repr([each.loss_scale for each in batch.packs]).encode())
+    return int63(everything.digest()), int63(hashlib.sha256(repr(batch.agreed).encode()).digest())
 
 
-def check_agreement(batches: Sequence[THDBatch | THDStep], sizes: AxisSizes, device: torch.device) -> None:
+def check_agreement(batches: Sequence[Packed], sizes: AxisSizes, device: torch.device) -> None:
     """Raise, on every rank, unless peers read the same packs and all steps have one size and loss scale."""
     everything, shared = zip(*(digests(batch) for batch in batches), strict=True)
     hashes = [int63(hashlib.sha256(repr(part).encode()).digest()) for part in (everything, shared)]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd._find import has_parameters, models_in
 from lightning_thd._private import private_of
-from lightning_thd.batch.thd_batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.parallel.exchange import keep_path, local
 
 _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPaths``
@@ -196,9 +196,11 @@ def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
 
 def _sees(batch: object) -> bool:
     """Return whether a batch may have inputs of a tower, which are extras without one value per slot."""
-    if isinstance(batch, THDStep):
-        return any(_sees(microbatch) for microbatch in batch.microbatches)
-    if not isinstance(batch, THDBatch):
+    if not isinstance(batch, Packed):
         return True  # unknown; zeros for a tower that runs change nothing
-    slots = batch.input_ids.shape[-1]
-    return any(value.shape[:2] != (1, slots) for name, value in batch.extras.items() if name != "labels")
+    return any(
+        value.shape[:2] != (1, pack.input_ids.shape[-1])
+        for pack in batch.packs
+        for name, value in pack.extras.items()
+        if name != "labels"
+    )

@@ -1,10 +1,12 @@
-"""A ``THDBatch`` -> the part of it that one context-parallel rank holds, also a ``THDBatch``.
+"""A ``THDBatch`` or ``THDStep`` -> the part of it that one context-parallel rank holds, of the same class.
 
 Legend: cp context-parallel ranks, T slots in a pack, N = T / cp slots of a shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +18,10 @@ from lightning_thd.batch.prefixes import SharedBoundaries
 from lightning_thd.batch.thd_batch import THDBatch, THDStep, check_batch
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.parallel.context.cut_prefixes import SharedLayout, SharedShardBoundaries
+from lightning_thd.parallel.context.dynamic_step import DynamicStep
 from lightning_thd.parallel.context.layout import Communication, ShardBoundaries, ShardLayout
 from lightning_thd.parallel.context.traffic import Traffic
-from lightning_thd.parallel.exchange import mapped, reduced
+from lightning_thd.stats import SeqStats
 
 
 def shard_batch(
@@ -99,23 +102,51 @@ def cut_batch(
     )
 
 
-def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
-    """Return a loss with the value of the whole pack, for logs, and the gradient of this rank's shard."""
-    group = batch.boundaries.group
-    if group is None:
-        return loss
-
-    def mean_over_ranks(share: Tensor) -> Tensor:
-        mean: Tensor = reduced(share, group) / group.size()
-        return mean
-
-    return mapped(loss, mean_over_ranks, lambda gradient: gradient)
-
-
 def shard_step(step: THDStep, **options: Any) -> THDStep:
     """Cut every microbatch of a step; ``options`` are those of ``shard_batch``."""
     instance(step, "step", THDStep, advice="Pass THDStep(microbatches).")
-    return THDStep([shard_batch(batch, **options) for batch in step.microbatches])
+    return step.each(lambda batch: shard_batch(batch, **options))
+
+
+def cut_step(
+    step: DynamicStep,
+    groups: Mapping[int, dist.ProcessGroup],
+    *,
+    traffic: Traffic | None = None,  # counts what layers receive; None counts those of this step
+    **options: Any,
+) -> THDStep:
+    """Cut every microbatch of a step to this rank's part, which with degree 1 is the whole pack."""
+    if traffic is None:
+        traffic = Traffic()
+    parts = []
+    for batch, degree in zip(step.microbatches, step.degrees, strict=True):
+        if degree > 1 and degree not in groups:
+            raise ValueError(
+                f"A plan shares a microbatch over {degree} ranks, but groups exist only of {sorted(groups)} "
+                "ranks. Raise max_context_parallel_size, or plan with the sharing of the strategy."
+            )
+
+        if degree == 1:
+            traffic.count("slots", batch.input_ids.shape[-1])
+            parts.append(batch)
+            continue
+
+        shard = cut_batch(batch, traffic, group=groups[degree], **options)
+        # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
+        parts.append(shard.replace(stats=part_of(batch.stats, degree, groups[degree].rank())))
+
+    return THDStep(parts)
+
+
+def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
+    """Return one of ``parts`` parts of a pack's counts: whole numbers, larger by one in the first parts."""
+
+    def share(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple((window, share(pairs)) for window, pairs in value)
+        return value // parts + (part < value % parts)
+
+    return SeqStats(**{field.name: share(getattr(stats, field.name)) for field in fields(SeqStats)})
 
 
 def _cut_extras(batch: THDBatch, slots: Tensor) -> dict[str, Tensor]:

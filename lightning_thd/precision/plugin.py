@@ -18,7 +18,7 @@ from lightning_thd._checks import whole_number
 from lightning_thd._find import recipe_of
 from lightning_thd._pages import see
 from lightning_thd.alignment import Alignment, Layout
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.data.trainer_link import alignment_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.across_ranks import group_size, stage_group
@@ -213,14 +213,15 @@ class FP8Precision(Precision):
 
     def _check_batch(self, data: Any) -> None:
         """Check the slots of a batch's packs, because a kernel's own error would not say what to do."""
-        batches = data.microbatches if isinstance(data, THDStep) else [data]
-        for batch in batches:
-            if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
-                continue  # a shard of a pack, whose slots were checked before it was cut
-            ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-            if isinstance(ids, Tensor):
-                assert self._rules is not None
-                self._rules.check(ids.numel())
+        if isinstance(data, Packed):  # the slots of a shard were checked before the pack was cut
+            rows = [pack.input_ids for pack in data.packs if pack.boundaries.ranks == 1]
+        else:
+            ids = data.get("input_ids") if isinstance(data, Mapping) else getattr(data, "input_ids", None)
+            rows = [ids] if isinstance(ids, Tensor) else []
+
+        for ids in rows:
+            assert self._rules is not None
+            self._rules.check(ids.numel())
 
 
 @contextmanager

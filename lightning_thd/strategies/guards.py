@@ -21,7 +21,7 @@ from torch.optim import LBFGS
 
 from lightning_thd._hooks import hooks_of
 from lightning_thd._pages import see
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.parallel.mesh import EXPERT, TENSOR, AxisSizes
 
 # Where torch keeps its context parallelism, in modules whose names differ by release.
@@ -82,22 +82,20 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             )
 
 
-def packs(batch: Any) -> list[Any]:
+def packs(batch: Any) -> list[Packed]:
     """Return the packs and steps in a batch: itself, or those in its dicts, lists and dataclasses."""
-    packs_and_steps: list[Any] = []
-    apply_to_collection(batch, (THDBatch, THDStep), packs_and_steps.append, allow_frozen=True)
+    packs_and_steps: list[Packed] = []
+    apply_to_collection(batch, Packed, packs_and_steps.append, allow_frozen=True)
     return packs_and_steps
 
 
 def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on shards without an attention that sees other ranks' slots."""
-    microbatches: list[Any] = []
-    for pack_or_step in packs(batch):
-        microbatches += getattr(pack_or_step, "microbatches", (pack_or_step,))
-    layouts = [each.boundaries.layout for each in microbatches if each.boundaries.ranks > 1]
-    if layouts and not any(layout.used for layout in layouts):
+    each_pack = [pack for pack_or_step in packs(batch) for pack in pack_or_step.packs]
+    shards = [pack.boundaries for pack in each_pack if pack.boundaries.ranks > 1]
+    if shards and not any(boundaries.used for boundaries in shards):
         raise MisconfigurationException(
-            f"context_parallel_size={layouts[0].cp}, but the model ran without calling varlen_attention. "
+            f"context_parallel_size={shards[0].ranks}, but the model ran without calling varlen_attention. "
             "Call it with batch.boundaries, or use attn_implementation='thd'."
         )
 

@@ -1,11 +1,13 @@
-"""The batches of a dataloader -> this rank's slice of each pack, for fixed and dynamic numbers of ranks."""
+"""The batches of a dataloader -> this rank's slice of each pack, for strategies and for loops by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import lightning.pytorch as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,17 +18,19 @@ from torch.utils.data import IterableDataset
 from lightning_thd._checks import choice, whole_number
 from lightning_thd._find import model_config
 from lightning_thd._private import private_of
-from lightning_thd.alignment import Layout
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import Packed
+from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.across_ranks import broadcast_object, check_agreement, on_host
 from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
-from lightning_thd.parallel.context.dynamic_step import DynamicStep, check_dynamic_agreement, cut_step
+from lightning_thd.parallel.context.dynamic_step import DynamicStep, check_dynamic_agreement
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.context.traffic import Traffic
-from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
-from lightning_thd.parallel.shard import cut_batch
+from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
+from lightning_thd.parallel.shard import cut_batch, cut_step
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import Axes, gathers_once
 from lightning_thd.strategies.guards import packs, refuse_other_attention, refuse_second_context_parallelism
@@ -89,7 +93,7 @@ class PackCut:
                 f"context_parallel_size={self._size} cuts THDBatch, but the dataloader gave {type(loaded)}. "
                 "Use THDDataModule, or THDBatch.collate(samples, align=trainer.strategy.alignment)."
             )
-        return apply_to_collection(moved, (THDBatch, THDStep), self._cut_one)
+        return apply_to_collection(moved, Packed, lambda batch: batch.each(self._cut_one))
 
     def _cut_to_degrees(self, moved: Any) -> Any:
         """Cut a step with a planned number of ranks for each microbatch; leave evaluation's packs whole."""
@@ -99,22 +103,20 @@ class PackCut:
 
         module = self._strategy.lightning_module
         trains = module is None or module.trainer.training
-        if trains and isinstance(moved, THDBatch | THDStep):
+        if trains and isinstance(moved, Packed):
             raise MisconfigurationException(
                 "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
                 f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
             )
         return moved
 
-    def _cut_one(self, batch: THDBatch | THDStep) -> THDBatch | THDStep:
-        """Return this rank's part of a pack or step; a pack that is cut already stays as it is."""
-        if isinstance(batch, THDBatch) and batch.boundaries.ranks > 1:
+    def _cut_one(self, batch: THDBatch) -> THDBatch:
+        """Return this rank's part of a pack; a pack that is cut already stays as it is."""
+        if batch.boundaries.ranks > 1:
             return batch
         assert self._axes.meshes is not None
-        options = {"group": self._axes.meshes.group(CONTEXT), **self._options}
-        if isinstance(batch, THDStep):
-            return THDStep([cut_batch(part, self._traffic, **options) for part in batch.microbatches])
-        return cut_batch(batch, self._traffic, **options)
+        group = self._axes.meshes.group(CONTEXT)
+        return cut_batch(batch, self._traffic, group=group, **self._options)
 
     def log_traffic(self, trainer: L.Trainer) -> None:
         """When the Trainer logs, log bytes received per slot since the last log, and each method's share."""
@@ -129,6 +131,76 @@ class PackCut:
     def forget_traffic(self) -> None:
         """Leave the exchanges since the last log out of the next one."""
         self._traffic.read_and_reset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackReader:
+    """Says which packs a rank reads, and which shard of each pack it runs."""
+
+    rank: int  # the rank's place among those that read different packs; ranks that share packs have one place
+    ranks: int  # the number of places
+    data_group: Any = None  # the group of one rank of each place; None is the world
+    size: int = 1  # the number of ranks in ``group``, which share a pack; 1 leaves batches whole
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    layout: Layout = "dual_chunk"
+    communication: Communication = "auto"
+    traffic: Traffic = field(default_factory=Traffic, repr=False)  # between the ranks that share packs
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """Return the multiples that lengths and totals of packs must have, or None."""
+        return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
+
+    def cut(self, batch: THDBatch) -> THDBatch:
+        """Return this rank's shard of a pack, which must be on this rank's device."""
+        if self.size == 1:
+            return batch
+        options: dict[str, Any] = {"layout": self.layout, "communication": self.communication}
+        return cut_batch(batch, self.traffic, group=self.group, **options)
+
+
+def share_packs(
+    model: nn.Module,
+    data: tuple[int, int, dist.ProcessGroup | None],  # (index, count, group) of ranks that read data
+    device: torch.device,
+    size: int,
+    layout: Layout,
+    communication: Communication,
+) -> PackReader:
+    """Group neighbouring ranks to share packs by context parallelism; a collective if ``size`` is above 1."""
+    rank, ranks, group = data
+    advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
+    size = whole_number(size, "context_parallel_size", least=1, advice=advice)
+    check_ways(layout, communication)
+    if ranks % size:
+        raise ValueError(
+            f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "
+            f"multiple of {size} ranks, or lower it."
+        )
+    if size == 1:
+        return PackReader(rank=rank, ranks=ranks, data_group=group)
+    if ranks != dist.get_world_size():
+        raise ValueError(
+            f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
+            "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
+        )
+    if model_alignment(model) is not None:
+        raise ValueError(
+            f"context_parallel_size={size} with a model in FP8, whose packs are aligned for one rank. Use "
+            "Lightning with FP8Precision, or context_parallel_size=1."
+        )
+    refuse_other_attention(model, size)
+    refuse_second_context_parallelism(model, size)
+    meshes = make_meshes(AxisSizes(data=ranks // size, context=size), device.type)
+    return PackReader(
+        rank=rank // size,
+        ranks=ranks // size,
+        data_group=meshes.group(DATA),
+        size=size,
+        group=meshes.group(CONTEXT),
+        layout=layout,
+        communication=communication,
+    )
 
 
 class BroadcastLoader:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_thd._pages import see
 from lightning_thd._user_code import definition_of
-from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch import THDStep
+from lightning_thd.batch.thd_batch import Packed
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
@@ -204,13 +205,13 @@ class PipelineLoop(StepLoop):
                 f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in "
                 "one batch. Set it to 1, with THDDataModule(global_batch=Packs(n)) or THDStep batches."
             )
-        if not isinstance(batch, THDBatch | THDStep):
+        if not isinstance(batch, Packed):
             raise MisconfigurationException(
                 f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs THDBatch, but the dataloader "
                 f"gave {type(batch).__name__}. Use THDDataModule."
             )
 
-        step = batch if isinstance(batch, THDStep) else THDStep([batch])
+        step = batch.in_step()
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin(strategy._trainer.global_step)
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, args)

@@ -208,3 +208,20 @@ def test_tables_are_copied_to_mps_before_their_memory_is_freed(monkeypatch: pyte
 def test_a_whole_number_among_labels_leaves_them_fp32() -> None:
     labels = THDBatch.collate([{"input_ids": [5], "label": label} for label in (1, 0.5)]).extras["labels"]
     assert (labels.dtype, labels.tolist()) == (torch.float32, [1.0, 0.5])
+
+
+def test_a_batch_and_a_step_answer_the_same_questions() -> None:
+    """What comes from a dataloader gives its packs and what ranks must agree on, whichever it is."""
+    batches = [THDBatch.collate([{"input_ids": [n] * n}], loss_scale=0.5) for n in (2, 3)]
+    step = THDStep(batches)
+    for got, wanted in zip(step.packs, batches, strict=True):
+        assert got is wanted
+    assert [pack is batches[0] for pack in batches[0].packs] == [True]
+    assert (step.agreed, batches[0].agreed) == ((2, 0.5), (1,))
+    assert step.in_step() is step
+    assert batches[1].in_step().packs[0] is batches[1]
+
+    doubled = step.each(lambda batch: batch.replace(loss_scale=2 * batch.loss_scale))
+    assert [batch.loss_scale for batch in doubled.packs] == [1.0, 1.0]
+    assert doubled.packs[1].step == (doubled, 1)
+    assert batches[0].each(lambda batch: batch.replace(set_name="code")).set_name == "code"

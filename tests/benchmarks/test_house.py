@@ -88,3 +88,15 @@ def test_states_readers_and_questions(files: list[text.File]) -> None:
     assert [place.name for place in text.questions_of_variants(files)] == ["Cut"]
     assert [place.file for place in text.files_that_know(files, text.is_of_prefixes)] == ["other.py"]
     assert text.files_that_know(files, text.is_of_shards) == []
+
+
+def test_an_option_and_the_names_of_a_folder_are_no_knowledge_of_a_variant(tmp_path: Path) -> None:
+    folder = tmp_path / "lightning_thd"
+    (folder / "parallel").mkdir(parents=True)
+    (folder / "parallel" / "__init__.py").write_text("from lightning_thd.parallel.shard import shard_batch\n")
+    (folder / "parallel" / "tensor.py").write_text("def cut(shard):\n    return shard\n")
+    (folder / "user.py").write_text("def collate(share_prefixes=False):\n    return share_prefixes\n")
+    (folder / "asks.py").write_text("def run(pack):\n    return pack.shard or pack.prefixes\n")
+    files = text.read_package(tmp_path)
+    assert [place.file for place in text.files_that_know(files, text.is_of_prefixes)] == ["asks.py"]
+    assert [place.file for place in text.files_that_know(files, text.is_of_shards)] == ["asks.py"]

@@ -124,6 +124,17 @@ def test_shared_prefixes_attend_through_boundaries() -> None:
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
+def test_a_row_of_whole_paths_leads_back_to_the_slots() -> None:
+    rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 9]}]
+    assert THDBatch.collate(rows).boundaries.unfolded() is None
+    batch = THDBatch.collate(rows, share_prefixes=True)
+    unfolded = batch.boundaries.unfolded()
+    assert unfolded is not None
+    paths = unfolded.gather(batch.input_ids).split(list(unfolded.boundaries.lengths))
+    assert sorted(path.tolist() for path in paths) == [[5, 6, 7, 8], [5, 6, 9]]
+    assert torch.equal(unfolded.keep(torch.cat(paths)), batch.input_ids)
+
+
 def test_refusals() -> None:
     q = torch.randn(8, 2, 8)
     boundaries = Boundaries.from_lengths([3, 5])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from lightning_thd.batch import THDStep
 from lightning_thd.callbacks.meter import Counted, Hardware, Meter, compute_dtype, count_table, interval
-from lightning_thd.callbacks.seen import microbatches
+from lightning_thd.callbacks.seen import OnHost, microbatches
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.model import from_ints
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
-from lightning_thd.parallel.context.dynamic_step import part_of
+from lightning_thd.parallel.shard import part_of
 from lightning_thd.stats import Blocks, Window
 from tests.callbacks.fits import Clock, pack
 
@@ -40,7 +40,7 @@ def test_an_interval_is_the_sum_of_its_microbatches(
     for rank in range(2):
         meter = Meter("train", work, Clock(), Hardware(peak=2.0 + rank, ranks=2), MODEL)
         for lengths in batches:
-            seen = [(SeqStats.from_lengths(lengths, windows=windows), tuple(lengths))] * (rank + 1)
+            seen = [(SeqStats.from_lengths(lengths, windows=windows), OnHost(lengths))] * (rank + 1)
             meter.steps[-1].extend(seen)
             meter.end_step()
         rows.append(meter.flush())
@@ -112,7 +112,7 @@ def test_what_batches_tell() -> None:
     assert microbatches(THDStep([batch, batch])) == [one, one]
     assert microbatches(batch.stats) == [(batch.stats, None)]
     ids = torch.ones(2, 4, dtype=torch.long)
-    dense = [(SeqStats.from_cu_seqlens(None, shape=(2, 4)), (4, 4))]
+    dense = [(SeqStats.from_cu_seqlens(None, shape=(2, 4)), OnHost((4, 4)))]
     padded: list[Any] = [ids, {"input_ids": ids}, [ids, torch.ones(2)]]
     assert [microbatches(kind) for kind in padded] == [dense] * 3
     unknown: list[Any] = [None, [], {}, "text", torch.ones(3), torch.ones(2, 4), {"pixels": ids}]
@@ -125,7 +125,7 @@ def test_windows_are_counted_right_whether_or_not_a_sequence_ends_them(window: W
     draw = np.random.default_rng(0)
     batches = [tuple(draw.integers(0, 65, number).tolist()) for number in (0, 1, 2, 3, 50, 400) * 20]
     batches += [(64,) * 8, (64,) * 511 + (65,), (1,) * 511 + (64,), (1,) * 511 + (9_999,), (65,), (0, 65, 0)]
-    table = count_table([(SeqStats.from_lengths(lengths), lengths) for lengths in batches], model)
+    table = count_table([(SeqStats.from_lengths(lengths), OnHost(lengths)) for lengths in batches], model)
     for row, lengths in zip(table.tolist(), batches, strict=True):
         assert from_ints(row, model) == SeqStats.from_lengths(lengths, windows=model.windows)
 
@@ -134,7 +134,8 @@ def test_a_share_of_a_pack_is_counted_by_its_lengths() -> None:
     model = FlopsModel(name="one", layers=(Layer(path="", terms=(scores(1, 5, 5, window=60),)),))
     for lengths in ((100,), (100, 1), (1,) * 6):
         whole = SeqStats.from_lengths(lengths, windows=model.windows)
-        (row,) = count_table([(part_of(SeqStats.from_lengths(lengths), 2, 0), lengths)], model).tolist()
+        part = part_of(SeqStats.from_lengths(lengths), 2, 0)
+        (row,) = count_table([(part, OnHost(lengths))], model).tolist()
         assert row[-1] == whole.window_pairs[0][1]
 
 

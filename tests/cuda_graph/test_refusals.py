@@ -269,7 +269,7 @@ def test_messages() -> None:
     with pytest.raises(ValueError, match="lint_capture got a Tensor; wanted a THDBatch"):
         lint_capture(tiny_llama(), torch.ones(1))  # type: ignore[arg-type]
     whole = THDBatch.collate([{"input_ids": torch.ones(8, dtype=torch.int64)}])
-    with pytest.raises(ValueError, match="got a shard of a pack, whose attention needs the other ranks"):
+    with pytest.raises(ValueError, match=r"steps always run eagerly \(context_parallel\); wanted a THDBatch"):
         lint_capture(tiny_llama(), shard_batch(whole, group=None, cp=2, rank=0))
     shared = THDBatch.collate([{"input_ids": [3, 4]}, {"input_ids": [3, 5]}], share_prefixes=True)
     with pytest.raises(ValueError, match="wanted a THDBatch without shared prefixes"):

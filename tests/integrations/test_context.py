@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDDataModule
-from lightning_thd.integrations.packed_loop import share_packs
 from lightning_thd.precision import convert_linear
+from lightning_thd.strategies.pack_cut import share_packs
 from tests.integrations.support import (
     CAPACITY,
     STEPS,

@@ -20,6 +20,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, prepare, register_thd
 from lightning_thd.models.families import llama4, roberta, ropes
 from lightning_thd.models.pack import pack_from_positions
+from lightning_thd.parallel.context.layout import ShardBoundaries
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.support import ROPES, alone, build_rope, documents
 
@@ -93,7 +94,7 @@ def test_padding_tokens_on_other_ranks_count_too(monkeypatch: pytest.MonkeyPatch
     inputs = batch.input_ids[None], batch.position_ids[None]
     expected = roberta.padded_positions(*inputs, 1, batch.boundaries)
     assert int(expected.max()) == 6  # padding needs no larger table
-    monkeypatch.setattr(roberta, "gather_pack", lambda real, shard: (batch.input_ids != 1).long())
+    monkeypatch.setattr(ShardBoundaries, "whole", lambda shard, real: (batch.input_ids != 1).long())
     for rank in range(2):
         shard = shard_batch(batch, group=None, cp=2, rank=rank)
         inputs = shard.input_ids[None], shard.position_ids[None]

@@ -17,9 +17,9 @@ from benchmarks.families import families, samples
 from lightning_thd import varlen_attention
 from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
-from lightning_thd.boundaries import Boundaries as Pack
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models import PackingLeakError, attend, check_packing, masks, register_thd
-from lightning_thd.models.families import gemma3n, llama4, roberta, ropes
+from lightning_thd.models.families import gemma3n, roberta, ropes
 from lightning_thd.models.preparing import is_prepared
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.models.support import build_rope
@@ -292,11 +292,11 @@ def test_one_row_a_sequence_and_models_without_heads_are_probed() -> None:
 Patch = pytest.MonkeyPatch
 
 
-def as_given(input_ids: Tensor, position_ids: Tensor, padding_idx: int, pack: Pack) -> Tensor:
+def as_given(input_ids: Tensor, position_ids: Tensor, padding_idx: int, pack: Boundaries) -> Tensor:
     return position_ids
 
 
-def along_the_row(pack: Pack) -> Tensor:
+def along_the_row(pack: Boundaries) -> Tensor:
     return torch.arange(pack.slots)
 
 
@@ -380,9 +380,9 @@ def test_what_depends_on_the_row_is_seen_behind_far_limits(what: str, monkeypatc
         wrong: Any = scaled_by_the_row
     else:
         model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", FAR)
-        module = llama4
-        name = "starts_at_zero"
-        wrong = along_the_row
+        module = Boundaries
+        name = "positions"
+        wrong = property(along_the_row)
     assert check_packing(model).ok
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(PackingLeakError):

@@ -299,3 +299,12 @@ FIVE = (9, 1, 1, 1, 1)
 def test_says_what_is_wrong(given: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         given() if callable(given) else PackPlanner(**SMALL | given)
+
+
+def test_a_planner_of_one_source_shares_nothing() -> None:
+    planner = PackPlanner([5, 3, 4, 4], 8, global_batch=Packs(2))
+    rows = np.array([2, 0, 3])
+    assert planner.held(rows).tolist() == planner.source_of(rows).tolist() == [0, 0, 0]
+    assert not planner.shares(rows)
+    assert (planner.names, planner.epochs_alike, planner.sharing) == ((), True, None)
+    assert planner.step(0, 0, 2).degree_table.tolist() == [[1], [1]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.families import build as build_tiny
 from lightning_thd import THDBatch, varlen_attention
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
@@ -24,9 +25,27 @@ LAYOUTS: tuple[Layout, ...] = ("contiguous", "dual_chunk")
 # Plain, softcap and windows, sinks, latent attention, experts, a delta rule, a selective scan.
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_next", "mamba")
 OPTIONS: dict[str, dict[str, Any]] = {"gemma2": {"reduction": "sequences"}}
+# Scales of queries, and positions in a table, count from a sequence's first token, wherever it is.
+BY_POSITION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama4": (
+        "llama4_text",
+        "Llama4ForCausalLM",
+        {"floor_scale": 4, "no_rope_layers": [0, 1], "attention_chunk_size": 99},
+    ),
+    "roberta": ("roberta", "RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 5}),
+}
 
 
-def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tuple[str, str], list[float]]:
+def model_of(family: str) -> Any:
+    if family not in BY_POSITION:
+        return build_in_double(family)
+    kind, name, changes = BY_POSITION[family]
+    return build_tiny(kind, name, "thd", changes).double()
+
+
+def compare(
+    families: tuple[str, ...], layouts: tuple[Layout, ...], share_prefixes: bool = True
+) -> dict[tuple[str, str], list[float]]:
     """Return the errors of the loss and of the gradients of every family and layout."""
     warnings.filterwarnings("ignore")
     group: Any = dist.group.WORLD
@@ -38,11 +57,11 @@ def compare(families: tuple[str, ...], layouts: tuple[Layout, ...]) -> dict[tupl
         options = OPTIONS.get(family, {})
         for layout in layouts:
             align = Alignment.for_(cp=cp, layout=layout)
-            batch = THDBatch.collate(samples, align=align, share_prefixes=True)
+            batch = THDBatch.collate(samples, align=align, share_prefixes=share_prefixes)
             with nothing_narrower():
-                loss, expected = measured(build_in_double(family), THDBatch.collate(samples), **options)
+                loss, expected = measured(model_of(family), THDBatch.collate(samples), **options)
                 part = shard_batch(batch, group=group, layout=layout)
-                model = build_in_double(family)
+                model = model_of(family)
                 shard_loss, _ = measured(model, part, **options)
             gradients = []
             for parameter in model.parameters():
@@ -69,6 +88,15 @@ def test_loss_and_gradients_equal_one_process_on_every_sequence(cp: int, familie
         assert len(errors) == len(families) * len(LAYOUTS)
         for case, of_case in errors.items():
             assert max(of_case) <= TOLERANCE, (case, of_case)
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_positions_count_from_tokens_on_other_ranks(share_prefixes: bool) -> None:
+    families = tuple(BY_POSITION)
+    for errors in run_ranks(compare, 2, families, LAYOUTS, share_prefixes):
+        assert len(errors) == len(families) * len(LAYOUTS)
+        for case, largest in errors.items():
+            assert max(largest) <= TOLERANCE, (case, largest)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

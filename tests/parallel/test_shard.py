@@ -12,9 +12,10 @@ import torch
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel import shard_batch
-from lightning_thd.parallel.context.dynamic_step import DynamicStep, cut_step
+from lightning_thd.parallel.context.dynamic_step import DynamicStep
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import rank_indices
+from lightning_thd.parallel.shard import cut_step
 from tests.tiny import sequences
 
 LAYOUTS = ["dual_chunk", "contiguous"]
@@ -37,6 +38,7 @@ def test_fields(layout: str) -> None:
             assert torch.equal(getattr(shard, name), getattr(batch, name)[slots_of_rank])
 
         boundaries = shard.boundaries
+        assert torch.equal(boundaries.positions, batch.boundaries.positions[slots_of_rank])
         assert boundaries.offsets[-1] == boundaries.slots == len(slots_of_rank)
         assert (boundaries.real_offsets is None) == (layout == "contiguous")  # which pads no sequence
         real = boundaries.offsets if boundaries.real_offsets is None else boundaries.real_offsets

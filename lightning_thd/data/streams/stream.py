@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import answers, choice, real_number, whole_number
-from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
@@ -185,9 +184,8 @@ class StreamedSteps:
                 )
 
             (step,) = rank_step.batches
-            assert isinstance(step, THDStep)
             step = step.pin_memory() if self._pin else step
-            yield replace(rank_step, batches=[step] if self.kind == "step" else step.microbatches)
+            yield replace(rank_step, batches=[step] if self.kind == "step" else step.packs)
 
     def _next_step(self, at: Position) -> RankStep | None:
         """Make the next step and send it to ranks that share it, or receive it from the rank that reads."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_thd.models.adapted import Adapter, adapt, kind_of
 from lightning_thd.models.families.releases import unknown_layer
-from lightning_thd.models.families.roberta import starts_at_zero
 from lightning_thd.models.pack import model_pack
 
 LAYERS: Final = frozenset({"Llama4TextAttention"})
@@ -59,15 +58,7 @@ class ScaledBySequence(Adapter):
             return forward(self, **named)
 
         slots = torch.arange(pack.slots, device=pack.offsets.device)
-        counted = starts_at_zero(pack)
-        shard = pack.shard
-        if shard is not None:
-            if shard.longest >= self.floor_scale:
-                limit = self.floor_scale
-                pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
-            counted = torch.zeros_like(slots)  # below the limit all positions have the same scale
-
-        return forward(self, **{**named, self._thd_cache: _CacheOfOffsets(counted - slots)})
+        return forward(self, **{**named, self._thd_cache: _CacheOfOffsets(pack.positions - slots)})
 
 
 class _CacheOfOffsets:

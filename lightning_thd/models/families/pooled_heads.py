@@ -75,7 +75,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
         )
 
-    pack.refuse_prefixes(model, "its pooler reads the first token of every sequence")
+    pack.require("pooled", model)
     starts = pack.offsets[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
     return output
@@ -133,7 +133,7 @@ def classify(
     """Run a sequence classifier or reward model, and return one output per sequence of its pack."""
     arguments = {**dict(zip(model._thd_parameters, args, strict=False)), **kwargs}
     base = model.base_model
-    if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
+    if base is model or pack.ranks > 1 or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
             f"{type(model).__name__} computes one row per sequence, which needs a base model and whole, "
             "not empty sequences. Train it without context parallelism, CUDA graphs and empty sequences."
@@ -146,9 +146,8 @@ def classify(
         output = forward(**arguments)
 
     logits = output.logits
-    prefixes = pack.prefixes
-    lengths = pack.real_lengths if prefixes is None else prefixes.lengths
-    padded_lengths = pack.lengths if prefixes is None else prefixes.lengths
+    lengths = pack.real_token_lengths
+    padded_lengths = pack.token_lengths
     padding_id = _padding_id(model)
     ids = arguments.get("input_ids")
     if ids is None:  # the model got embeddings, so any id but padding will do
@@ -157,7 +156,7 @@ def classify(
     # The head runs again on padded rows of its base model's output, so that it picks each sequence's token.
     rows = torch.empty(len(padded_lengths), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded_lengths)), logits.device):
-        source = places if prefixes is None else prefixes.slots_of(places, pack.slots)
+        source = pack.slots_of(places)
         real = source < pack.slots
         token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], padding_id)
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):

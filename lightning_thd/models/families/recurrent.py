@@ -1,10 +1,9 @@
 """State-space, linear-attention and short-convolution layers -> the same layers, reset at every sequence.
 
 Inside a pack, an adapted layer passes seq_idx and cu_seqlens to the fused kernels. Without usable kernels it
-runs on padded groups of sequences. On a context-parallel shard it passes states between ranks (see
-``passing``), or gathers the pack if the shard is striped or no state can be passed. On sequences that share
-prefixes it carries states from branch points, or runs the whole path of every leaf of the tree. Legend: T
-slots in a pack, N = T / cp slots of a shard.
+runs on padded groups of sequences. If sequences are not whole on this rank, or share slots, its state is
+carried between their parts (see ``passing``). If it cannot be carried, the layer runs on an unfolded row.
+Legend: T slots in a pack, N slots of this rank.
 
 Checked with transformers 5.19, 5.23 and 5.24; in other releases all layers run on padded groups. A layer with
 a convolution or a state that is not listed is refused (see ``refusals``).
@@ -31,13 +30,11 @@ from lightning_thd.models.families.releases import is_checked
 from lightning_thd.models.masks import UnreadMask
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.passing.adopt import (
-    OverRanks,
     carried_functions,
+    carrier_of,
     functions_in_torch,
     run_carried,
 )
-from lightning_thd.models.passing.branches import Branches, run_on_paths
-from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 from lightning_thd.warnings import SlowWarning, warn
 
@@ -107,17 +104,8 @@ class Recurrent(Adapter):
             kwargs["attention_mask"] = None  # ours, see ``families/plain_masks.py``
 
         _refuse(self, tokens, pack, kwargs)
-        shard = pack.shard
-        if shard is not None and pack.prefixes is None and self._thd_carried and shard.layout != "striped":
-            return run_carried(self, functools.partial(forward, self), args, kwargs, OverRanks(shard))
-
-        again = functools.partial(Recurrent._thd_run, self, forward)
-        if shard is not None:
-            return run_on_pack(again, args, kwargs, shard)
-        if pack.prefixes is not None and self._thd_carried:
-            return run_carried(self, functools.partial(forward, self), args, kwargs, Branches(pack))
-        if pack.prefixes is not None:
-            return run_on_paths(again, args, kwargs, pack)
+        if not pack.own_slots:
+            return _run_on_parts(self, forward, args, kwargs, pack)
 
         kernels = self._thd_kernels
         if kernels is not None and can_run(kernels, tokens):
@@ -212,22 +200,28 @@ def _on_gpu(tokens: Tensor) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_on_pack(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shard: ShardLayout
+def _run_on_parts(
+    layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Pack
 ) -> Any:
-    """Gather ``[1, N, ...]`` of all ranks, call a layer on the whole pack, and keep this rank's slots."""
+    """Run a layer on a pack whose slots hold parts of sequences, outside torch.compile."""
+    carrier = carrier_of(pack, layer)
+    if carrier is not None:
+        return run_carried(layer, functools.partial(forward, layer), args, kwargs, carrier)
+    return run_unfolded(functools.partial(Recurrent._thd_run, layer, forward), args, kwargs, pack)
+
+
+def run_unfolded(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Pack
+) -> Any:
+    """Call a layer on a row that holds more of every sequence, and keep this rank's slots ``[1, N, ...]``."""
     scope = current_scope()
+    unfolded = pack.unfolded()
     assert scope is not None
+    assert unfolded is not None
+    boundaries = unfolded.boundaries
+    on_row = Scope(boundaries, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
 
-    def gather(value: Tensor) -> Tensor:
-        shard.traffic.count("gathered")
-        if not value.is_floating_point():
-            return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
-        return gather_pack(value[0], shard)[None]
-
-    pack = shard.pack_boundaries()
-    on_pack = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
-    with scoped(on_pack):
-        gathered = of_tokens(gather, shard.local_slots)
+    with scoped(on_row):
+        gathered = of_tokens(lambda value: unfolded.gather(value[0])[None], pack.slots)
         out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-        return of_tokens(lambda x: x.index_select(1, shard.own), shard.slots)(out)
+        return of_tokens(lambda value: unfolded.keep(value[0])[None], boundaries.slots)(out)

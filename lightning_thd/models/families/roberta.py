@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lightning_thd.models.adapted import Adapter, adapt, kind_of
 from lightning_thd.models.families.releases import unknown_layer
 from lightning_thd.models.pack import Pack, model_pack
-from lightning_thd.parallel.context.layout import gather_pack
 
 LAYERS: Final = frozenset(
     {"AltRobertaEmbeddings", "BridgeTowerTextEmbeddings", "CamembertEmbeddings", "ClapTextEmbeddings"}
@@ -71,7 +70,7 @@ class PaddedPositions(Adapter):
         position_ids = arguments.get("position_ids")
         arguments["position_ids"] = padded_positions(input_ids, position_ids, self.padding_idx, pack)
         if input_ids is not None and getattr(self, "token_dropout", False):
-            pack.refuse_shard(self, "its token_dropout counts the masked tokens of whole sequences")
+            pack.require_own_slots(self, "its token_dropout counts the masked tokens of whole sequences")
             embeds = arguments.get("inputs_embeds")
             if embeds is None:
                 embeds = self.word_embeddings(input_ids)
@@ -87,42 +86,34 @@ def padded_positions(
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
     if input_ids is None:
         if position_ids is None:
-            position_ids = starts_at_zero(pack)[None]
+            position_ids = pack.positions[None]
         return position_ids + (padding_idx + 1)
 
-    if pack.shard is not None and pack.prefixes is not None:
-        raise ValueError(
-            "A model with RoBERTa's positions got one rank's shard of a pack whose sequences share prefixes. "
-            "Set share_prefixes=False or context_parallel_size=1."
-        )
-
     real = input_ids[0].ne(padding_idx).long()  # 1 for a token, 0 for padding
-    counts, offsets, rows_of_slots = _whole_sequences(real, pack)
-    earlier = counts.cumsum(0) - counts
-    starts = offsets[:-1].long().clamp(max=len(counts) - 1)
-    earlier_sequences = earlier.index_select(0, starts)
-    positions = earlier - earlier_sequences.repeat_interleave(offsets.diff(), output_size=len(counts)) + 1
-
-    if rows_of_slots is not None:
-        positions = positions.index_select(0, rows_of_slots)
+    positions = _count_tokens(real, pack)
     if position_ids is not None:  # those of a long trailing pad stay within the table
         positions = torch.minimum(positions, position_ids[0] + 1)
     return (positions * real + padding_idx)[None]
 
 
-def _whole_sequences(real: Tensor, pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the values of whole sequences, their offsets, and each slot's row among them; None means all."""
-    shard = pack.shard
-    if shard is not None:  # the first tokens of a sequence may be on another rank
-        return gather_pack(real, shard), shard.pack_offsets, shard.own
+def _count_tokens(real: Tensor, pack: Pack) -> Tensor:
+    """Number the tokens of every sequence from 1; ``real`` is 1 for a token, 0 for padding, int64 ``[T]``."""
+    if not pack.own_slots:  # the first tokens of a sequence are on another rank, or in slots of another one
+        counted: Tensor = _count_unfolded(real, pack)
+        return counted
 
-    prefixes = pack.prefixes
-    if prefixes is not None:  # or in the slots of another sequence
-        added = (prefixes.cu_seqlens_kv - pack.offsets)[1:].index_select(0, pack.seq_idx[0].long())
-        rows_of_slots = torch.arange(pack.slots, device=added.device) + added
-        return real.index_select(0, prefixes.keys), prefixes.cu_seqlens_kv, rows_of_slots
+    earlier = real.cumsum(0) - real
+    starts = pack.offsets[:-1].long().clamp(max=pack.slots - 1)
+    earlier_sequences = earlier.index_select(0, starts)
+    lengths = pack.offsets.diff()
+    return earlier - earlier_sequences.repeat_interleave(lengths, output_size=pack.slots) + 1
 
-    return real, pack.offsets, None
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _count_unfolded(real: Tensor, pack: Pack) -> Tensor:
+    unfolded = pack.unfolded()
+    assert unfolded is not None
+    return unfolded.keep(_count_tokens(unfolded.gather(real), unfolded.boundaries))
 
 
 # The share of tokens that ESM masked in its training, a constant of its modeling file.
@@ -138,8 +129,3 @@ def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     factors = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
     embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
     return (embeds * factors.index_select(0, members)[None, :, None]).to(embeds.dtype)
-
-
-def starts_at_zero(pack: Pack) -> Tensor:
-    """Count the tokens of every sequence from 0; int64 ``[T]``."""
-    return pack.positions

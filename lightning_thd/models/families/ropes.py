@@ -100,12 +100,11 @@ def _rotate(
             position_ids = position_ids.clamp(max=limit - 1)
         return run(position_ids)
 
-    pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
-    if pack.shard is not None or shapes_are_static():
-        where = "in a recorded step" if pack.shard is None else "under context parallelism"
+    pack.require_own_slots(self, f"has other frequencies for sequences longer than {limit} tokens")
+    if shapes_are_static():
         raise ValueError(
             f"{type(self).__name__} has other frequencies for sequences longer than {limit} tokens, and "
-            f"lengths are unknown {where}. Use sequences of at most {limit} tokens."
+            f"lengths are unknown in a recorded step. Use sequences of at most {limit} tokens."
         )
 
     if position_ids.shape[-1] != pack.slots:

@@ -1,1 +1,1 @@
-"""Recurrent layers on context-parallel shards: ranks send states to each other instead of gathering packs."""
+"""Recurrent layers on parts of sequences: states go from rank to rank, or from a prefix to its branches."""

@@ -1,12 +1,8 @@
 """transformers' convolutions, scans and delta rules -> the same functions, which take states from elsewhere.
 
-Layers look these functions up in their Python module, and find ours there while they run on a shard of a
-pack, or on sequences that share prefixes. A carrier says where states and earlier slots come from: from other
-ranks (``OverRanks``), or from the branch points of prefixes (``branches.Branches``).
-
-A stretch is a part of a sequence that runs at once. A convolution of width W reads W - 1 earlier slots, like
-an attention with a window. So on ranks ``context.needs`` plans the exchange of slots, as for attention.
-N slots of a shard or a pack, C channels.
+Layers look these functions up in their Python module, and find ours there while they run on a pack whose
+sequences are not whole on this rank, or share slots. A carrier says where states and earlier slots come from
+(see ``stretches``). N slots of this rank, C channels.
 """
 
 from __future__ import annotations
@@ -15,72 +11,19 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_thd._imports import available
-from lightning_thd.models.families.padded_groups import padded_rows, places_in
-from lightning_thd.models.passing.scan import DeltaRule, Inputs, Recurrence, StateSpace, scan_shard
-from lightning_thd.parallel.context import needs, partition
-from lightning_thd.parallel.context.layout import ShardLayout
-from lightning_thd.parallel.exchange import exchange_rows, keep_path
-
-
-class Reach(NamedTuple):
-    """The slots that a convolution reads, in groups of stretches of similar length."""
-
-    rows: Tensor  # indices into the slots at hand: per stretch, up to W - 1 earlier slots, then its own
-    sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
-    own: Tensor  # ``[N]``, where the outputs of the own slots are in the groups laid end to end
-
-
-class Carrier(Protocol):
-    """Where the states and the earlier slots of stretches come from."""
-
-    @property
-    def where(self) -> str:
-        """Return what the layer runs on, for messages."""
-
-    @property
-    def instead(self) -> str:
-        """Return what to do without it, for messages."""
-
-    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Run a recurrence over the own slots, inputs ``[N, ...]``, with the states that enter stretches."""
-
-    def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
-        """Return the slots at hand, from the own ones ``[N, C]``, and which of them a convolution reads."""
-
-
-class OverRanks(NamedTuple):
-    """The carrier of a context-parallel shard, by exchanges between ranks."""
-
-    layout: ShardLayout
-    where: str = "a context-parallel shard"
-    instead: str = "Set context_parallel_size=1."
-
-    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Run a recurrence with the states of other ranks; a collective."""
-        return scan_shard(recurrence, inputs, self.layout)
-
-    def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
-        """Add the slots that other ranks send; a collective."""
-        layout = self.layout
-        plan = needs.exchanged(layout, causal=True, left=left)
-        if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
-            assert layout.group is not None
-            sent = rows.index_select(0, plan.send_rows)
-            counts = (plan.send_counts, plan.receive_counts)
-            received = exchange_rows(sent, *counts, layout.group, layout.traffic)
-            layout.traffic.count("convolution")
-            rows = keep_path(torch.cat([rows, received]), received)
-        return rows, layout.once(("convolution", left), lambda: _reach(layout, left))
+from lightning_thd.boundaries import Boundaries
+from lightning_thd.models.passing.branches import Branches
+from lightning_thd.models.passing.scan import OverRanks
+from lightning_thd.models.passing.stretches import Carrier, DeltaRule, StateSpace
 
 
 class _Running(NamedTuple):
@@ -195,11 +138,23 @@ def carried_functions(name: str, layer: type) -> frozenset[str]:
     return frozenset(wanted)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def carrier_of(boundaries: Boundaries, layer: Any) -> Carrier | None:
+    """Return what carries the state of a layer between stretches; None if nothing does on this pack.
+
+    As in attention, the layer's kernel call says whether keys are on other ranks or in slots of others.
+    """
+    if not layer._thd_carried:
+        return None
+    call = boundaries.call(layer)
+    if call.exchange is not None:
+        return OverRanks(call.exchange) if call.exchange.carries else None
+    return None if call.keys is None else Branches(boundaries)
+
+
 def run_carried(
     layer: Any,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: dict[str, Any],
     carrier: Carrier,
 ) -> Any:
@@ -313,17 +268,3 @@ def convolve(
 
     out_NC: Tensor = torch.cat(outputs).index_select(0, reach.own)
     return out_NC.transpose(0, 1)[None]
-
-
-def _reach(shard: ShardLayout, left: int) -> Reach:
-    """Plan a convolution that reads ``left`` earlier slots, in groups of stretches of similar length."""
-    plan = partition.plan_keys(shard.padded_lengths, **shard.cut, rank=shard.rank, causal=True, left=left)
-    grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
-    ends = np.cumsum(plan.kv_lengths)
-    own_rows = partition.ranges(ends - plan.q_lengths, ends)
-    own_places = places_in(grids, int(plan.kv_lengths.sum()))[own_rows]
-    *sources, own = shard.put([*grids, own_places])
-
-    keys = needs.needed_call(shard, causal=True, left=left).keys
-    assert keys is not None
-    return Reach(keys, tuple(sources), own)

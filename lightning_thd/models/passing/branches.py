@@ -8,19 +8,24 @@ branch point. Only the states of branch points are kept. Legend: T slots in a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_thd.batch.upload import uploaded
-from lightning_thd.boundaries import Boundaries
-from lightning_thd.models.families.padded_groups import of_tokens, padded_rows, places_in
-from lightning_thd.models.pack import Scope, current_scope, scoped
-from lightning_thd.models.passing.adopt import Reach
-from lightning_thd.models.passing.scan import Inputs, Recurrence, Rows, rows_of_kind, run_rows, with_blank
+from lightning_thd.boundaries import Boundaries, KernelCall
+from lightning_thd.models.families.padded_groups import padded_rows, places_in
+from lightning_thd.models.passing.stretches import (
+    Inputs,
+    Reach,
+    Recurrence,
+    Rows,
+    rows_of_kind,
+    run_rows,
+    with_blank,
+)
 from lightning_thd.parallel.context.partition import Ints, ranges
 
 
@@ -105,7 +110,7 @@ class Branches:
         """Return all slots, and the ``left`` slots before each leaf on its path."""
         reaches = self._boundaries.once(_no_reaches)
         if left not in reaches:
-            reaches[left] = _reach(self._boundaries, left)
+            reaches[left] = _reach(self._boundaries.call(), left)
         return rows, reaches[left]
 
 
@@ -142,8 +147,10 @@ def _plan(boundaries: Boundaries) -> _Plan:
 
 def _runs_on_host(boundaries: Boundaries) -> list[_HostRun]:
     """Group the stretches of each level by length, and number the states that are kept for later levels."""
-    prefixes = boundaries.prefixes
-    stretches = cut_at_branches(prefixes.query_lengths, prefixes.branches)
+    call = boundaries.call()
+    assert call.q_lengths is not None
+    assert call.branches is not None
+    stretches = cut_at_branches(call.q_lengths, call.branches)
     is_branch = np.isin(np.arange(len(stretches.first)), stretches.parents)
     state_of = np.full(len(stretches.first), -1)  # the number of each stretch's final state, if it is kept
 
@@ -166,11 +173,11 @@ def _no_reaches(_: Boundaries) -> dict[int, Reach]:
     return {}
 
 
-def _reach(boundaries: Boundaries, left: int) -> Reach:
+def _reach(call: KernelCall, left: int) -> Reach:
     """Plan a convolution: each leaf reads up to ``left`` slots of its path before its own slots."""
-    prefixes = boundaries.prefixes
-    queries = np.asarray(prefixes.query_lengths, dtype=np.int64)
-    keys = np.asarray(prefixes.key_lengths, dtype=np.int64)
+    assert call.keys is not None
+    queries = np.asarray(call.q_lengths, dtype=np.int64)
+    keys = np.asarray(call.kv_lengths, dtype=np.int64)
     lengths = np.minimum(queries + left, keys)
 
     key_ends = np.cumsum(keys)
@@ -178,41 +185,5 @@ def _reach(boundaries: Boundaries, left: int) -> Reach:
     grids = [grid for _, grid in padded_rows(lengths)]
     ends = np.cumsum(lengths)
     of_queries = places_in(grids, int(lengths.sum()))[ranges(ends - queries, ends)]
-    *sources, read_keys, back = uploaded([*grids, read, of_queries], boundaries.offsets.device)
-    return Reach(prefixes.keys.index_select(0, read_keys), tuple(sources), back)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_on_paths(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], boundaries: Boundaries
-) -> Any:
-    """Call a layer whose state cannot be carried on the whole path of every leaf, and keep the leaves' slots.
-
-    This computes a prefix again for each leaf that goes on from it, in this layer only.
-    """
-    prefixes = boundaries.prefixes
-    scope = current_scope()
-    assert scope is not None
-    keys = prefixes.keys.shape[0]
-    paths = Boundaries(
-        offsets=prefixes.cu_seqlens_kv,
-        slots=keys,
-        max_seqlen=prefixes.max_seqlen_kv,
-        lengths=prefixes.key_lengths,
-    )
-    on_paths = Scope(paths, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
-
-    with scoped(on_paths):
-        gathered = of_tokens(lambda x: x.index_select(1, prefixes.keys), boundaries.slots)
-        out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-        of_leaves = boundaries.once(_keys_of_leaves)
-        return of_tokens(lambda x: x.index_select(1, of_leaves), keys)(out)
-
-
-def _keys_of_leaves(boundaries: Boundaries) -> Tensor:
-    """Return int64 ``[T]``, the place of every slot among the keys of its own leaf."""
-    prefixes = boundaries.prefixes
-    key_ends = np.cumsum(np.asarray(prefixes.key_lengths, dtype=np.int64))
-    queries = np.asarray(prefixes.query_lengths, dtype=np.int64)
-    places: Tensor = uploaded(ranges(key_ends - queries, key_ends), boundaries.offsets.device)
-    return places
+    *sources, read_keys, back = uploaded([*grids, read, of_queries], call.keys.device)
+    return Reach(call.keys.index_select(0, read_keys), tuple(sources), back)

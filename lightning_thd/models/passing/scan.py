@@ -4,132 +4,61 @@ A stretch is a part of a sequence on one rank. All ranks run their stretches at 
 continue on another rank run first. One exchange sends their final states and their changes (what a stretch
 does to an entering state). From these each rank computes the states that enter its stretches.
 
-The state decays by one number per head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
-So final state and output are linear in the entering state, and a stretch can run before that state arrives.
-Its output is the output without an entering state, plus a term that is later computed from that state.
-Legend: N slots of a shard, R rows, L slots of the longest row, H heads, K and V sizes of keys and values.
+A convolution of width W reads W - 1 earlier slots, like an attention with a window. So ``context.needs``
+plans the exchange of slots, as for attention. Legend: N slots of a shard, C channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_thd.models.families.padded_groups import padded_rows, places_in
+from lightning_thd.models.passing.stretches import (
+    Inputs,
+    Reach,
+    Recurrence,
+    Rows,
+    Spanned,
+    gather_rows,
+    rows_of_kind,
+    run_rows,
+    with_blank,
+)
+from lightning_thd.parallel.context import needs, partition
 from lightning_thd.parallel.context.layout import ShardLayout
-from lightning_thd.parallel.context.partition import Ints, ranges
 from lightning_thd.parallel.context.states import StatePlan, plan_states
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
-Inputs = tuple[Tensor, ...]
 
+class OverRanks(NamedTuple):
+    """The carrier of a context-parallel shard, by exchanges between ranks."""
 
-class Spanned(NamedTuple):
-    """The result of a stretch that ran before its entering state was known, and the effect of that state."""
+    layout: ShardLayout
+    where: str = "a context-parallel shard"
+    instead: str = "Set context_parallel_size=1."
 
-    out: Tensor  # ``[R, L, H, ...]``, the output without an entering state
-    state: Tensor  # ``[R, *state_shape]``, the final state without an entering state
-    change: Tensor  # ``[R, H, ...]``, how the stretch changes an entering state; see ``carry``
-    read: Callable[[Tensor], Tensor]  # entering state, shaped as ``state`` -> the term to add to ``out``
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Run a recurrence with the states of other ranks; a collective."""
+        return scan_shard(recurrence, inputs, self.layout)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateSpace:
-    """Mamba 2: x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``; G groups, sizes P and S."""
-
-    scan: Callable[..., Any]  # transformers' or mamba-ssm's function on rows
-    decay: Tensor  # ``[H]``, the layer's A, below 0
-    skip: Tensor | None  # ``[H]``, the layer's D: the output gets the term D x; None for no such term
-    chunk_size: int  # slots that the scan processes at once
-    state_shape: tuple[int, ...]  # H, P, S
-
-    @property
-    def change_shape(self) -> tuple[int, ...]:
-        """Return the sizes of a change: one factor per head."""
-        return self.state_shape[:1]
-
-    def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scan rows of a state-space layer; zero time steps in the padding do not change the state."""
-        x, dt, b, c = inputs
-        options: Any = {"chunk_size": self.chunk_size, "D": self.skip, "initial_states": entering}
-        out, state = self.scan(x, dt, self.decay, b, c, **options, return_final_states=True)
-        return out, state
-
-    def span(self, inputs: Inputs) -> Spanned:
-        """Scan rows before the entering state is known; each slot decays that state by ``exp(A dt)``."""
-        out, state = self.run(inputs, None)
-        _, dt, _, c = inputs
-        fell = (dt * self.decay).cumsum(1).exp()
-
-        def read(entering: Tensor) -> Tensor:
-            heads = c.repeat_interleave(self.state_shape[0] // c.shape[2], dim=2).to(entering.dtype)
-            seen = torch.einsum("rlhs,rhps->rlhp", heads, entering)
-            return seen * fell[..., None].to(entering.dtype)
-
-        return Spanned(out, state, fell[:, -1].to(state.dtype), read)
-
-    def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Multiply states by the decay of their stretches."""
-        return change[..., None, None] * state
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaRule:
-    """The gated delta rule: q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, g and beta; h heads of keys."""
-
-    rule: Callable[..., Any]  # transformers' or flash-linear-attention's function on rows
-    options: dict[str, Any]  # further arguments, the same for all rows
-    state_shape: tuple[int, ...]  # H, K, V
-
-    @property
-    def change_shape(self) -> tuple[int, ...]:
-        """Return the sizes of a change: one matrix per head."""
-        heads, keys, _ = self.state_shape
-        return heads, keys, keys
-
-    def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run rows of the gated delta rule; zeros in the padding do not change the state."""
-        q, k, v, g, beta = inputs
-        out, state = self.rule(
-            q, k, v, g=g, beta=beta, initial_state=entering, output_final_state=True, **self.options
-        )
-        return out, state
-
-    def span(self, inputs: Inputs) -> Spanned:
-        """Run rows without the entering state; columns that enter as an identity matrix end as the change."""
-        q, k, v, g, beta = inputs
-        heads, keys, values = self.state_shape
-        wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)
-        kept = torch.float64 if v.dtype == torch.float64 else torch.float32
-        unit = torch.eye(keys, device=v.device, dtype=kept).expand(len(v), heads, keys, keys)
-        entering = torch.cat([unit.new_zeros(len(v), heads, keys, values), unit], dim=-1)
-        out, state = self.run((q, k, wide, g, beta), entering)
-        response = out[..., values:]
-
-        def read(entered: Tensor) -> Tensor:
-            return torch.einsum("rlhk,rhkv->rlhv", response.to(entered.dtype), entered)
-
-        return Spanned(out[..., :values], state[..., :values], state[..., values:], read)
-
-    def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Multiply states by the change matrices of their stretches."""
-        return change @ state
-
-
-Recurrence: TypeAlias = StateSpace | DeltaRule
-
-
-class Rows(NamedTuple):
-    """Stretches of one kind, of similar length: their indices ``[R]`` and slots ``[R, L]``; N for padding."""
-
-    members: Tensor
-    slots: Tensor
+    def near(self, rows: Tensor, left: int) -> tuple[Tensor, Reach]:
+        """Add the slots that other ranks send; a collective."""
+        layout = self.layout
+        plan = needs.exchanged(layout, causal=True, left=left)
+        if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
+            assert layout.group is not None
+            sent = rows.index_select(0, plan.send_rows)
+            counts = (plan.send_counts, plan.receive_counts)
+            received = exchange_rows(sent, *counts, layout.group, layout.traffic)
+            layout.traffic.count("convolution")
+            rows = keep_path(torch.cat([rows, received]), received)
+        return rows, layout.once(("convolution", left), lambda: _reach(layout, left))
 
 
 class _Plan(NamedTuple):
@@ -153,7 +82,7 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, shard: ShardLayout) -> Te
     padded = with_blank(inputs)
     outputs: list[Tensor] = []
     opened = [run_rows(recurrence, padded, rows, None, outputs) for rows in plan.opening]
-    spanned = [recurrence.span(_gather(padded, rows)) for rows in plan.spanning]
+    spanned = [recurrence.span(gather_rows(padded, rows)) for rows in plan.spanning]
     entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], shard)
     num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
 
@@ -168,26 +97,6 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, shard: ShardLayout) -> Te
     for rows in plan.whole:
         run_rows(recurrence, padded, rows, None, outputs)
     return keep_path(torch.cat(outputs).index_select(0, plan.back), entering)
-
-
-def with_blank(inputs: Inputs) -> Inputs:
-    """Return inputs ``[N, ...]`` with one more slot, the zeros of padding."""
-    return tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
-
-
-def _gather(padded: Inputs, rows: Rows) -> Inputs:
-    """Gather the inputs of stretches as rows; slot N holds the zeros of padding."""
-    flat = rows.slots.flatten()
-    return tuple(x.index_select(0, flat).view(*rows.slots.shape, *x.shape[1:]) for x in padded)
-
-
-def run_rows(
-    recurrence: Recurrence, padded: Inputs, rows: Rows, entering: Tensor | None, outputs: list[Tensor]
-) -> Tensor:
-    """Run stretches from the states that enter them; append their outputs, and return their final states."""
-    out, state = recurrence.run(_gather(padded, rows), entering)
-    outputs.append(out.flatten(0, 1))
-    return state
 
 
 def _entering_states(
@@ -277,8 +186,15 @@ def _plan(shard: ShardLayout) -> _Plan:
     return _Plan(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 
-def rows_of_kind(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
-    """Group n stretches of similar length, on the host; ``kind``: first slots and lengths, ``[2, n]``."""
-    first, lengths = kind
-    rows = np.append(ranges(first, first + lengths), slots)
-    return [(members, rows[grid]) for members, grid in padded_rows(lengths)]
+def _reach(layout: ShardLayout, left: int) -> Reach:
+    """Plan a convolution that reads ``left`` earlier slots, in groups of stretches of similar length."""
+    plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
+    grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
+    ends = np.cumsum(plan.kv_lengths)
+    own_rows = partition.ranges(ends - plan.q_lengths, ends)
+    own_places = places_in(grids, int(plan.kv_lengths.sum()))[own_rows]
+    *sources, own = layout.put([*grids, own_places])
+
+    keys = needs.needed_call(layout, causal=True, left=left).keys
+    assert keys is not None
+    return Reach(keys, tuple(sources), own)

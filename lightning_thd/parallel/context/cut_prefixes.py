@@ -9,7 +9,7 @@ predictions, M tokens of all sequences.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.keys import IGNORE_INDEX
-from lightning_thd.batch.prefixes import (
-    Prefixes,
-    SharedBoundaries,
-    refuse_field_of_shared,
-    refuse_layer,
-    refuse_need,
-)
+from lightning_thd.batch.prefixes import PrefixBoundaries, Prefixes, SharedBoundaries
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import Need
 from lightning_thd.parallel.context import partition
@@ -101,6 +95,11 @@ class SharedLayout(ShardLayout):
         )
         self.whole = whole
         self.fragments = cut_leaves(whole.prefixes.query_lengths, rank=rank, **self.cut)
+
+    @property
+    def carries(self) -> bool:
+        """Return False: the states of branches go to any rank."""
+        return False
 
     def pack_boundaries(self) -> Boundaries:
         """Return the boundaries of the whole pack."""
@@ -190,7 +189,7 @@ def prefixes_of_rank(shard: SharedLayout) -> ShardPrefixes:
     return ShardPrefixes(**fields, here=place_of_token >= 0)
 
 
-class SharedShardBoundaries(ShardBoundaries):
+class SharedShardBoundaries(PrefixBoundaries, ShardBoundaries):
     """The boundaries of one rank's slots of a pack with shared prefixes; its entries are fragments."""
 
     __slots__ = ("prefixes",)
@@ -221,31 +220,23 @@ class SharedShardBoundaries(ShardBoundaries):
         return super().call(layer, causal=causal)
 
     def require(self, need: Need, layer: object) -> None:
-        """Raise ValueError if a layer that needs something does not run on these boundaries."""
-        refuse_need(layer, need)
+        """Raise ValueError if what needs something does not run on a shard of shared prefixes."""
+        if need == "all_tokens":
+            raise ValueError(
+                f"{layer} got one rank's shard of a pack whose sequences share prefixes, and other ranks "
+                "predict some of its tokens. Set share_prefixes=False or context_parallel_size=1."
+            )
+        super().require(need, layer)
 
-    def refuse_prefixes(self, layer: object, why: str) -> None:
-        """Raise ValueError, because a layer cannot run on sequences that share prefixes."""
-        refuse_layer(layer, why)
-
-    def refuse_field(self, name: str) -> NoReturn:
-        """Raise ValueError, because a field of the batch has no meaning if sequences share slots."""
-        refuse_field_of_shared(name)
-
-    @property
-    def padded_lengths(self) -> tuple[int, ...]:
-        """Refuse: sequences have no slots of their own."""
-        self.refuse_field("padded_lengths")
+    def members(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return every token's sequence, ``count`` for the tokens of other ranks; and its slot."""
+        sequences, slots = super().members(count)
+        return sequences.where(self.prefixes.here, count), slots
 
     @property
     def longest_entry(self) -> int:
         """Return the keys of the longest leaf of the pack, or the slots of the pad at the end."""
         return self.layout.whole.longest_entry
-
-    @property
-    def positions(self) -> Tensor:
-        """Return int64 ``[N]``, the place of every slot in its sequences, prefixes included."""
-        return self.part(self.layout.whole.positions)
 
     @property
     def real_slots(self) -> Tensor:

@@ -1,14 +1,13 @@
 """A step whose microbatches are shared by different numbers of ranks (their degrees) -> one rank's parts.
 
 Groups of 2, 4, 8, ... neighbouring ranks are created once. The c ranks of a group share a microbatch of
-degree c: each has the whole pack until ``cut_step``. With degree 1, one rank runs the whole pack.
+degree c: each has the whole pack until ``shard.cut_step``. With degree 1, one rank runs the whole pack.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ import torch.distributed as dist
 
 from lightning_thd.batch.thd_batch import THDBatch, THDStep
 from lightning_thd.parallel.across_ranks import digests, int63, require_same
-from lightning_thd.parallel.context.traffic import Traffic
-from lightning_thd.parallel.shard import cut_batch
-from lightning_thd.stats import SeqStats
 
 
 class DynamicStep(THDStep):
@@ -36,63 +32,11 @@ class DynamicStep(THDStep):
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("microbatches", "degrees", "plan_digest")}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> DynamicStep:
-        """Move every microbatch; see ``THDBatch.to``."""
-        moved = [batch.to(device, non_blocking=non_blocking) for batch in self.microbatches]
-        return DynamicStep(moved, self.degrees, self.plan_digest)
-
-    def pin_memory(self) -> DynamicStep:
-        """Return a copy in page-locked memory."""
-        return DynamicStep(
-            [batch.pin_memory() for batch in self.microbatches], self.degrees, self.plan_digest
-        )
-
 
 def digest_of(degrees: Any) -> int:
     """Hash a table of degrees, int64 ``[ranks, microbatches]``, to an int63."""
     hashed = hashlib.sha256(repr(degrees.shape).encode() + degrees.astype("<i8").tobytes())
     return int63(hashed.digest())
-
-
-def cut_step(
-    step: DynamicStep,
-    groups: Mapping[int, dist.ProcessGroup],
-    *,
-    traffic: Traffic | None = None,  # counts what layers receive; None counts those of this step
-    **options: Any,
-) -> THDStep:
-    """Cut every microbatch of a step to this rank's part, which with degree 1 is the whole pack."""
-    if traffic is None:
-        traffic = Traffic()
-    parts = []
-    for batch, degree in zip(step.microbatches, step.degrees, strict=True):
-        if degree > 1 and degree not in groups:
-            raise ValueError(
-                f"A plan shares a microbatch over {degree} ranks, but groups exist only of {sorted(groups)} "
-                "ranks. Raise max_context_parallel_size, or plan with the sharing of the strategy."
-            )
-
-        if degree == 1:
-            traffic.count("slots", batch.input_ids.shape[-1])
-            parts.append(batch)
-            continue
-
-        shard = cut_batch(batch, traffic, group=groups[degree], **options)
-        # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
-        parts.append(shard.replace(stats=part_of(batch.stats, degree, groups[degree].rank())))
-
-    return THDStep(parts)
-
-
-def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Return one of ``parts`` parts of a pack's counts: whole numbers, larger by one in the first parts."""
-
-    def share(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple((window, share(pairs)) for window, pairs in value)
-        return value // parts + (part < value % parts)
-
-    return SeqStats(**{field.name: share(getattr(stats, field.name)) for field in fields(SeqStats)})
 
 
 def make_degree_groups(

@@ -18,10 +18,10 @@ from lightning_thd._checks import choice, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.boundaries import Boundaries, KernelCall
-from lightning_thd.boundaries.core import ForThdOnly, Need
+from lightning_thd.boundaries.core import ForThdOnly, Need, Unfolded
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.traffic import Traffic
-from lightning_thd.parallel.exchange import all_gather_rows
+from lightning_thd.parallel.exchange import all_gather_rows, mapped, reduced
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 _T = TypeVar("_T")
@@ -115,6 +115,11 @@ class ShardLayout:
 
         return self.once("pack", make)
 
+    @property
+    def carries(self) -> bool:
+        """Return whether the state of a recurrent layer can go from rank to rank."""
+        return self.layout != "striped"
+
     def call(self, *, causal: bool, left: int) -> KernelCall:
         """Return this rank's kernel call on gathered keys, computed once per batch and kind of layer."""
 
@@ -173,6 +178,7 @@ class ShardBoundaries(Boundaries):
 
     layout: ShardLayout
     row = "shard"
+    own_slots = False
     eager = "context_parallel"  # the sizes of exchanges between ranks differ between batches
 
     @classmethod
@@ -209,10 +215,9 @@ class ShardBoundaries(Boundaries):
         return self.layout.group
 
     @property
-    def shard(self) -> ShardLayout:
-        """Return the layout, for a layer that exchanges rows with other ranks; this marks it as used."""
-        self.layout.used = True
-        return self.layout
+    def used(self) -> bool:  # type: ignore[override]
+        """Return whether a layer has asked how rows come from other ranks."""
+        return self.layout.used
 
     def call(self, layer: object = None, *, causal: bool = True, chunk: int | None = None) -> KernelCall:
         """Return the offsets of the shard, and the layout by which attention exchanges keys."""
@@ -223,15 +228,34 @@ class ShardBoundaries(Boundaries):
             )
         if not causal:
             self.require("both_ways", layer)
+        self.layout.used = True
         longest = self.max_seqlen
-        return KernelCall(self.offsets, self.offsets, longest, longest, exchange=self.shard)
+        return KernelCall(self.offsets, self.offsets, longest, longest, exchange=self.layout)
 
     def require(self, need: Need, layer: object) -> None:
-        """Raise ValueError if a layer that needs something does not run on a shard."""
+        """Raise ValueError if what needs something does not run on a shard."""
         if need == "both_ways" and self.real_offsets is not None:
-            self.refuse_shard(layer, "lets tokens see later tokens, and context parallelism pads sequences")
+            why = "lets tokens see later tokens, and context parallelism pads sequences"
+            self.require_own_slots(layer, why)
+        if need == "next_label":
+            raise ValueError(
+                f"{type(layer).__name__} got labels and one rank's shard of a pack, whose last target is on "
+                "another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
+            )
 
-    def refuse_shard(self, layer: object, why: str) -> None:
+    def unfolded(self) -> Unfolded:
+        """Return the whole pack; the way there is a collective."""
+        self.layout.used = True
+        return Unfolded(self.layout.pack_boundaries(), gather=self._gathered, keep=self.part)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """Gather a layer's rows of all ranks, of any dtype; a collective."""
+        self.layout.traffic.count("gathered")
+        if rows.is_floating_point():
+            return self.whole(rows)
+        return self.whole(rows.to(torch.int64)).to(rows.dtype)
+
+    def require_own_slots(self, layer: object, why: str) -> None:
         """Raise ValueError, because a layer cannot run on one rank's shard of a pack."""
         raise ValueError(
             f"{type(layer).__name__} got one rank's shard of a pack, and {why}. Train this model without "
@@ -260,6 +284,17 @@ class ShardBoundaries(Boundaries):
     def padded_lengths(self) -> tuple[int, ...]:
         """Return the slots of every entry of the whole pack."""
         return self.layout.padded_lengths
+
+    @property
+    def real_lengths(self) -> tuple[int, ...]:
+        """Return the real tokens of every entry on this rank."""
+        return self.lengths if self.real_offsets is None else self.once(_held_tokens)
+
+    @property
+    def positions(self) -> Tensor:
+        """Return int64 ``[N]``, the place of every slot in its sequence."""
+        positions: Tensor = _positions(self)
+        return positions
 
     @property
     def longest_entry(self) -> int:
@@ -308,10 +343,38 @@ class ShardBoundaries(Boundaries):
         """Return the offsets of the whole pack, int32 ``[S + 1]``."""
         return self.layout.pack_offsets
 
+    def pack_value(self, loss: Tensor) -> Tensor:
+        """Return a loss with the value of the whole pack, for logs, and the gradient of this rank's shard."""
+        group = self.layout.group
+        if group is None:
+            return loss
+
+        def mean_over_ranks(share: Tensor) -> Tensor:
+            mean: Tensor = reduced(share, group) / group.size()
+            return mean
+
+        return mapped(loss, mean_over_ranks, lambda gradient: gradient)
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "A shard belongs to a process group and cannot be pickled. Send the THDBatch and cut it there."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the pack's offsets may have to be uploaded
+def _positions(boundaries: ShardBoundaries) -> Tensor:
+    return boundaries.once(_places)
+
+
+def _places(boundaries: ShardBoundaries) -> Tensor:
+    """Return ``ShardBoundaries.positions``, from those of the whole pack."""
+    return boundaries.part(boundaries.layout.pack_boundaries().positions)
+
+
+def _held_tokens(boundaries: ShardBoundaries) -> tuple[int, ...]:
+    """Return ``ShardBoundaries.real_lengths`` of padded sequences; this reads the device once."""
+    assert boundaries.real_offsets is not None
+    return tuple(boundaries.real_offsets.diff().tolist())
 
 
 def gather_pack(x: Tensor, shard: ShardLayout) -> Tensor:

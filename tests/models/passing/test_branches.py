@@ -106,7 +106,7 @@ def test_layers_carry_states_where_they_can(
     family: str, carries: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    for name in ("run_carried", "run_on_paths"):
+    for name in ("run_carried", "run_unfolded"):
         original = getattr(recurrent, name)
 
         def noted(*args: Any, name: str = name, original: Any = original) -> Any:
@@ -115,7 +115,7 @@ def test_layers_carry_states_where_they_can(
 
         monkeypatch.setattr(recurrent, name, noted)
     causal_lm_loss(build_in_double(family), THDBatch.collate(TURNS, share_prefixes=True))
-    assert set(calls) == {"run_carried" if carries else "run_on_paths"}
+    assert set(calls) == {"run_carried" if carries else "run_unfolded"}
 
 
 def test_a_state_that_a_layer_passes_itself_is_refused() -> None:

@@ -17,6 +17,7 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.models.families import recurrent
 from lightning_thd.models.passing import adopt
+from lightning_thd.models.passing.scan import OverRanks
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.families import FAMILIES, build_in_double
@@ -145,4 +146,4 @@ def test_what_a_shard_cannot_honour_is_refused(
 ) -> None:
     x = torch.zeros(1, 4, 2, 3)
     with pytest.raises(ValueError, match=f"passes {name} to its kernel.*context_parallel_size=1"):
-        rule(oracle.delta_rule, adopt.OverRanks(ShardLayout([4], cp=1, rank=0)), x, x, x, x, x, **options)
+        rule(oracle.delta_rule, OverRanks(ShardLayout([4], cp=1, rank=0)), x, x, x, x, x, **options)

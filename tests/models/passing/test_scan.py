@@ -20,7 +20,9 @@ from transformers.models.bamba import modeling_bamba
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.passing import adopt
-from lightning_thd.models.passing.adopt import Carrier, OverRanks, convolve, run_delta_rule, scan_state_space
+from lightning_thd.models.passing.adopt import convolve, run_delta_rule, scan_state_space
+from lightning_thd.models.passing.scan import OverRanks
+from lightning_thd.models.passing.stretches import Carrier
 from lightning_thd.parallel.context.layout import ShardLayout, gather_pack
 from tests.models.families import build
 from tests.models.passing import oracle
