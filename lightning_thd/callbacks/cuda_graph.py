@@ -85,7 +85,8 @@ class CUDAGraphCallback(L.Callback):
         ValueError: if a number of sequences is below 1.
         MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing; with
             ``compile_layers=True``, if the strategy or the layers do not allow it; with
-            ``capture_optimizer=True``, if the optimizer, a GradScaler or several processes do not allow it.
+            ``capture_optimizer=True``, if the optimizer, a GradScaler, several processes, the strategy or
+            manual optimization do not allow it.
         CaptureError: with ``require=True``, if a capture fails.
     """
 
@@ -157,6 +158,11 @@ class CUDAGraphCallback(L.Callback):
                     f"CUDAGraphCallback(compile_layers=True) compiles layers inside graphs, but {reason}. "
                     "Leave it out, and compile layers for eager training: layer.compile(dynamic=True). See "
                     "'Speed' in the documentation."
+                )
+            if self.capture_optimizer:
+                raise MisconfigurationException(
+                    "CUDAGraphCallback(capture_optimizer=True) replays updates after gradients that graphs "
+                    f"wrote, but {reason}. Leave capture_optimizer out."
                 )
             self._stay_idle(reason)
             return

@@ -386,3 +386,20 @@ def test_what_a_trainer_does_not_allow_is_refused_when_training_starts() -> None
         fit(graphs(capture_optimizer=True), module=unfused)
     with pytest.raises(ValueError, match="keep_gradients=True gives every step new ones"):
         CUDAGraphCallback(capture_optimizer=True, keep_gradients=True)
+
+
+class TwoOptimizers(Module):
+    """Has an optimizer for the head and one for the rest, which Lightning runs by hand only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.model.lm_head.parameters()), adamw(self.model.model.parameters())]
+
+
+def test_several_optimizers_are_refused_by_name() -> None:
+    expected = "capture_optimizer=True.*automatic_optimization=False.*Leave capture_optimizer out"
+    with pytest.raises(MisconfigurationException, match=expected):
+        fit(graphs(capture_optimizer=True, require=False), module=TwoOptimizers(), gradient_clip_val=None)
