@@ -103,8 +103,8 @@ def context_parallel_attention(
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGE: Tensor,
-    *,
     shard: ShardLayout,
+    *,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:

@@ -277,9 +277,7 @@ def _attend_shard(
     def raw_kernel() -> raw.RawKernel:  # partial results are merged by their log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
-    return context_parallel_attention(
-        attend, raw_kernel, q, k, v, shard=call.exchange, spec=spec, sinks=sinks
-    )
+    return context_parallel_attention(attend, raw_kernel, q, k, v, call.exchange, spec=spec, sinks=sinks)
 
 
 def describe(
