@@ -27,7 +27,8 @@ def main() -> None:
     plan = planner.step(0, 0, dp=1)
     print("2  packs of step 0  ", [pack.tolist() for pack in plan.indices_by_rank()[0]])
 
-    # 3. The loader asks for one batch after the other, and knows its position for checkpoints.
+    # 3. The loader asks for one batch after the other, and knows its position for checkpoints. The step has
+    #    two packs, and one rank runs both: two batches per step.
     loader = THDLoader(PlannedSteps(planner, BatchMaker(dataset=dataset, index=index), per_step=2))
 
     # 4. Collate: the rows end to end, with cu_seqlens, positions from zero and the next token as target.
@@ -44,7 +45,8 @@ def main() -> None:
     # 6. causal_lm_loss does the stages 7 to 12, which follow one by one.
     loss = causal_lm_loss(model, batch)
 
-    # 7. Announce the batch to the layers; the head is left out, so no logits exist.
+    # 7. Announce the batch to the layers; the head is left out, so no logits exist. hf_kwargs() carries the
+    #    boundaries too: the announcement is for calls whose arguments do not.
     with packed(batch):
         # 8. The model's own forward runs. 9. Each layer finds the boundaries of the batch and its kernel.
         hidden = model.model(**batch.hf_kwargs()).last_hidden_state[0]

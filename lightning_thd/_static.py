@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # In what run the code of this thread is:
-# - ``on``: whether it is inside ``static_shapes``;
+# - ``static``: whether it is inside ``static_shapes``;
 # - ``trial``: whether it is inside ``trial_runs``;
 # - ``scope``: the top of the stack of running models, see ``models.pack.Scope``;
 # - ``notes``: the noted batches of the running step, see ``batch.noted``.
@@ -25,16 +25,16 @@ ONLY_LOOKS = "_thd_only_looks"  # the attribute of a hook that does not change a
 def static_shapes() -> Iterator[None]:
     """Mark a context whose code must not read values of tensors, because its recording is replayed."""
     before = shapes_are_static()
-    RUN.on = True
+    RUN.static = True
     try:
         yield
     finally:
-        RUN.on = before
+        RUN.static = before
 
 
 def shapes_are_static() -> bool:
     """Return whether the code runs inside :func:`static_shapes`."""
-    return getattr(RUN, "on", False)
+    return getattr(RUN, "static", False)
 
 
 @contextlib.contextmanager

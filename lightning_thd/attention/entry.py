@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
-from lightning_thd.attention.spec import AttentionSpec, Window, known_spec, make_spec
-from lightning_thd.attention.support import Backend, Kernel, Request, choose, known_choice
+from lightning_thd.attention.spec import AttentionSpec, Window, cached_spec, make_spec
+from lightning_thd.attention.support import Backend, Kernel, Request, cached_choice, choose
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
 
@@ -202,7 +202,7 @@ def bind(
     if sinks is not None:
         _check_sinks(sinks, q_cast)
 
-    spec = known_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    spec = cached_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks)
     if LISTENERS and not torch.compiler.is_compiling():
         bound = _reporting(bound, call, spec)
@@ -237,7 +237,7 @@ def _bind(
         kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, call, spec, sinks))
 
-    name = known_choice(describe(q, v, spec, sinks))
+    name = cached_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, call, spec).heads_first
 

@@ -61,7 +61,7 @@ def make_spec(
 
 
 # The checked spec of a kind of layer, made once; ``make_spec`` itself also takes what has no hash.
-known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
+cached_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
 def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:

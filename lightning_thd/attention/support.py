@@ -161,7 +161,7 @@ class Request:
 
 
 @lru_cache(maxsize=256)
-def known_choice(request: Request) -> Kernel:
+def cached_choice(request: Request) -> Kernel:
     """Return the kernel that "auto" chooses for a request; results are cached."""
     return choose("auto", request)
 

@@ -107,6 +107,7 @@ def lay_out(
 
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
+    # ``padded`` has an entry for each sequence and, if slots are left at the end of the pack, one for them.
     padded, slots = slots_of(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths  # no padding between sequences
@@ -296,6 +297,7 @@ def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> 
     """Return each slot's next token in its sequence; a sequence's last token and padding get -100."""
     targets = np.append(source[1:], IGNORE_INDEX)
     ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
+    # For an empty sequence at slot 0 this is -1, the last slot of the pack, which has no target either.
     targets[ends - 1] = IGNORE_INDEX
 
     ends_of_tokens = ends.tolist() or [0]  # a batch without sequences is all padding
@@ -345,6 +347,7 @@ def _counted_positions(padded: list[int], lengths: list[int]) -> NDArray[np.int6
     No position exceeds the longest sequence's, because a model's table of positions may hold no more.
     """
     # Joining slices of one cached arange takes a third of the time of arange(T) minus the repeated starts.
+    # Sizes are powers of 2, so that batches of almost any length share a few cached ranges.
     from_zero = _count_up(1 << max(padded, default=1).bit_length())
     longest = max([1, *lengths])
     sequences = [from_zero[:slots] for slots in padded[: len(lengths)]]

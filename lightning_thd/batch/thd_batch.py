@@ -27,8 +27,19 @@ from lightning_thd.stats import SeqStats, Vision, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "weights")
 _FIELDS = (
-    *(*_TENSORS, "boundaries", "stats", "sequence_ids", "loss_scale", "extras", "sequence_shares"),
-    *("sequence_scale", "token_scale", "microbatch", "set_name", "max_targets", "roles"),
+    *_TENSORS,
+    "boundaries",
+    "stats",
+    "sequence_ids",
+    "loss_scale",
+    "extras",
+    "sequence_shares",
+    "sequence_scale",
+    "token_scale",
+    "microbatch",
+    "set_name",
+    "max_targets",
+    "roles",
 )
 _ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
 

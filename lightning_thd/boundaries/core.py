@@ -119,6 +119,9 @@ class Unfolded(NamedTuple):
 class Boundaries(Immutable):
     """Where every sequence of a pack begins: lengths on the host, offsets on the device.
 
+    ``lengths`` are slots here, of all entries, padding included, because kernels run on slots. What a batch
+    calls ``lengths``, the real tokens of every sequence, is ``sequence_lengths``.
+
     Attributes:
         offsets: int32 ``[S + 1]``, the first slot of every entry, and T.
         real_offsets: int32 ``[S + 1]``, cumulative lengths without the padding inside entries; None if no
@@ -130,8 +133,16 @@ class Boundaries(Immutable):
     """
 
     __slots__ = (
-        *("_answers", "_lengths", "kernels", "longest", "max_seqlen", "offsets"),
-        *("real_offsets", "sequence_lengths", "shown_mask", "slots"),
+        "_answers",
+        "_lengths",
+        "kernels",
+        "longest",
+        "max_seqlen",
+        "offsets",
+        "real_offsets",
+        "sequence_lengths",
+        "shown_mask",
+        "slots",
     )
 
     offsets: Tensor
@@ -140,8 +151,8 @@ class Boundaries(Immutable):
     longest: int
     max_seqlen: int
     sequence_lengths: tuple[int, ...] | None
-    _lengths: tuple[int, ...] | None
-    _answers: dict[Any, Any]
+    _lengths: tuple[int, ...] | None  # what ``lengths`` returns; None until it is read from the device
+    _answers: dict[Any, Any]  # what ``once`` has computed, by the function that did
     kernels: dict[Any, Any]  # bound attention kernels by kind of layer; ``models.attend`` fills it
     shown_mask: Tensor | None  # a mask known to hide no token; ``models.masks`` notes it
 

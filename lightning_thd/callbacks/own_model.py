@@ -52,15 +52,17 @@ class OwnModel:
         self._taken = 0  # the calls of the running step that ``take`` has returned
         self._own_calls: list[AttentionCall] = []  # those of the running step on the batch's own sequences
         self._places: set[int] = set()  # addresses of the running step's own offsets
-        self._others = False  # whether some attention has other offsets than the batch's
+        self._has_others = False  # whether some attention has other offsets than the batch's
         self._steps: list[Counted] = []
         self._shards = 1  # ranks that share the slots of a pack in the counted steps
-        self._agree: bool | None = False  # whether steps of different lengths agreed; None if they cannot
+        # Whether steps of different lengths agreed, so that no more are counted. None if they cannot agree,
+        # because products do not grow with the slots: then every step is counted.
+        self._agree: bool | None = False
         self.products: tuple[int, int] | None = None
 
         configs = (getattr(child, "config", None) for child in module.modules())
         self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
-        self._shares = set[float]()  # decoder slots per encoder slot, each ratio seen
+        self._decoder_shares = set[float]()  # decoder slots per encoder slot, each ratio seen
 
     def begin(self, stage: str, batch: Any, *, inside: bool) -> None:
         """Begin to count or to listen; ``inside`` a running step, only remember its next batch."""
@@ -74,7 +76,7 @@ class OwnModel:
         # After an evaluation inside a step, the rest of the step says too little about its products.
         if stage == "train" and batch is not None and not inside and self._wants(batch):
             self._active = StepCounter()
-        elif self._others:
+        elif self._has_others:
             self._active = CallListener()
         if self._active is not None:
             self._active.start()
@@ -91,7 +93,7 @@ class OwnModel:
             else:
                 others.append(call)
         self._taken = len(self._active.calls)
-        self._others = self._others or bool(others)
+        self._has_others = self._has_others or bool(others)
         return others
 
     def end(self, stage: str, step: Sequence[Seen]) -> bool:
@@ -169,15 +171,15 @@ class OwnModel:
         """Return whether a decoder's share of the tokens has changed; then say that nothing is counted."""
         if not self._decodes or not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
             return False
-        self._shares.add(batch["labels"].numel() / slots)
-        if len(self._shares) == 2:
+        self._decoder_shares.add(batch["labels"].numel() / slots)
+        if len(self._decoder_shares) == 2:  # say it once
             self.model = self.pattern = None
             warn(
                 "FLOPs are no longer logged: the decoder's share of the tokens varies, so a counted step "
                 "says nothing about others. Pass flops_model=, or pad to fixed lengths.",
                 MeasureWarning,
             )
-        return len(self._shares) > 1
+        return len(self._decoder_shares) > 1
 
     def _learn(self, step: Counted, own_calls: list[AttentionCall], microbatches: int, shards: int) -> None:
         """Make the FLOPs model and the pattern from the counted steps, of which this is the last."""

@@ -76,7 +76,9 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
         return [(stats, _lengths_of(batch))]
 
     # Padded rows by key or attribute.
-    look: _Lookup = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
+    look: _Lookup = partial(_attribute, batch)
+    if isinstance(batch, Mapping):
+        look = batch.get
     ids = look("input_ids")
     if ids is not None:
         return _rows(ids, look, pad_id)
@@ -161,8 +163,9 @@ def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
 
 def _tensors(members: Sequence[Any]) -> list[Seen]:
     """Return the rows of a tuple of tensors: token ids come first, and a later tensor may be a mask."""
-    if not members or not _are_rows(ids := members[0]):
+    if not members or not _are_rows(members[0]):
         return []
+    ids = members[0]
     masks = [each.reshape(ids.shape) for each in members[1:] if _fits(each, ids)]
     if not masks:
         return _dense(ids)
@@ -253,6 +256,11 @@ def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen
     return _dense(ids)
 
 
+def _attribute(batch: Any, name: str) -> Any:
+    """Look up the value of a key in a batch that has attributes."""
+    return getattr(batch, name, None)
+
+
 def _part(look: _Lookup, i: int, parts: int, name: str) -> Any:
     """Look up the value of microbatch ``i`` in a list with one value for each of ``parts`` microbatches."""
     value = look(name)
@@ -280,8 +288,12 @@ def _one_per_row(lengths: Any, rows: int) -> Tensor | None:
             lengths = torch.tensor(lengths)
         except (TypeError, ValueError, RuntimeError):  # a key "length" may have any values
             return None
-    whole = not (lengths.is_floating_point() or lengths.is_complex())
-    return lengths.long() if lengths.ndim == 1 and whole and rows in (1, len(lengths)) else None
+    if lengths.is_floating_point() or lengths.is_complex():
+        return None
+    if lengths.ndim != 1 or rows not in (1, len(lengths)):
+        return None
+    whole: Tensor = lengths.long()
+    return whole
 
 
 def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[Seen]:
@@ -296,7 +308,9 @@ def _dense(ids: Tensor) -> list[Seen]:
 
 def kept_slots(mask: Tensor) -> Tensor:
     """Return which slots a mask keeps: nonzero ones; if it is additive (floats, none above 0), its zeros."""
-    return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
+    if not mask.is_floating_point():
+        return mask != 0
+    return torch.where((mask > 0).any(), mask > 0, mask == 0)
 
 
 def _mask_lengths(mask: Tensor) -> Tensor:

@@ -20,11 +20,34 @@ from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
 _DISTRIBUTIONS = (
-    *("torch", "lightning", "torchmetrics", "numpy", "tensorboard", "transformers", "accelerate", "trl"),
-    *("peft", "datasets", "pyarrow", "ray"),
-    *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
-    *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
-    *("jsonargparse", "matplotlib", "zstandard"),
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "numpy",
+    "tensorboard",
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "datasets",
+    "pyarrow",
+    "ray",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "transformer-engine",
+    "mamba-ssm",
+    "causal-conv1d",
+    "fla-core",
+    "flash-linear-attention",
+    "tilelang",
+    "torchao",
+    "fsspec",
+    "wandb",
+    "jsonargparse",
+    "matplotlib",
+    "zstandard",
 )
 _NO_DEVICE = "there is no CUDA device"
 # A kind of layer or precision -> its kernels or engine, and the imports they need beside a CUDA device.
@@ -104,7 +127,7 @@ def diagnose() -> Diagnosis:
             *_fused(capability),
             _kernel("CUDA graphs", "torch.cuda.CUDAGraph", why_no_graphs),
         ],
-        problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
+        problems=[f"{each.feature}: {each.problem}; {each.instead}." for each in problems],
     )
 
 

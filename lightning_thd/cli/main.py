@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _train(words)
     else:
         commands = [*TRAINING, *TOOLS]
+        # ``nearest`` ends a sentence. Here its words are a sentence of their own, or none.
         advice = nearest(command, commands).removeprefix("; ").capitalize().removeprefix(".")
         sentences = [f"no command {command!r}.", advice, f"Commands: {', '.join(commands)}."]
         sys.exit(f"lightning-thd: {' '.join(filter(None, sentences))}")

@@ -26,6 +26,7 @@ from lightning_thd.parallel.fsdp import layers_of
 
 _OLDEST = (7, 0)  # the compute capability that torch's compiler needs for triton's kernels
 _MOST_GRAPHS = 64  # kinds of layers times numbers of slots in a process; torch's default is 8
+_COMPILED_HERE = "_thd_compiles"  # marks the compiled forward of a layer
 _WITHOUT = "Leave compile_layers out to replay uncompiled layers."
 
 
@@ -80,12 +81,9 @@ def is_compiled(module: nn.Module) -> bool:
     return any(
         is_compiled_wrapper(child)
         or is_compiled_in_place(child)
-        or hasattr(vars(child).get("forward"), _OURS)
+        or hasattr(vars(child).get("forward"), _COMPILED_HERE)
         for child in module.modules()
     )
-
-
-_OURS = "_thd_compiles"  # marks the compiled forward of a layer
 
 
 @contextlib.contextmanager
@@ -103,7 +101,7 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
     old_forwards = [vars(layer).get("forward") for layer in layers]  # mostly None: that of the class
     for layer in layers:
         layer.forward = compiled(layer.forward)
-        setattr(layer.forward, _OURS, True)
+        setattr(layer.forward, _COMPILED_HERE, True)
 
     # DDP's part of the compiler cuts graphs at its buckets of gradients, which no capture has. And classes of
     # layers share a function of transformers, by which the compiler counts.

@@ -89,13 +89,21 @@ class _Steps(Protocol):
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]: ...
     def length(self, epoch: int) -> int | None: ...
-    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]: ...
-    def state(self, at: Position) -> dict[str, Any]: ...
+    def steps(self, position: Position, limit: int | None) -> Iterator[RankStep]: ...
+    def state(self, position: Position) -> dict[str, Any]: ...
     def load(self, state: Mapping[str, Any]) -> Position: ...
 
 
 class THDLoader:
-    """Iterates over the batches of one rank, epoch by epoch; its position is the same on every rank."""
+    """Iterates over the batches of one rank, epoch by epoch; its position is the same on every rank.
+
+    Args:
+        source: the steps, ``PlannedSteps`` or those of a stream.
+        progress: how far a Trainer has come; None for a hand-written loop.
+        capacity: slots of a pack, for the monitor; 0 if unknown.
+        predicts: whether to note the sequences of each batch, for writers of predictions.
+        judges: whether to refuse a model that asks its batches for no boundaries, in a hand-written loop.
+    """
 
     def __init__(
         self,
@@ -114,7 +122,7 @@ class THDLoader:
         self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        self._progress = progress  # how far a Trainer has come; None for a hand-written loop
+        self._progress = progress
         # Steps of a stream that are not trained yet: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
@@ -126,10 +134,10 @@ class THDLoader:
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
         self._set_position(Position())
 
-    def _set_position(self, at: Position) -> None:
+    def _set_position(self, position: Position) -> None:
         """Set the position at which the next iteration begins, and which checkpoints hold until then."""
-        self._position = at
-        self._saved = at
+        self._position = position
+        self._saved = position
         # For each step of this iteration: the batches up to its end, and the position there.
         self._step_ends: deque[tuple[int, Position]] = deque()
         self._handed_out = 0  # batches of this iteration
@@ -189,8 +197,8 @@ class THDLoader:
     def __iter__(self) -> Iterator[Batch]:
         # This is a generator, so it starts at the first next(), which Lightning calls after set_epoch.
         self._requeue_dropped()
-        at = replace(self._position, ended=False)
-        self._saved = at
+        position = replace(self._position, ended=False)
+        self._saved = position
         self._step_ends.clear()
         self._handed_out = 0
         self._not_run = 0
@@ -198,21 +206,27 @@ class THDLoader:
         self._total_at_start = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
 
-        limit = self._limit(at.epoch)
-        left = math.inf if limit is None else limit - at.step * self.per_step  # batches of this iteration
-        steps = self._timed(self.source.steps(at, limit))
-        handed = 0.0  # batches up to the end of the present step
-        while not at.ended and handed < left:
+        limit = self._limit(position.epoch)
+        num_batches = math.inf  # in this iteration
+        if limit is not None:
+            num_batches = limit - position.step * self.per_step
+        steps = self._timed(self.source.steps(position, limit))
+        end_of_step = 0.0  # batches of this iteration up to the end of the present step
+
+        while not position.ended and end_of_step < num_batches:
             step = self._to_repeat.popleft() if self._to_repeat else next(steps, None)
             if step is None:  # an epoch without steps
                 break
-            handed = min(handed + self.per_step, left)
-            before = at
-            at = self._position_behind(at, step, ended=handed == left)
-            self._record_step(int(handed), before, step)
-            self._step_ends.append((int(handed), at))
+
+            end_of_step = min(end_of_step + self.per_step, num_batches)
+            before = position
+            position = self._position_behind(position, step, ended=end_of_step == num_batches)
+            # The step is recorded before its first batch is handed out, because a checkpoint may be written
+            # while the step runs.
+            self._record_step(int(end_of_step), before, step)
+            self._step_ends.append((int(end_of_step), position))
             if self.source.resumes:
-                self._position = at
+                self._position = position
             yield from self._hand_out(step)
 
         if self._progress is not None:  # a stream's last batch is fetched ahead, and has not run yet
@@ -242,6 +256,8 @@ class THDLoader:
             self._handed_out += 1
             if self._predicts and isinstance(batch, THDBatch):
                 self._indices.append(list(batch.sequence_ids))
+            # A loop that reports its batches has not run this one yet. For any other loop, a batch that was
+            # handed out counts as run.
             self._not_run = int(self._reports)
             if self._first_update is None or self._reports:
                 yield batch
@@ -255,14 +271,14 @@ class THDLoader:
                 )
             self._not_run = 0
 
-    def _position_behind(self, at: Position, step: RankStep, *, ended: bool) -> Position:
+    def _position_behind(self, position: Position, step: RankStep, *, ended: bool) -> Position:
         """Return the position behind a step that begins at a position."""
-        number = at.step + 1
+        number = position.step + 1
         steps_per_epoch = self.source.steps_per_epoch
         is_last = step.last if steps_per_epoch is None else number == steps_per_epoch
         if ended or is_last:
-            return Position(epoch=at.epoch + 1, ended=True, stream=step.stream)
-        return Position(epoch=at.epoch, step=number, stream=step.stream)
+            return Position(epoch=position.epoch + 1, ended=True, stream=step.stream)
+        return Position(epoch=position.epoch, step=number, stream=step.stream)
 
     def _timed(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items, and add the time until each comes to ``waited_s``."""
@@ -286,15 +302,15 @@ class THDLoader:
         self._reports = True
         self._not_run = 0
 
-    def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
-        """Keep a step of a stream until it is trained, and forget positions that are past."""
+    def _record_step(self, end: int, before: Position, step: RankStep) -> None:
+        """Keep a stream's step, which ends behind ``end`` batches, until it is trained; forget past ones."""
         done = self._num_done()
         while len(self._step_ends) > 1 and self._step_ends[1][0] <= done:
             self._step_ends.popleft()
         if step.tokens is not None:
             self.tokens.append(step.tokens)
         if (self._progress is not None or self._reports) and self.source.resumes:
-            self._unfinished.append((handed, before, step))
+            self._unfinished.append((end, before, step))
             while self._unfinished[0][0] <= done:
                 self._unfinished.popleft()
 
@@ -310,7 +326,7 @@ class THDLoader:
             )
 
         done = self._num_done()
-        dropped = [(before, step) for handed, before, step in self._unfinished if handed > done]
+        dropped = [(before, step) for end, before, step in self._unfinished if end > done]
         self._unfinished.clear()
         if dropped:
             self._position, _ = dropped[0]
@@ -320,27 +336,27 @@ class THDLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that is trained, the same on every rank."""
-        at = self.position_after(self._num_done())
+        position = self.position_after(self._num_done())
         begins = self._progress is not None and self._progress.begins_epoch()
-        return self.source.state(replace(at, ended=at.ended and not begins))
+        return self.source.state(replace(position, ended=position.ended and not begins))
 
     def position_after(self, done: int) -> Position:
         """Return the position after the last whole step of the first ``done`` batches of this iteration."""
         position = self._saved
-        for handed, position_at_end in self._step_ends:
-            if handed <= done:
+        for end, position_at_end in self._step_ends:
+            if end <= done:
                 position = position_at_end
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last whole step of ``state``, on any number of ranks and workers."""
-        at = self.source.load(state)
+        position = self.source.load(state)
         self._unfinished.clear()
         self._to_repeat.clear()
         self.tokens.clear()
-        self._set_position(at)
-        if self._progress is not None and not at.ended:
-            self._progress.match(at.step * self.per_step)
+        self._set_position(position)
+        if self._progress is not None and not position.ended:
+            self._progress.match(position.step * self.per_step)
             self._total_at_start = self._progress.total()
 
 
@@ -543,7 +559,7 @@ class PlannedSteps:
         self.per_step = per_step
         self.fixed_order = fixed_order
         self.names: Sequence[str] = planner.names
-        self._keys = _Keys()
+        self._keys = _KeySampler()
         self._maker = maker
         self._dp = dp
         self.loader: DataLoader[Batch] = DataLoader(
@@ -568,17 +584,17 @@ class PlannedSteps:
         """Return the number of batches of an epoch."""
         return self._num_steps(epoch) * self.per_step
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
+    def steps(self, position: Position, limit: int | None) -> Iterator[RankStep]:
         """Yield an epoch's steps from ``at`` on; a batch is read when ``RankStep.batches`` reaches it."""
-        batches_in_epoch = self.length(at.epoch)
+        batches_in_epoch = self.length(position.epoch)
         stop = batches_in_epoch if limit is None else min(batches_in_epoch, limit)
-        planned_epoch = 0 if self.fixed_order else at.epoch
+        planned_epoch = 0 if self.fixed_order else position.epoch
         # With its own generator, the loader draws nothing from torch's, on which first weights may depend.
-        self.loader.generator = own_generator(at.epoch)
-        self._keys.left = _keys(planned_epoch, at.step, stop, self.per_step)
+        self.loader.generator = own_generator(position.epoch)
+        self._keys.left = _keys_of_epoch(planned_epoch, position.step, stop, self.per_step)
         batches = iter(self.loader)
-        last_step = self._num_steps(at.epoch) - 1
-        for step in range(at.step, -(-stop // self.per_step)):
+        last_step = self._num_steps(position.epoch) - 1
+        for step in range(position.step, -(-stop // self.per_step)):
             yield RankStep(batches=islice(batches, self.per_step), last=step == last_step)
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -595,9 +611,13 @@ class PlannedSteps:
         np.add.at(tokens, self.source_of(spans.index), spans.lengths)
         return tokens
 
-    def state(self, at: Position) -> dict[str, Any]:
+    def state(self, position: Position) -> dict[str, Any]:
         """Return the position, the settings of the plan, and a hash of a few rows."""
-        return {**self.planner.state(at.epoch, at.step), "ended": at.ended, "content": self._content}
+        return {
+            **self.planner.state(position.epoch, position.step),
+            "ended": position.ended,
+            "content": self._content,
+        }
 
     def load(self, state: Mapping[str, Any]) -> Position:
         """Return the position in a state; raise if other data or settings saved it."""
@@ -613,7 +633,7 @@ class PlannedSteps:
         return Position(epoch=epoch, step=step, ended=bool(state.get("ended")))
 
 
-def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
+def _keys_of_epoch(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
     """Yield the keys of an epoch's batches from step ``first`` up to batch ``stop``."""
     # This is a function, not a method, so that the iterator keeps neither loader nor workers alive.
     for batch in range(first * per_step, stop):
@@ -621,7 +641,7 @@ def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
         yield epoch, step, microbatch, min(per_step, stop - step * per_step)
 
 
-class _Keys(Sampler[Key]):
+class _KeySampler(Sampler[Key]):
     """A sampler that gives the keys which are set before each iteration; workers stay between them."""
 
     def __init__(self) -> None:
@@ -642,14 +662,14 @@ class Batches(TorchDataset[Batch]):
         self._plans = PlansAhead(planner, dp)
 
     def __getitem__(self, key: Key) -> Batch:
-        epoch, step, microbatch, counted = key
+        epoch, step, microbatch, num_run = key
         plan = self._plans.step(epoch, step)
         microbatches = plan.microbatches(self._rank)
         if self._kind == "eval":
             return self._maker.batch(microbatches[microbatch])
 
-        run = None if self._kind == "step" else counted  # microbatches that run, if an epoch ends inside
-        scales = plan.step_scales(run)
+        # If a Trainer ends the epoch inside a step, only some microbatches run. A ``THDStep`` runs whole.
+        scales = plan.step_scales(None if self._kind == "step" else num_run)
         assert scales is not None, "a planner of training data knows its loss tokens"
         if self._planner.sharing is not None:
             return self._dynamic_step(plan, self._planner.sharing, scales)

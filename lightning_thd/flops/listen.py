@@ -35,20 +35,20 @@ class AttentionCall:
     kv_lengths: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, at: KernelCall, spec: Any) -> AttentionCall:
+    def of(cls, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, call: KernelCall, spec: Any) -> AttentionCall:
         """Describe a call from its tensors, its boundaries and its ``AttentionSpec``."""
         forward, backward = pair_flops(q_THD.shape[1], q_THD, k_THD, v_THD)
         return cls(
-            at.cu_seqlens_q,
-            at.cu_seqlens_kv,
+            call.cu_seqlens_q,
+            call.cu_seqlens_kv,
             left=spec.left,
             right=spec.right,
             forward=forward,
             backward=backward,
-            whole=at.exchanged_lengths,
-            shards=at.ranks,
-            q_lengths=at.q_lengths,
-            kv_lengths=at.kv_lengths,
+            whole=call.exchanged_lengths,
+            shards=call.ranks,
+            q_lengths=call.q_lengths,
+            kv_lengths=call.kv_lengths,
         )
 
 

@@ -82,7 +82,7 @@ def causal_lm_loss(
         ValueError: for an unsupported model or attention, for a batch that does not fit the model, or for a
             reduction or balance that batch or routers do not support.
     """
-    if mtp_weight is not _MTP_WEIGHT:
+    if mtp_weight is not _MTP_WEIGHT:  # the default needs no check, which every step would pay for
         real_number(mtp_weight, "mtp_weight", advice="It is the weight of predictions beyond the next token.")
 
     call = HeadCall.of(model)
@@ -151,7 +151,11 @@ def _loss(
     stats: bool = False,
     routers: Routers | None = None,
 ) -> tuple[Tensor, TokenStats | None]:
-    """Compute the loss; ``factors`` is None if ``batch.loss_scale`` is the factor of every target."""
+    """Compute the loss; ``factors`` is None if ``batch.loss_scale`` is the factor of every target.
+
+    ``call`` runs the model with its head replaced by ``values``, which the model thus calls in place of its
+    head: once, or once more for each further token that it predicts (``depth``).
+    """
     watcher = None if batch.watcher is None else watching(batch)
     slot_losses: list[SlotLosses] = []
 
@@ -255,7 +259,7 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
 
 def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:
     """Return a function that gives each target its factor; None if all factors are ``batch.loss_scale``."""
-    if type(batch) is not THDBatch:
+    if type(batch) is not THDBatch:  # a subclass, or an error; the usual batch costs no call
         check_batch(batch)
     if reduction != "tokens":
         choice(reduction, "reduction", *get_args(Reduction))

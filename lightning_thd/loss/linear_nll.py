@@ -161,6 +161,7 @@ def prepare_weighted(
 class _ScalarLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        # hidden, weight, bias, targets, weights of rows; settings, job, name: see ``scalar_loss``
         *_, ctx.settings, ctx.job, ctx.name = arguments
         ctx.save_for_backward(*arguments[:5])  # so that autograd detects in-place changes
         loss, ctx.gradients = _run(ctx, arguments[:5])
@@ -180,7 +181,7 @@ class _ScalarLoss(torch.autograd.Function):
 
         upstream = grads[0]
         # Only a CPU's value is read to save a multiplication; reading another device would wait for it.
-        if upstream.device.type != "cpu" or getattr(RUN, "on", False) or float(upstream) != 1.0:
+        if upstream.device.type != "cpu" or getattr(RUN, "static", False) or float(upstream) != 1.0:
             for gradient in (gradients.hidden, gradients.weight, gradients.bias):
                 if gradient is not None:
                     gradient.mul_(upstream)

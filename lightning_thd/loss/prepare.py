@@ -180,7 +180,7 @@ def rows_with_target(
     """
     counts = targets != ignore_index
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    if getattr(RUN, "on", False) or targets.is_meta or capturing:
+    if getattr(RUN, "static", False) or targets.is_meta or capturing:
         return None, targets, counts
 
     total = targets.numel()
@@ -256,7 +256,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
 
     if targets.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid.all(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not getattr(RUN, "on", False) and not bool(valid.all()):
+    elif not getattr(RUN, "static", False) and not bool(valid.all()):
         index = int((~valid).nonzero()[0])
         raise ValueError(
             f"targets[{index}] is {int(targets[index])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "

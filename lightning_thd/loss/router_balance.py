@@ -83,8 +83,9 @@ class Routers:
         layers = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         count, top_k, scores = self.experts
         slots = self.batch.input_ids.shape[-1]
-        right = all(layer.shape == (slots, count) for layer in layers)
-        if not right or not (layers or self.stage):  # a stage of a pipeline may have no experts
+        shapes_fit = all(layer.shape == (slots, count) for layer in layers)
+        may_have_none = self.stage is not None  # a stage of a pipeline may have no experts
+        if not shapes_fit or not (layers or may_have_none):
             raise ValueError(
                 f"{type(inner).__name__} returns router logits {[list(layer.shape) for layer in logits]}, "
                 f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
@@ -166,7 +167,8 @@ def routers_for(
     if balance is None:
         balance = "sequence" if model_balances else "microbatch"
 
-    own_balance: RouterBalance | None = balance  # what ``Routers`` computes, not the model
+    # What ``Routers`` computes in place of the model; None if it computes the z-loss only.
+    own_balance: RouterBalance | None = balance
     if balance == "microbatch":
         if model_balances:
             _refuse_balance_of_shard(batch, inner)

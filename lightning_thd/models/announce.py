@@ -166,6 +166,7 @@ def enter(
     elif args and not model._thd_own_class and hasattr(args[0], "hf_kwargs"):
         refuse_batch(model)
 
+    # ``text`` is the config of the language model; None if this model is inside another one of the stack.
     if outer is not None and outer.families:
         text = None
         families = outer.families
@@ -188,6 +189,7 @@ def enter(
         masks = ()
 
     pack = kwargs.get(BOUNDARIES)
+    # A model inside another one usually gets the boundaries that the outer model has checked.
     if pack is None or outer is None or outer.pack is not pack:
         pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
     if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
@@ -218,13 +220,11 @@ def _pack_of_call(
     outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool
 ) -> Boundaries | None:
     """Return the pack of a call: from its arguments, or that of the model around this one."""
-    pack: Boundaries | None = kwargs.get(BOUNDARIES)
-    got_no_offsets = not outermost and kwargs.get("cu_seq_lens_q") is None
-    if pack is None and got_no_offsets and outer is not None:  # some models do not pass them to inner models
-        pack = outer.pack
-    if pack is None or (BOUNDARIES in kwargs and (outer is None or outer.pack is not pack)):
-        pack = find_pack(outer, args, kwargs)
-    return pack
+    got_none = kwargs.get(BOUNDARIES) is None and kwargs.get("cu_seq_lens_q") is None
+    # Some models do not pass boundaries and offsets on to the models inside them.
+    if got_none and not outermost and outer is not None and outer.pack is not None:
+        return outer.pack
+    return find_pack(outer, args, kwargs)
 
 
 def _checked_call(model: Any, text: Any, kwargs: dict[str, Any], pack: Boundaries) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models.masks import UnreadMask, lost_window, shows_all
-from lightning_thd.models.pack import CAUSAL, NOTES, READY, Scope, current_pack, current_scope
+from lightning_thd.models.pack import CAUSAL, READY, WINDOW_NOTE, Scope, current_pack, current_scope
 
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
@@ -95,14 +95,32 @@ def thd_attention(
     if pack is not None and not compiling:
         device = query.device
         attributes = module.__dict__
+        # Everything on which the checks of ``_attend_first`` and its choice of a kernel depend: tensors,
+        # modes of torch, arguments, the layer, and the masks that its model has asked for.
         kind = (
-            *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-            *(device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
+            query.shape,
+            key.shape,
+            value.shape,
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            device,
+            key.device,
+            value.device,
+            torch.are_deterministic_algorithms_enabled(),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
-            *(is_causal, sliding_window, scaling, softcap, *mask),
-            *(type(module), attributes.get("is_causal"), attributes.get("sliding_window")),
-            *(attributes.get(NOTES[0]), attributes.get("is_cross_attention"), id(attributes.get("config"))),
+            is_causal,
+            sliding_window,
+            scaling,
+            softcap,
+            *mask,
+            type(module),
+            attributes.get("is_causal"),
+            attributes.get("sliding_window"),
+            attributes.get(WINDOW_NOTE),
+            attributes.get("is_cross_attention"),
+            id(attributes.get("config")),
             () if scope is None else scope.masks,
         )
         kernel = pack.kernels.get(kind)
@@ -142,7 +160,11 @@ def _attend_first(
     pack: Boundaries | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
-    """Attend in the first layer of its kind: check the layer and choose a kernel; with a pack, keep it."""
+    """Attend in the first layer of its kind: check the layer and choose a kernel; with a pack, keep it.
+
+    The arguments are those of ``thd_attention``: ``offsets`` are ``cu_seq_lens_q/k`` and ``max_length_q/k``,
+    ``layer`` is what the layer passes. ``kind`` is the key of the kernel in ``pack.kernels``, or None.
+    """
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
     causal = not mask.shows_all and _is_causal(module, is_causal)
@@ -151,6 +173,7 @@ def _attend_first(
         window = _window(module, sliding_window, causal=causal)
     options = (causal, window, scaling, softcap)
 
+    # A layer of a vision tower (``families/qwen_vl.py``) attends to images, by the offsets of the images.
     if offsets[0] is not None and pack is None and hasattr(type(module), "_thd_tower"):
         images = _call_of_offsets(query, offsets[0], None, offsets[2], None)
         return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
@@ -180,7 +203,7 @@ def _note_later(module: nn.Module) -> None:
 def _window(module: nn.Module, argument: int | None, *, causal: bool) -> int | None:
     """Return a layer's window; refuse a layer whose window has changed since it was built."""
     current = getattr(module, "sliding_window", None)
-    built = module.__dict__.get(NOTES[0], current)
+    built = module.__dict__.get(WINDOW_NOTE, current)
     if current != built:
         raise ValueError(
             f"{type(module).__name__} was built with sliding_window={built} and now has {current}. Build the "

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._static import RUN, shapes_are_static
-from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Pack, Scope
+from lightning_thd.boundaries import Boundaries
+from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Scope
 
 # Families whose layers pass the mask to the attention unchanged, so that a placeholder can carry its limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
@@ -126,7 +127,7 @@ def _sees_both_ways(config: Any) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def shows_all(mask: Tensor, pack: Pack | None) -> bool:
+def shows_all(mask: Tensor, pack: Boundaries | None) -> bool:
     """Return whether a mask ``[B, 1, 1, T]`` hides no token; reads the device, but once per pack and mask."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False

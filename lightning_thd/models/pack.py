@@ -27,8 +27,9 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 BOUNDARIES: Final = "boundaries"
 PACK_KWARGS: Final = (BOUNDARIES, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Attributes that note the window of a layer, and config values of a model, at their construction.
-NOTES: Final = ("_thd_window", "_thd_construction")
-Pack = Boundaries  # TODO: remove when no file of this folder says Pack
+WINDOW_NOTE: Final = "_thd_window"
+CONSTRUCTION_NOTE: Final = "_thd_construction"
+NOTES: Final = (WINDOW_NOTE, CONSTRUCTION_NOTE)
 READY: Final = "_thd_ready"  # marks every module of a prepared model
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"
@@ -114,14 +115,15 @@ def experts_are_balanced() -> bool:
 def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundaries | None:
     """Return the pack that a model is called on, or None for plain rows."""
     tokens: Tensor | None = None
+    # The last tensor counts: ids if there are any, else embeddings, else the first positional argument.
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
         if isinstance(value, Tensor) and value.ndim >= 2:
             tokens = value
 
     boundaries: Any = kwargs.get(BOUNDARIES)
     offsets: Any = kwargs.get("cu_seq_lens_q")
-    tensors = isinstance(boundaries, Boundaries) and isinstance(offsets, Tensor)
-    if tensors and offsets is not boundaries.offsets:
+    came_with_offsets = isinstance(boundaries, Boundaries) and isinstance(offsets, Tensor)
+    if came_with_offsets and offsets is not boundaries.offsets:
         boundaries = _moved_with(boundaries, offsets)
     if boundaries is not None:
         return _checked(boundaries, kwargs, tokens)

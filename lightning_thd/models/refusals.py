@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from lightning_thd._pages import see
 from lightning_thd.batch.noted import sequences_in
 from lightning_thd.batch.samples import refuse_shifted
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models.families.recurrent import MIXERS, Recurrent
 from lightning_thd.models.masks import UnreadMask
-from lightning_thd.models.pack import NOTES, Pack
+from lightning_thd.models.pack import CONSTRUCTION_NOTE, WINDOW_NOTE
 from lightning_thd.seqlens import host_values
 
 # ---- When the attention is chosen
@@ -228,14 +229,14 @@ def note_construction(model: Any) -> None:
     if not any(True for _ in model.children()):  # the layers are not built yet
         return
     windows = [
-        module.__dict__.setdefault(NOTES[0], module.sliding_window)
+        module.__dict__.setdefault(WINDOW_NOTE, module.sliding_window)
         for module in model.modules()
         if hasattr(module, "sliding_window")
     ]
     names = ["layer_types"]
     if any(windows):
         names += ["sliding_window", "local_attention"]
-    model.__dict__.setdefault(NOTES[1], (names, copy.deepcopy(_read_late(model.config, names))))
+    model.__dict__.setdefault(CONSTRUCTION_NOTE, (names, copy.deepcopy(_read_late(model.config, names))))
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:
@@ -247,7 +248,7 @@ def _read_late(config: Any, names: list[str]) -> list[Any]:
 
 def refuse_changed_config(model: Any) -> None:
     """Refuse a config that was changed after the layers were built from it."""
-    names, at_construction = model.__dict__.get(NOTES[1], ([], None))
+    names, at_construction = model.__dict__.get(CONSTRUCTION_NOTE, ([], None))
     if not names:
         return
     present = _read_late(model.config, names)
@@ -377,7 +378,7 @@ _ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label",
 LABELS: Final = ("labels", *_ROW_LABELS)
 
 
-def refuse_noted(model: Any, kwargs: dict[str, Any], pack: Pack | None) -> None:
+def refuse_noted(model: Any, kwargs: dict[str, Any], pack: Boundaries | None) -> None:
     """Refuse the ids of a running step's pack as a plain row, and its targets as labels.
 
     Only the first steps of a run are noted, so later steps cost nothing.
@@ -402,7 +403,7 @@ def refuse_noted(model: Any, kwargs: dict[str, Any], pack: Pack | None) -> None:
         )
 
 
-def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
+def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Boundaries) -> dict[str, Any]:
     """Ignore the labels of sequences' first tokens if the loss shifts labels; refuse unknown losses."""
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
     if of_a_row is not None:

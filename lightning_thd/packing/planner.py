@@ -432,9 +432,10 @@ class PackPlanner(Planner):
         return spans.take(order), new_offsets
 
     def _make_plan(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
+        """Return the plan of a step from its spans, by rank and microbatch, and their offsets."""
         media = self.entries.media
         patches = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
-        work = partial(self._work, spans)
+        work = partial(self._work, spans)  # computed for `lightning-thd plan` and pictures, not in training
         return StepPlan.of((epoch, k, dp), spans, offsets, work, patches, self.weigh)
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:

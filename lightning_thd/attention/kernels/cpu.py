@@ -61,26 +61,26 @@ class CpuAttention:
         offsets_q, offsets_kv = call.checked(q.shape[0], k.shape[0])
         self._call = call
         self._spec = spec
-        self._work = _work(offsets_q, offsets_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+        self._work = _cached_work(offsets_q, offsets_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to THD tensors of the shapes and dtype given at construction; return ``[Tq, H, E]``."""
         if not is_plain(q, k, v):
             return operator(q, k, v, self._call, self._spec, sinks)
 
-        if self._work.few is not None and sinks is None:
+        if self._work.one_by_one is not None and sinks is None:
             q = q.transpose(0, 1).unsqueeze(0)
             k = k.transpose(0, 1).unsqueeze(0)
             v = v.transpose(0, 1).unsqueeze(0)
-            return _attend_few(q, k, v, self._work.few, self._spec.scale)[0]
+            return _attend_one_by_one(q, k, v, self._work.one_by_one, self._spec.scale)[0]
 
         out: Tensor = _Attention.apply(self._work, q, k, v, sinks)  # type: ignore[no-untyped-call]
         return out
 
     def heads_first(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to ``[1, H, T, D]``; return ``[1, T, H, E]``."""
-        if self._work.few is not None and sinks is None and is_plain(q, k, v):
-            return _attend_few(q, k, v, self._work.few, self._spec.scale)
+        if self._work.one_by_one is not None and sinks is None and is_plain(q, k, v):
+            return _attend_one_by_one(q, k, v, self._work.one_by_one, self._spec.scale)
 
         q_THD = q[0].transpose(0, 1)
         k_THD = k[0].transpose(0, 1)
@@ -147,7 +147,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         )
 
 
-class _Few(NamedTuple):
+class _OneByOne(NamedTuple):
     """Sequences that get one kernel call each: their numbers of queries and keys, and which are causal."""
 
     rows: list[int]
@@ -180,9 +180,9 @@ class _Work:
             and not spec.softcap
             and (self._heads == kv_heads or cpu_tiles.kernel_shares_heads())
         )
-        self.few: _Few | None = None
+        self.one_by_one: _OneByOne | None = None
         if runs_alone and self._is_faster_one_by_one():
-            self.few = _few(offsets_q, offsets_kv, spec)
+            self.one_by_one = _one_by_one(offsets_q, offsets_kv, spec)
 
     def _is_faster_one_by_one(self) -> bool:
         """Return whether one kernel call per sequence is faster than calls that several sequences share."""
@@ -225,10 +225,12 @@ class _Work:
         )
 
 
-_work = lru_cache(maxsize=32)(_Work)
+_cached_work = lru_cache(maxsize=32)(_Work)  # all layers of a kind run the same calls
 
 
-def _few(offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
+def _one_by_one(
+    offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...], spec: AttentionSpec
+) -> _OneByOne | None:
     """Return the sequences if each has 1 to SHORT queries and keys and needs no mask tensor, else None."""
     rows = [stop - start for start, stop in pairwise(offsets_q)]
     keys = [stop - start for start, stop in pairwise(offsets_kv)]
@@ -243,10 +245,10 @@ def _few(offsets_q: tuple[int, ...], offsets_kv: tuple[int, ...], spec: Attentio
         if not (sees_all or sees_triangle):
             return None
         causal.append(not sees_all)
-    return _Few(rows, keys, causal)
+    return _OneByOne(rows, keys, causal)
 
 
-def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Tensor:
+def _attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, one_by_one: _OneByOne, scale: float) -> Tensor:
     """Attend to ``[1, H, T, D]`` with one kernel call per sequence; return contiguous ``[1, T, H, E]``."""
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q = q.contiguous()
@@ -254,16 +256,16 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Ten
         v = v.contiguous()
 
     flash, _ = cpu_tiles.flash_operators()
-    if len(few.rows) == 1:
-        out: Tensor = flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
+    if len(one_by_one.rows) == 1:
+        out: Tensor = flash(q, k, v, 0.0, one_by_one.causal[0], scale=scale)[0]
         return out.transpose(1, 2)
 
     outs = []
     for of_one_q, of_one_k, of_one_v, causal in zip(
-        q.split_with_sizes(few.rows, 2),
-        k.split_with_sizes(few.keys, 2),
-        v.split_with_sizes(few.keys, 2),
-        few.causal,
+        q.split_with_sizes(one_by_one.rows, 2),
+        k.split_with_sizes(one_by_one.keys, 2),
+        v.split_with_sizes(one_by_one.keys, 2),
+        one_by_one.causal,
         strict=True,
     ):
         of_one_out, _ = flash(of_one_q, of_one_k, of_one_v, 0.0, causal, scale=scale)
@@ -271,14 +273,14 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Ten
     return torch.cat(outs, 1)
 
 
-def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> OutLse:
-    """Return out and lse; out equals that of ``_attend_few`` bit for bit."""
+def _one_by_one_forward(one_by_one: _OneByOne, q: Tensor, k: Tensor, v: Tensor, scale: float) -> OutLse:
+    """Return out and lse; out equals that of ``_attend_one_by_one`` bit for bit."""
     flash, _ = cpu_tiles.flash_operators()
     sequences = zip(
-        _by_sequence(q, few.rows),
-        _by_sequence(k, few.keys),
-        _by_sequence(v, few.keys),
-        few.causal,
+        _by_sequence(q, one_by_one.rows),
+        _by_sequence(k, one_by_one.keys),
+        _by_sequence(v, one_by_one.keys),
+        one_by_one.causal,
         strict=True,
     )
     results = [flash(*tensors, 0.0, causal, scale=scale) for *tensors, causal in sequences]
@@ -287,12 +289,14 @@ def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ou
     return _as_rows(outs), _as_rows(sums)
 
 
-def _few_backward(few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float) -> Gradients:
-    """Return the gradients of ``_few_forward``, by one call of the kernel's backward per sequence."""
+def _one_by_one_backward(
+    one_by_one: _OneByOne, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float
+) -> Gradients:
+    """Return the gradients of ``_one_by_one_forward``, by one call of the kernel's backward per sequence."""
     _, flash_backward = cpu_tiles.flash_operators()
-    grads, queries, outs, sums = (_by_sequence(x, few.rows) for x in by_q)
-    keys, values = (_by_sequence(x, few.keys) for x in by_k)
-    sequences = zip(grads, queries, keys, values, outs, sums, few.causal, strict=True)
+    grads, queries, outs, sums = (_by_sequence(x, one_by_one.rows) for x in by_q)
+    keys, values = (_by_sequence(x, one_by_one.keys) for x in by_k)
+    sequences = zip(grads, queries, keys, values, outs, sums, one_by_one.causal, strict=True)
     results = [flash_backward(*tensors, 0.0, causal, scale=scale) for *tensors, causal in sequences]
 
     dq, dk, dv = zip(*results, strict=True)
@@ -469,7 +473,9 @@ def _work_of(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Sequence[int], offsets_kv: Sequence[int], spec: AttentionSpec
 ) -> _Work:
     """Return the kernel calls for tensors of these shapes; calls with equal offsets share them."""
-    return _work(tuple(offsets_q), tuple(offsets_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+    return _cached_work(
+        tuple(offsets_q), tuple(offsets_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype
+    )
 
 
 def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
@@ -477,8 +483,8 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
     k = _dense_rows(k)
     v = _dense_rows(v)
     spec = work.spec
-    if work.few is not None:
-        return _few_forward(work.few, q, k, v, spec.scale)
+    if work.one_by_one is not None:
+        return _one_by_one_forward(work.one_by_one, q, k, v, spec.scale)
 
     plan = work.plan(by_keys=False)
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
@@ -518,8 +524,8 @@ def _backward(
     by_q = tuple(_dense_rows(x) for x in (grad, q, out, lse))
     by_k = tuple(_dense_rows(x) for x in (k, v))
     spec = work.spec
-    if work.few is not None:
-        return _few_backward(work.few, by_q, by_k, spec.scale)
+    if work.one_by_one is not None:
+        return _one_by_one_backward(work.one_by_one, by_q, by_k, spec.scale)
 
     plan = work.plan(by_keys=True)
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype == lse.dtype:

@@ -174,6 +174,7 @@ def product_forward(
     The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means no softcap.
     """
     with torch.autocast(q_BRHD.device.type, enabled=False):  # autograd runs the backward without it, too
+        # ``weights`` are scores at first and become weights in place, because a copy takes as much memory.
         weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
         if softcap:
             weights = weights.tanh_().mul_(softcap)
@@ -199,7 +200,7 @@ def product_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``product_forward``; those for k and v keep the dtype of lse."""
-    groups = q_BRHD.shape[2] // k_BKGD.shape[2]
+    heads_per_kv = q_BRHD.shape[2] // k_BKGD.shape[2]
     wide = lse_BRH.dtype
     with torch.autocast(grad.device.type, enabled=False):
         scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
@@ -207,10 +208,10 @@ def product_backward(
         weights = scores if tanh is None else tanh * softcap
         if mask is not None:
             weights += mask
-        weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
+        weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, heads_per_kv)).exp_()
 
-        dout = _q_heads(grad, wide, groups)
-        delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
+        dout = _q_heads(grad, wide, heads_per_kv)
+        delta = torch.linalg.vecdot(dout, _q_heads(out, wide, heads_per_kv)).unsqueeze(-1)
         dv = (weights.transpose(-1, -2) @ dout).sum(2)
         dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
         if tanh is None:
@@ -218,7 +219,7 @@ def product_backward(
         else:  # the derivative of tanh is 1 - tanh^2
             dscores *= tanh.square_().neg_().add_(1.0).mul_(scale)
         dq = dscores @ _kv_heads(k_BKGD, wide)
-        dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
+        dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, heads_per_kv)).sum(2)
     return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -229,10 +230,12 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale)
 
 
-def _q_heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
+def _q_heads(x: Tensor, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
     """Reshape ``[B, R, H, D]`` to ``[B, G, H / G, R, D]``."""
     batch, length, heads, size = x.shape
-    return x.to(dtype).reshape(batch, length, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+    return (
+        x.to(dtype).reshape(batch, length, heads // heads_per_kv, heads_per_kv, size).permute(0, 2, 3, 1, 4)
+    )
 
 
 def _kv_heads(x: Tensor, dtype: torch.dtype) -> Tensor:

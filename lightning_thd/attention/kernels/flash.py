@@ -32,7 +32,10 @@ _INTERFACES: dict[int, Any] = {}  # version -> the interface of a prebuilt flash
 
 @cache
 def prebuilt_trouble(version: int) -> str | None:
-    """Load a prebuilt flash-attn once per process; return None, or the end of a message that says why not."""
+    """Load a prebuilt flash-attn once per process; return None, or the end of a message that says why not.
+
+    The end is empty if there is nothing to advise, because no prebuilt kernel is for this version or machine.
+    """
     if version not in PREBUILT or not _sees_gpu():
         return ""
     if not installed("kernels"):

@@ -24,7 +24,7 @@ from lightning_thd.data.read.records import Chunk, RecordPlaces, file_chunks, pa
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.vision_chat import ChatRows, VisionChat
 from lightning_thd.data.store.columns import is_hugging_face
-from lightning_thd.data.store.index import MapDataset, OnError, Places, check_row
+from lightning_thd.data.store.index import MapDataset, OnError, Places, mapping_or_text
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
 # Path is last, or jsonargparse would save any value in a config as a Path. Dataset has no type argument,
@@ -232,7 +232,7 @@ def as_dataset(source: Any) -> MapDataset:
         )
     dataset = cast("MapDataset", source)
     if len(dataset):
-        check_row(dataset[0], 0)
+        mapping_or_text(dataset[0], 0)
     return dataset
 
 

@@ -109,7 +109,7 @@ def _first_null(values: Any) -> int | None:
     return None
 
 
-def check_row(sample: Any, i: int) -> Mapping[str, Any]:
+def mapping_or_text(sample: Any, i: int) -> Mapping[str, Any]:
     """Return a row that is a dict or text, or raise TypeError naming the row and its type."""
     if isinstance(sample, Mapping | str):
         return sample  # type: ignore[return-value]  # text is tokenised later
@@ -119,10 +119,10 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
     )
 
 
-def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
+def row_to_count(dataset: MapDataset, i: int) -> Mapping[str, Any]:
     """Return a row for counting; a dataset with ``measured(i)`` gives it without the pixels of images."""
     read = getattr(dataset, "measured", dataset.__getitem__)
-    return check_row(read(i), i)
+    return mapping_or_text(read(i), i)
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
@@ -208,7 +208,8 @@ class SequenceIndex:
                     f"Sequence {i}: the dataset raised StopIteration. Fix its data[i]."
                 ) from err
             if type(row) is not dict:
-                row = check_row(row, i)
+                row = mapping_or_text(row, i)
+            # Lists are converted here and not in ``_as_array``, because that saves a call for each of them.
             sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in row.items()}
             if not self.checked:
                 sample = checked_row(sample, self.places.name(i))
@@ -216,13 +217,13 @@ class SequenceIndex:
                 sample = with_label(sample, self.places.name(i))
 
             length = len(sample["input_ids"])
-            # A row of token ids that all count differs in nothing else.
+            # The full comparison is left out for the usual row: ids only, each of them learned, as counted.
             has_more = len(sample) > 1 or len(self.weights) or len(self.sizes)
             if has_more or length != self.lengths[i] or self.loss_tokens[i] != max(0, length - 1):
                 self._check_counts(sample, i, length)
             if stop - start != length:
                 self._cut(sample, i, start, stop, continued)
-            if not keeps:
+            if not keeps:  # arrays are copied here and not in ``_copied``, again to save a call
                 sample = {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
             if one_each and "position_ids" in sample:
                 refuse_second_sequence(sample, i)
@@ -419,7 +420,7 @@ def build_index(
         raise ValueError("The dataset is empty. Give at least one sequence.")
 
     places = places or Places()
-    counted = _known_counts(dataset, on_error, places) if extras_cost is None else None
+    counted = _counts_without_reading(dataset, on_error, places) if extras_cost is None else None
     sizes_measured = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
         cache_key = None
@@ -459,7 +460,7 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for i in good[:_SHIFT_ROWS].tolist():
-            sample = counted_row(dataset, i)
+            sample = row_to_count(dataset, i)
             if "labels" not in sample or is_scalar(sample["labels"]):
                 return
             yield np.asarray(sample["input_ids"]), np.asarray(sample["labels"])
@@ -486,7 +487,7 @@ def _fault_of(dataset: MapDataset, i: int, places: Places) -> str:
     """Read a bad row again and return what is wrong with it."""
     place = places.name(i, "Row")
     try:
-        row = counted_row(dataset, i)
+        row = row_to_count(dataset, i)
     except Exception as err:  # any error of the user's dataset
         return f"{place}: {type(err).__name__}: {err}"
     try:
@@ -496,10 +497,12 @@ def _fault_of(dataset: MapDataset, i: int, places: Places) -> str:
     return f"{place} differs from the rows before in having labels, or documents of a query."
 
 
-def _known_counts(dataset: MapDataset, on_error: OnError, places: Places) -> dict[str, NDArray[Any]] | None:
+def _counts_without_reading(
+    dataset: MapDataset, on_error: OnError, places: Places
+) -> dict[str, NDArray[Any]] | None:
     """Return counts from the dataset's ``lengths`` or Arrow columns; None if every row must be read."""
     if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
-        return _given_counts(dataset)
+        return _counts_of_lengths(dataset)
 
     counted = count_columns(dataset)
     if counted is None or "weights" in dataset[0] or inputs(dataset[0]):
@@ -511,7 +514,7 @@ def _known_counts(dataset: MapDataset, on_error: OnError, places: Places) -> dic
     return {**counted, "sizes": _NO_SIZES}
 
 
-def _given_counts(dataset: Any) -> dict[str, NDArray[Any]] | None:
+def _counts_of_lengths(dataset: Any) -> dict[str, NDArray[Any]] | None:
     """Return the counts of a dataset with ``lengths``; None if it has labels, but no ``loss_tokens``."""
     lengths = host_ints(dataset.lengths, "The dataset's `lengths`")
     if len(lengths) != len(dataset):
@@ -548,7 +551,7 @@ class _Counted(NamedTuple):
     has_documents: float  # whether it is a query with its documents
 
 
-_FACTS = len(_Counted._fields)
+_NUM_FACTS = len(_Counted._fields)
 _BAD_ROW = _Counted(
     length=0,
     loss_tokens=0,
@@ -597,7 +600,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
 
     def _measure(self, i: int) -> tuple[float, ...]:
         place = self._places.name(i)
-        row: Any = counted_row(self._dataset, i)
+        row: Any = row_to_count(self._dataset, i)
         if isinstance(row, str):
             raise ValueError(f"{place} is text; wanted a dict with 'input_ids'.")
         try:
@@ -682,7 +685,7 @@ def read_rows(
     )
 
     # Whole numbers are exact in float64 up to 2**53, so one table holds all columns.
-    table = np.empty((len(dataset), _FACTS + COLUMNS), np.float64)
+    table = np.empty((len(dataset), _NUM_FACTS + COLUMNS), np.float64)
     done = 0
     with tqdm(total=len(table), desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
@@ -690,8 +693,8 @@ def read_rows(
             done += len(rows)
             bar.update(len(rows))
 
-    columns: Any = _Counted(*table[:, :_FACTS].T)
-    sizes = table[:, _FACTS:]
+    columns: Any = _Counted(*table[:, :_NUM_FACTS].T)
+    sizes = table[:, _NUM_FACTS:]
     # A row without weights among weighted ones is no error: it has the weight 1.
     of_rows = {"documents": columns.has_documents, "labels": columns.has_labels}
     for what, has in of_rows.items():

@@ -173,10 +173,10 @@ class StreamedSteps:
         sources: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
         return sources
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
+    def steps(self, position: Position, limit: int | None) -> Iterator[RankStep]:
         """Yield steps without end, pass after pass over the stream, from its present position on."""
         while True:
-            rank_step = self._next_step(at)
+            rank_step = self._next_step(position)
             if rank_step is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
@@ -187,14 +187,14 @@ class StreamedSteps:
             step = step.pin_memory() if self._pin else step
             yield replace(rank_step, batches=[step] if self.kind == "step" else step.packs)
 
-    def _next_step(self, at: Position) -> RankStep | None:
+    def _next_step(self, position: Position) -> RankStep | None:
         """Make the next step and send it to ranks that share it, or receive it from the rank that reads."""
         if not self._peers.reads:
             step: RankStep | None = self._peers.receive()
             return step
 
         try:
-            step = self._make_step(at)
+            step = self._make_step(position)
         except Exception as err:
             with suppress(RuntimeError):  # a peer that has ended must not hide the error
                 self._peers.send(err)
@@ -202,7 +202,7 @@ class StreamedSteps:
         self._peers.send(step)
         return step
 
-    def _make_step(self, at: Position) -> RankStep | None:
+    def _make_step(self, position: Position) -> RankStep | None:
         """Return the next step of the thread, and let it make one more, as every rank does."""
         settings = self._settings
         if self._error is not None:
@@ -210,7 +210,7 @@ class StreamedSteps:
 
         if self.engine is None:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
-            self.engine = Engine(settings, wire, at.stream, same=self._same)
+            self.engine = Engine(settings, wire, position.stream, same=self._same)
         elif not self._pass_open:
             while self._ahead.pending:  # calls that returned None, because the pass had ended
                 self._ahead.next_result()
@@ -233,13 +233,13 @@ class StreamedSteps:
         while len(self._ahead.pending) < _AHEAD:
             self._ahead.submit(self.engine.make_next)
 
-    def state(self, at: Position) -> dict[str, Any]:
+    def state(self, position: Position) -> dict[str, Any]:
         """Return the position, and texts that identify the shards and settings for which it holds."""
         return {
-            "epoch": at.epoch,
-            "step": at.step,
-            "ended": at.ended,
-            "stream": at.stream,
+            "epoch": position.epoch,
+            "step": position.step,
+            "ended": position.ended,
+            "stream": position.stream,
             "parts": self._parts,
             "shards": len(self._settings.shards),
             "names": self._names(),

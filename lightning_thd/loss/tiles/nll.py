@@ -1,7 +1,9 @@
 """Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6RHV operations.
 
-R rows, H hidden size, V vocabulary, c x v one tile. A scalar's gradient is known up to a factor in the
-forward pass. So the logits of a few rows, of the whole vocabulary, are kept until they become gradients.
+A scalar's gradient is known up to a factor in the forward pass. So the logits of a few rows, of the whole
+vocabulary, are kept until they become gradients.
+Legend: R rows, H hidden size, V vocabulary, c x v one tile. ``z`` are logits, ``e`` their exponentials, and
+``dx`` is the gradient of the raw products of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -244,17 +246,17 @@ class Stash:
         """Compute the logits of ``rows`` and return their statistics, ``[5, c]``."""
         self.rows = rows
         head = self.head
-        x = head.inputs(rows)
+        hidden = head.inputs(rows)
         count = rows.stop - rows.start
         stats = blank_statistics(head.hidden, count, head.settings.accumulator)
 
         for columns in head.column_tiles:
             kept = self.kept[columns.start * count :]
-            w = head.weights(columns)
+            weight = head.weights(columns)
             if self.wide is None:
-                z = head.logits(x, w, columns, kept)
+                z = head.logits(hidden, weight, columns, kept)
             else:
-                z = head.rounded_logits(x, w, columns, kept, self.wide)
+                z = head.rounded_logits(hidden, weight, columns, kept, self.wide)
             e = self.scratch[: z.numel()].view_as(z)
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
 

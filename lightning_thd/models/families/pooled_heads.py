@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models.families.padded_groups import padded_rows
-from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
+from lightning_thd.models.pack import Scope, current_scope, scoped
 
 # An output whose name has one of these parts may be pooled to one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
@@ -43,7 +44,7 @@ def class_pools(model_class: Any) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
+def pool_each_sequence(model: Any, pack: Boundaries, output: Any, *, outermost: bool) -> Any:
     """Replace an encoder's ``pooler_output`` ``[1, D]`` by a row per sequence; return None if it has none."""
     pooled = _pool(model, pack, output)
     if outermost:
@@ -51,7 +52,7 @@ def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) 
     return pooled
 
 
-def _pool(model: Any, pack: Pack, output: Any) -> Any:
+def _pool(model: Any, pack: Boundaries, output: Any) -> Any:
     """Run the pooler on every sequence's first token; refuse pooled logits and poolers of another kind."""
     num_sequences = pack.offsets.shape[0] - 1
     logits = getattr(output, "logits", None)
@@ -105,7 +106,7 @@ def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
     return pooled
 
 
-def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
+def refuse_pooled_pack(model: Any, pack: Boundaries, output: Any) -> None:
     """Refuse one row for all sequences: in a dict only outputs of ``_POOLED_OUTPUTS``."""
     named: list[tuple[str, Any]] = []
     if isinstance(output, tuple | Tensor):
@@ -128,7 +129,7 @@ def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def classify(
-    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack
+    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pack: Boundaries
 ) -> Any:
     """Run a sequence classifier or reward model, and return one output per sequence of its pack."""
     arguments = {**dict(zip(model._thd_parameters, args, strict=False)), **kwargs}
@@ -193,7 +194,7 @@ def _base_returns(model: Any, output: Any) -> Generator[None]:
         text.pad_token_id = pad
 
 
-def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
+def _padded_output(base: Any, output: Any, source: Tensor, pack: Boundaries) -> Any:
     """Return the base model's output of a pack as padded rows; ``source`` gives each place its slot."""
 
     def rows(value: Any) -> Any:

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from lightning_thd._imports import available
 from lightning_thd._known_bad import known_problems
 from lightning_thd._static import shapes_are_static
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models.adapted import Adapter, adapt, kind_of
 from lightning_thd.models.families.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.families.releases import is_checked
 from lightning_thd.models.masks import UnreadMask
-from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
+from lightning_thd.models.pack import Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.passing.adopt import (
     carried_functions,
     carrier_of,
@@ -125,18 +126,18 @@ def _grouped(
     return run_grouped(forward, args, kwargs, pack.once(_groups), pack.slots, several=several)
 
 
-def _groups(pack: Pack) -> Any:
+def _groups(pack: Boundaries) -> Any:
     """Plan the groups of sequences of like length, or one group if the step is recorded."""
     if shapes_are_static():
         return plan_static_group(pack.offsets, pack.max_seqlen, pack.slots)
     return plan_groups(pack.lengths, pack.offsets.device)
 
 
-def _offsets_on_host(pack: Pack) -> Tensor:
+def _offsets_on_host(pack: Boundaries) -> Tensor:
     return cu_seqlens_from_lengths(pack.lengths)
 
 
-def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:
+def _refuse(module: nn.Module, tokens: Tensor, pack: Boundaries, kwargs: dict[str, Any]) -> None:
     """Raise if a layer gets other tokens than the pack's, a cache or a mask."""
     if tokens.shape[0] != 1 or tokens.shape[1] != pack.slots:
         raise ValueError(
@@ -163,7 +164,7 @@ def _hands_boundaries_on(layer: Any) -> bool:
     return is_checked() and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
+def boundaries(kernels: tuple[str, ...], pack: Boundaries, layer: type) -> dict[str, Any]:
     """Return the boundaries of sequences as keyword arguments that transformers passes to the kernels."""
     module = sys.modules.get(layer.__module__)
     kimi = getattr(module, "chunk_kimi_delta_attention", None)  # its layers use the kernel's keywords
@@ -201,7 +202,7 @@ def _on_gpu(tokens: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_on_parts(
-    layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Pack
+    layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Boundaries
 ) -> Any:
     """Run a layer on a pack whose slots hold parts of sequences, outside torch.compile."""
     carrier = carrier_of(pack, layer)
@@ -211,7 +212,7 @@ def _run_on_parts(
 
 
 def run_unfolded(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Pack
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], pack: Boundaries
 ) -> Any:
     """Call a layer on a row that holds more of every sequence, and keep this rank's slots ``[1, N, ...]``."""
     scope = current_scope()

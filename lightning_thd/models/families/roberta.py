@@ -17,9 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models.adapted import Adapter, adapt, kind_of
 from lightning_thd.models.families.releases import unknown_layer
-from lightning_thd.models.pack import Pack, model_pack
+from lightning_thd.models.pack import model_pack
 
 LAYERS: Final = frozenset(
     {"AltRobertaEmbeddings", "BridgeTowerTextEmbeddings", "CamembertEmbeddings", "ClapTextEmbeddings"}
@@ -81,7 +82,7 @@ class PaddedPositions(Adapter):
 
 
 def padded_positions(
-    input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
+    input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Boundaries
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
     if input_ids is None:
@@ -96,7 +97,7 @@ def padded_positions(
     return (positions * real + padding_idx)[None]
 
 
-def _count_tokens(real: Tensor, pack: Pack) -> Tensor:
+def _count_tokens(real: Tensor, pack: Boundaries) -> Tensor:
     """Number the tokens of every sequence from 1; ``real`` is 1 for a token, 0 for padding, int64 ``[T]``."""
     if not pack.own_slots:  # the first tokens of a sequence are on another rank, or in slots of another one
         counted: Tensor = _count_unfolded(real, pack)
@@ -110,7 +111,7 @@ def _count_tokens(real: Tensor, pack: Pack) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _count_unfolded(real: Tensor, pack: Pack) -> Tensor:
+def _count_unfolded(real: Tensor, pack: Boundaries) -> Tensor:
     unfolded = pack.unfolded()
     assert unfolded is not None
     return unfolded.keep(_count_tokens(unfolded.gather(real), unfolded.boundaries))
@@ -120,7 +121,7 @@ def _count_unfolded(real: Tensor, pack: Pack) -> Tensor:
 _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 
-def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
+def _without_masked(embeds: Tensor, masked: Tensor, pack: Boundaries) -> Tensor:
     """Zero ESM's masked tokens, and scale each sequence by 0.88 / (its share of tokens not masked)."""
     members = pack.seq_idx[0].long()
     offsets = pack.offsets if pack.real_offsets is None else pack.real_offsets

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.boundaries import Boundaries
 from lightning_thd.models.adapted import Adapter, adapt
-from lightning_thd.models.pack import Pack, current_pack, model_pack
+from lightning_thd.models.pack import current_pack, model_pack
 
 
 def adapt_layers(model: Any) -> None:
@@ -118,7 +119,7 @@ def _rotate(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    run: Callable[..., Any], pack: Pack, position_ids: Tensor, limit: int
+    run: Callable[..., Any], pack: Boundaries, position_ids: Tensor, limit: int
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute rotary embeddings: sequences up to ``limit`` tokens in one call, each longer one in its own."""
     lengths = pack.real_lengths
