@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import types
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
 from lightning_thd.cuda_graph.optimizer import GraphedOptimizer
 from tests.cuda_graph.support import GraphModule, graphed, random_batch
+from tests.ranks import run_ranks
 from tests.tiny import quiet_trainer, sequences, tiny_llama
 
 FITS = [random_batch(seed, count=4) for seed in range(6)]
@@ -330,6 +332,38 @@ class Scaled(L.Callback):
                 parameter.grad = parameter.grad * 0.5
 
 
+class HooksFromTheStart(L.Callback):
+    """Registers hooks of two parameters before training, which change their gradients."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def double(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(2.0)
+
+        pl_module.model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+        pl_module.model.model.norm.weight.register_post_accumulate_grad_hook(double)
+
+
+class StepsOfEverySecondBatch(Module):
+    """Overrides Lightning's ``optimizer_step`` and leaves out every second update."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class OwnClipping(Module):
+    """Clips two parts of the model by norms of their own."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_norm_(self.model.lm_head.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(self.model.model.parameters(), 0.3)
+
+
 class HookInTheMiddle(L.Callback):
     """Registers a hook of a parameter after five updates, which halves its gradient."""
 
@@ -338,7 +372,7 @@ class HookInTheMiddle(L.Callback):
             pl_module.model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-# Options of a Trainer, other callbacks, and whether updates are replayed.
+# Options of a Trainer and its module's class, other callbacks, and whether updates are replayed.
 CASES: dict[str, tuple[dict[str, Any], Callable[[], list[Any]], bool]] = {
     "plain": ({}, list, True),
     "accumulation": ({"accumulate_grad_batches": 2}, list, True),
@@ -348,6 +382,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], list[Any]], bool]] = {
     "scaled in place": ({}, lambda: [Scaled(in_place=True)], True),
     "new gradients": ({}, lambda: [Scaled(in_place=False)], False),
     "a hook in the middle": ({"max_steps": 8}, lambda: [HookInTheMiddle()], True),
+    "hooks from the start": ({}, lambda: [HooksFromTheStart()], False),
+    "hooks and accumulation": ({"accumulate_grad_batches": 2}, lambda: [HooksFromTheStart()], False),
+    "every second update": ({"module": StepsOfEverySecondBatch, "max_steps": 8}, list, True),
+    "clipping of its own": ({"module": OwnClipping, "gradient_clip_val": None}, list, True),
 }
 
 
@@ -355,10 +393,13 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], list[Any]], bool]] = {
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_fit_is_the_same_bit_for_bit(case: str) -> None:
     options, others, replays = CASES[case]
+    trainer_options = {**options}
+    make_module = trainer_options.pop("module", Module)
+
     runs = []
     for capture in (True, False):
         callback = graphs(capture_optimizer=capture)
-        module, _ = fit(callback, *others(), **options)
+        module, _ = fit(callback, *others(), module=make_module(), **trainer_options)
         runs.append((module, callback.stats))
     (ours, stats), (plain, _) = runs
     torch.testing.assert_close(dict(ours.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=0)
@@ -403,3 +444,24 @@ def test_several_optimizers_are_refused_by_name() -> None:
     expected = "capture_optimizer=True.*automatic_optimization=False.*Leave capture_optimizer out"
     with pytest.raises(MisconfigurationException, match=expected):
         fit(graphs(capture_optimizer=True, require=False), module=TwoOptimizers(), gradient_clip_val=None)
+
+
+def refused_on_a_rank(strategy: str) -> str:
+    """Start a fit on this rank that must be refused; return the message."""
+    callback = graphs(capture_optimizer=True, require=False)
+    with pytest.raises(MisconfigurationException) as raised:
+        fit(callback, strategy=strategy, devices=2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("ddp", "needs one process, and the job has 2.*Leave capture_optimizer out"),
+        ("thd_ddp", "needs one process, and the job has 2.*Leave capture_optimizer out"),
+        ("thd_model_parallel", "but the module is sharded by .*Leave capture_optimizer out"),
+    ],
+)
+def test_several_processes_are_refused_by_name_on_each(strategy: str, message: str) -> None:
+    for refusal in run_ranks(refused_on_a_rank, 2, strategy, timeout_s=90.0):
+        assert re.search(message, refusal), refusal

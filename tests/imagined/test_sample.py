@@ -59,6 +59,19 @@ def test_layers_are_compiled_once_and_captured_compiled(dtype: str, tmp_path: Pa
 
 
 @needs_imagination
+@pytest.mark.imagined
+def test_updates_from_graphs_equal_eager_ones(tmp_path: Path) -> None:
+    assert _run("optimizer", folder=tmp_path).count("bit for bit") == 3
+
+
+@needs_imagination
+def test_updates_from_graphs_equal_eager_ones_under_a_gradient_scaler(tmp_path: Path) -> None:
+    printed = _run("optimizer", "fp16, sums", folder=tmp_path)
+    assert printed.count("bit for bit") == 1
+    assert "fp16, fused: refused" in printed
+
+
+@needs_imagination
 def test_layer_inputs_in_cpu_memory_free_the_device(tmp_path: Path) -> None:
     assert "with offload: equal" in _run("offload", folder=tmp_path)
 
