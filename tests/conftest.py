@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 gc.disable()
 
@@ -35,6 +37,12 @@ _LONG = {
     *("test_graphed_step", "test_context_parallel", "test_cuda_graph", "test_compile", "test_probe"),
     *("test_backward", "test_families", "test_trainer_use", "test_mixing", "test_datamodule"),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let datasets before 5.2 leave the CSV files open that it has read; elsewhere that is an error."""
+    if Version(version("datasets")) < Version("5.2"):
+        config.addinivalue_line("filterwarnings", r"ignore:unclosed file <_io.*[.][ct]sv")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,6 +51,7 @@ def trl_trainer(**settings: Any) -> MagicMock:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_dpo_equals_trl(kind: str) -> None:
+    pytest.importorskip("trl", minversion="1.15")  # whose losses take log-probabilities, not logits
     trainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
     generator = torch.Generator().manual_seed(0)
     pairs = 3
@@ -122,6 +123,7 @@ def test_simpo_equals_trl(e: float) -> None:
 
 @pytest.mark.parametrize("divergence", [False, True])
 def test_kto_equals_trl(divergence: bool) -> None:
+    pytest.importorskip("trl", minversion="1.15")  # whose losses take log-probabilities, not logits
     trainer = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-torch.rand(6, 4, generator=generator) for _ in range(2))
