@@ -165,8 +165,11 @@ def measure(case: Case) -> tuple[int, Any]:
         optimizer.step()
 
     step()  # makes the optimizer's states
-    optimizer.zero_grad(set_to_none=True)
-    return peak_of(step), config
+    peaks = []
+    for _ in range(2):  # another thread of the process may allocate beside one of them
+        optimizer.zero_grad(set_to_none=True)
+        peaks.append(peak_of(step))
+    return min(peaks), config
 
 
 # The others say the same of more families; each takes seconds.
