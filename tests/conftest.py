@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,8 +42,9 @@ _LONG = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let datasets before 5.2 leave the CSV files open that it has read; elsewhere that is an error."""
-    if Version(version("datasets")) < Version("5.2"):
-        config.addinivalue_line("filterwarnings", r"ignore:unclosed file <_io.*[.][ct]sv")
+    with suppress(PackageNotFoundError):
+        if Version(version("datasets")) < Version("5.2"):
+            config.addinivalue_line("filterwarnings", r"ignore:unclosed file <_io.*[.][ct]sv")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
