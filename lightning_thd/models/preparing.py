@@ -147,12 +147,15 @@ def watch_attention(base: Any) -> None:
             watch_switching(self)
             return chosen
 
+        prepared_before = isinstance(self, Announcing)
         for inner in self.modules():  # also models that share the config, which transformers skips
             if is_transformers_model(inner) and inner.config is self.config:
                 _announce_packs(inner)
 
         if any(True for _ in self.children()):  # else ``post_init`` does it when the layers are built
-            if chosen == NAME:
+            # A model that is being built, or had "thd" before, is looked for at its first pack, if needed:
+            # the search takes as long as many small steps.
+            if chosen == NAME and not prepared_before:
                 _announce_around(self)
             prepare_layers(self)
         return chosen
