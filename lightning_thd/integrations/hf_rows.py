@@ -25,7 +25,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import choose_thd, refuse_attention, refuse_engines
-from lightning_thd.loss.prepare import is_dtensor
+from lightning_thd.loss.arguments import is_dtensor
 from lightning_thd.models.announce import run_as_pack
 from lightning_thd.models.pack import BOUNDARIES, current_pack
 from lightning_thd.models.switching import NAME, choose_attention

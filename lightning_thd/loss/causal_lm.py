@@ -18,10 +18,10 @@ from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.flops.listen import projecting
+from lightning_thd.loss.arguments import LossArgs, check_rows
 from lightning_thd.loss.head_call import HeadCall, HeadOperands
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.prepare import LossArgs, prepare
 from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_for
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
@@ -195,13 +195,13 @@ def _loss(
 @torch.no_grad()
 def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     """Sum entropies, correct predictions and ones over the loss tokens of a batch, ``[3]``."""
-    prepared = prepare(args)
+    checked = check_rows(args)
     with projecting():  # the model needs none of these products
-        rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
+        rows = row_logprobs(checked.operands, checked.targets, checked.settings, entropy=True, right=True)
 
     correct = rows.right.to(rows.entropy.dtype)
     of_rows = torch.stack([rows.entropy, correct, torch.ones_like(rows.entropy)], 1)
-    sums = prepared.restore(of_rows).flatten(0, -2)
+    sums = checked.restore(of_rows).flatten(0, -2)
     if not batch.boundaries.rows_are_tokens:
         counted = batch.token_targets != IGNORE_INDEX
         if batch.weights is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
 from lightning_thd.flops.listen import projecting
-from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
-from lightning_thd.loss.prepare import LossArgs, Prepared, is_dtensor, local_hidden, plain
+from lightning_thd.loss.arguments import CheckedRows, LossArgs, is_dtensor, local_hidden, plain
+from lightning_thd.loss.linear_nll import check_weighted, linear_nll, scalar_loss
 from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
@@ -119,7 +119,7 @@ def _divergence_loss(
     token_weights: Tensor | float | None,
     mean: bool,
 ) -> Tensor:
-    prepared, weights = prepare_weighted(student, token_weights, mean=mean)
+    checked, weights = check_weighted(student, token_weights, mean=mean)
     weights = weights * alpha
     hard: Tensor | None = None
     if alpha < 1.0:
@@ -129,9 +129,9 @@ def _divergence_loss(
         if alpha == 0.0:
             return hard
 
-    teacher_for = _head_teacher(student, teacher, prepared, token_weights)
-    hidden, weight, bias = prepared.operands
-    settings = prepared.settings
+    teacher_for = _head_teacher(student, teacher, checked, token_weights)
+    hidden, weight, bias = checked.operands
+    settings = checked.settings
     if not torch.is_grad_enabled():  # autograd would still ask the forward pass for gradients
         hidden = hidden.detach()
         weight = weight.detach()
@@ -149,20 +149,20 @@ def _divergence_loss(
         return divergence_and_gradients(head, teacher_for(head), targets, weights, divergence, needs=needs)
 
     soft = scalar_loss(
-        hidden, weight, bias, prepared.targets, weights, settings, job, "fused_linear_distillation"
+        hidden, weight, bias, checked.targets, weights, settings, job, "fused_linear_distillation"
     )
     return soft if hard is None else soft + hard
 
 
 def _head_teacher(
-    student: LossArgs, teacher: LossArgs, prepared: Prepared, token_weights: Tensor | float | None
+    student: LossArgs, teacher: LossArgs, checked: CheckedRows, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
     """Check a teacher's head, and return a function that makes the ``Teacher`` for a student's ``Head``."""
-    settings = prepared.settings
+    settings = checked.settings
     teacher = replace(teacher, tp_group=settings.tp_group)
-    of_teacher, _ = prepare_weighted(teacher, token_weights, mean=False)
+    of_teacher, _ = check_weighted(teacher, token_weights, mean=False)
 
-    vocabulary = prepared.operands[1].shape[0]
+    vocabulary = checked.operands[1].shape[0]
     teacher_vocabulary = of_teacher.operands[1].shape[0]
     if student.logit_map.valid_vocab_size is not None and settings.tp_group is None:
         columns_fit = teacher_vocabulary >= settings.columns  # what is beyond them is padding

@@ -25,8 +25,8 @@ from lightning_thd._hooks import hooks_of
 from lightning_thd._static import RUN
 from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss.arguments import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
-from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.announce import Announcing
 from lightning_thd.models.pack import BOUNDARIES, Scope

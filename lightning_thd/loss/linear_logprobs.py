@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_thd._checks import instance
 from lightning_thd.flops.listen import projecting, reported
-from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad
+from lightning_thd.loss.arguments import LossArgs, check_rows, refuse_double_grad
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
 from lightning_thd.loss.tiles.products import without_autocast
@@ -104,15 +104,15 @@ def fused_linear_logprobs(
 def linear_logprobs(args: LossArgs, *, entropy: bool) -> LogProbs:
     """Compute ``fused_linear_logprobs`` from its arguments."""
     instance(entropy, "entropy", bool)
-    prepared = prepare(args)
+    checked = check_rows(args)
     with projecting((args.hidden, args.weight)):
-        rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
+        rows = row_logprobs(checked.operands, checked.targets, checked.settings, entropy=entropy)
     of_rows = LogProbs(rows.logp, rows.entropy if entropy else None, rows.lse)
-    return of_rows.map(prepared.restore)
+    return of_rows.map(checked.restore)
 
 
 class RowValues(NamedTuple):
-    """The results of the softmax of prepared rows, ``[R]`` each."""
+    """The results of the softmax of checked rows, ``[R]`` each."""
 
     logp: Tensor
     entropy: Tensor
@@ -130,7 +130,7 @@ def row_logprobs(
     mean: bool = False,
     right: bool = False,
 ) -> RowValues:
-    """Compute ``RowValues`` of prepared rows; entropy, mean and right are valid only if asked for."""
+    """Compute ``RowValues`` of checked rows; entropy, mean and right are valid only if asked for."""
     if settings.of_logits:
         return _logits_logprobs(operands[0], targets, settings)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import RUN
 from lightning_thd.flops.listen import LISTENERS, projecting, reported
+from lightning_thd.loss.arguments import CheckedRows, LossArgs, check_rows, plain, refuse_double_grad
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
@@ -98,10 +98,10 @@ def _weighted_nll(
     mean: bool,
     see: Callable[[SlotLosses], None] | None,
 ) -> Tensor:
-    prepared, weights = prepare_weighted(args, token_weights, mean=mean)
-    operands = prepared.operands
-    targets = prepared.targets
-    settings = prepared.settings
+    checked, weights = check_weighted(args, token_weights, mean=mean)
+    operands = checked.operands
+    targets = checked.targets
+    settings = checked.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     tiled = settings.tp_group is None and settings.compute != torch.float16 and not settings.of_logits
 
@@ -112,19 +112,19 @@ def _weighted_nll(
     else:
         rows = row_logprobs(operands, targets, settings, mean=penalties.label_smoothing > 0)
         weighted = weights * penalties.loss(rows.logp, rows.lse, rows.mean_logit)
-        if prepared.counts is not None:
-            weighted = torch.where(prepared.counts, weighted, 0.0)
+        if checked.counts is not None:
+            weighted = torch.where(checked.counts, weighted, 0.0)
         loss = weighted.sum()
         losses = weighted.detach()
 
     if see is not None and losses is not None:
-        see(SlotLosses(losses, weights, prepared.kept))
+        see(SlotLosses(losses, weights, checked.kept))
     return loss
 
 
-def prepare_weighted(
+def check_weighted(
     args: LossArgs, token_weights: Tensor | float | None, *, mean: bool
-) -> tuple[Prepared, Tensor]:
+) -> tuple[CheckedRows, Tensor]:
     """Prepare the arguments, and return the weights of the rows, ``[R]``, 0 for ignored targets."""
     per_token = token_weights if isinstance(token_weights, Tensor) and token_weights.ndim > 0 else None
     targets = plain(args.targets) if per_token is not None or mean else args.targets
@@ -140,22 +140,22 @@ def prepare_weighted(
     elif not isinstance(token_weights, Tensor | None):
         token_weights = real_number(token_weights, "token_weights")
 
-    prepared = prepare(args)
-    dtype = prepared.settings.accumulator
+    checked = check_rows(args)
+    dtype = checked.settings.accumulator
     if per_token is not None:
         weights = per_token.detach().flatten().to(dtype)
-        if prepared.kept is not None:
-            weights = weights[prepared.kept]
+        if checked.kept is not None:
+            weights = weights[checked.kept]
     else:
-        weights = torch.ones(prepared.targets.shape, dtype=dtype, device=prepared.targets.device)
+        weights = torch.ones(checked.targets.shape, dtype=dtype, device=checked.targets.device)
         if token_weights is not None:
             weights = weights * token_weights
 
-    if prepared.counts is not None:
-        weights = torch.where(prepared.counts, weights, 0.0)
+    if checked.counts is not None:
+        weights = torch.where(checked.counts, weights, 0.0)
     if mean:
         weights = weights / (targets != args.ignore_index).sum().clamp_min(1)
-    return prepared, weights
+    return checked, weights
 
 
 class _ScalarLoss(torch.autograd.Function):

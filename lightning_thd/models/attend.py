@@ -40,6 +40,40 @@ class _Mask(NamedTuple):
 _NO_MASK: Final = _Mask(None, None, False)
 
 
+class _Offsets(NamedTuple):
+    """transformers' arguments that say where sequences begin, if the model's caller passed them."""
+
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+
+
+class _Layer(NamedTuple):
+    """What a layer says of its own attention."""
+
+    is_causal: bool | None
+    sliding_window: int | None
+    scaling: float | None
+    softcap: float | None
+
+
+class _Options(NamedTuple):
+    """What is asked of the kernel."""
+
+    causal: bool
+    window: int | None  # keys that a query sees, itself included
+    scaling: float | None
+    softcap: float | None
+
+    def of_kernel(self) -> dict[str, Any]:
+        """Return the options of ``varlen_attention``; a window extends to both sides if not causal."""
+        sides: int | tuple[int, int] | None = self.window
+        if self.window is not None and not self.causal:
+            sides = (self.window - 1, self.window - 1)
+        return {"causal": self.causal, "window": sides, "scale": self.scaling, "softcap": self.softcap}
+
+
 def thd_attention(
     module: nn.Module,
     query: Tensor,
@@ -129,9 +163,9 @@ def thd_attention(
                 _note_later(module)
             return kernel.attend(query, key, value, s_aux), None
 
-    offsets = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    layer = (is_causal, sliding_window, scaling, softcap)
-    return _attend_first(module, (query, key, value, s_aux), offsets, layer, mask, pack, kind), None
+    offsets = _Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    layer = _Layer(is_causal, sliding_window, scaling, softcap)
+    return _attend_first(module, query, key, value, s_aux, offsets, layer, mask, pack, kind), None
 
 
 class _BoundKernel(NamedTuple):
@@ -153,30 +187,32 @@ def _refuse_unprepared(module: nn.Module) -> None:
 
 def _attend_first(
     module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    offsets: tuple[Tensor | None, Tensor | None, int | None, int | None],
-    layer: tuple[bool | None, int | None, float | None, float | None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    s_aux: Tensor | None,
+    offsets: _Offsets,
+    layer: _Layer,
     mask: _Mask,
     pack: Boundaries | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
     """Attend in the first layer of its kind: check the layer and choose a kernel; with a pack, keep it.
 
-    The arguments are those of ``thd_attention``: ``offsets`` are ``cu_seq_lens_q/k`` and ``max_length_q/k``,
-    ``layer`` is what the layer passes. ``kind`` is the key of the kernel in ``pack.kernels``, or None.
+    The arguments are those of ``thd_attention``. ``kind`` is the key of the kernel in ``pack.kernels``, or
+    None.
     """
-    query, key, value, s_aux = tensors
-    is_causal, sliding_window, scaling, softcap = layer
-    causal = not mask.shows_all and _is_causal(module, is_causal)
+    causal = not mask.shows_all and _is_causal(module, layer.is_causal)
     window = mask.window
     if window is None:
-        window = _window(module, sliding_window, causal=causal)
-    options = (causal, window, scaling, softcap)
+        window = _window(module, layer.sliding_window, causal=causal)
+    options = _Options(causal, window, layer.scaling, layer.softcap)
 
     # A layer of a vision tower (``families/qwen_vl.py``) attends to images, by the offsets of the images.
-    if offsets[0] is not None and pack is None and hasattr(type(module), "_thd_tower"):
-        images = _call_of_offsets(query, offsets[0], None, offsets[2], None)
-        return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
+    if offsets.cu_seq_lens_q is not None and pack is None and hasattr(type(module), "_thd_tower"):
+        images = _call_of_offsets(query, offsets._replace(cu_seq_lens_k=None, max_length_k=None))
+        both_ways = options._replace(causal=False, window=None)
+        return _attend_unbound(query, key, value, images, both_ways, None)
 
     call = _kernel_call(module, query, key, offsets, pack, causal=causal, chunk=mask.chunk)
     of_pack = pack is not None and query.shape[0] == 1 and query.shape[2] == pack.slots
@@ -187,7 +223,7 @@ def _attend_first(
         return _attend_unbound(query, key, value, call, options, s_aux)
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    bound = bind(q, k, v, call, sinks=s_aux, **_options(*options))
+    bound = bind(q, k, v, call, sinks=s_aux, **options.of_kernel())
     pack.kernels[kind] = _BoundKernel(bound, sees_later, getattr(module, "config", None))
     return bound(query, key, value, s_aux)
 
@@ -229,7 +265,7 @@ def _kernel_call(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    offsets: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    offsets: _Offsets,
     pack: Boundaries | None,
     *,
     causal: bool,
@@ -244,10 +280,10 @@ def _kernel_call(
             _refuse_other_keys(module, query, key)
         return pack.call(module, causal=causal, chunk=chunk)
 
-    if offsets[0] is not None:
+    if offsets.cu_seq_lens_q is not None:
         if slots != slots_k:
             _refuse_other_keys(module, query, key)
-        call = _call_of_offsets(query, *offsets)
+        call = _call_of_offsets(query, offsets)
     else:
         call = _call_of_rows(module, query, key, pack, causal=causal)
 
@@ -259,28 +295,18 @@ def _kernel_call(
     return KernelCall(cut, cut, longest, longest)
 
 
-def _options(
-    causal: bool, window: int | None, scaling: float | None, softcap: float | None
-) -> dict[str, Any]:
-    """Return the options of ``varlen_attention``; a window extends to both sides if not causal."""
-    sides: int | tuple[int, int] | None = window
-    if window is not None and not causal:
-        sides = (window - 1, window - 1)
-    return {"causal": causal, "window": sides, "scale": scaling, "softcap": softcap}
-
-
 def _attend_unbound(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     call: KernelCall,
-    options: tuple[Any, ...],
+    options: _Options,
     s_aux: Tensor | None,
 ) -> Tensor:
     """Attend by a call that no other layer shares; return ``[B, T, H, E]``."""
     rows, _, slots, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out_THD = attend_call(q_THD, k_THD, v_THD, call, sinks=s_aux, **_options(*options))
+    out_THD = attend_call(q_THD, k_THD, v_THD, call, sinks=s_aux, **options.of_kernel())
     return out_THD.view(rows, slots, *out_THD.shape[1:])
 
 
@@ -310,26 +336,23 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     )
 
 
-def _call_of_offsets(
-    query: Tensor,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | None,
-    max_length_k: int | None,
-) -> KernelCall:
+def _call_of_offsets(query: Tensor, offsets: _Offsets) -> KernelCall:
     """Return the call for transformers' arguments; keys have the offsets of queries by default."""
-    assert cu_seq_lens_q is not None
+    cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = offsets
+    assert cu_seqlens_q is not None
     if query.shape[0] != 1:
         raise ValueError(
             f"A pack is one row [1, T], but attention got {query.shape[0]} rows together with cu_seq_lens_q."
         )
 
-    if max_length_q is None:
+    if max_seqlen_q is None:
         raise ValueError("Attention got cu_seq_lens_q without max_length_q. Call model(**batch.hf_kwargs()).")
 
-    cu_seqlens_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-    max_seqlen_kv = max_length_q if max_length_k is None else max_length_k
-    return KernelCall(cu_seq_lens_q, cu_seqlens_kv, max_length_q, max_seqlen_kv)
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+    if max_seqlen_kv is None:
+        max_seqlen_kv = max_seqlen_q
+    return KernelCall(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
 
 
 def _call_of_rows(

@@ -110,7 +110,7 @@ def balanced_bins(
     *,
     dp: int,
     num_microbatches: int | None = None,  # None takes the fewest that are found
-    given: Packing | None = None,  # packs to use instead of those of best fit
+    packs: Packing | None = None,  # packs to use instead of those of best fit
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
@@ -120,7 +120,7 @@ def balanced_bins(
     # A sequence that is too large takes a whole bin, so that no other sequence joins it.
     over = (lengths > slots.usable) | (patches > slots.patches)
     step = Problem(np.where(over, slots.usable, lengths), np.where(over, 0, patches), work, slots, dp)
-    owner, count = _choose_bins(step, num_microbatches, given)
+    owner, count = _choose_bins(step, num_microbatches, packs)
 
     # Longest first inside a bin, because attention runs neighbours of equal length as one batch.
     order = np.lexsort((-lengths, owner))
@@ -129,7 +129,7 @@ def balanced_bins(
     return order_by_rank(order, offsets, step.bin_work(owner, count), dp)
 
 
-def _choose_bins(step: Problem, num_microbatches: int | None, given: Packing | None) -> tuple[IntArray, int]:
+def _choose_bins(step: Problem, num_microbatches: int | None, packs: Packing | None) -> tuple[IntArray, int]:
     """Return the bin of each sequence and the number of bins, from the cheapest plan that is even enough."""
     slots = step.slots
     dp = step.dp
@@ -139,7 +139,8 @@ def _choose_bins(step: Problem, num_microbatches: int | None, given: Packing | N
     if spread.owner is not None and spread.even:
         return spread.owner, count
 
-    packs = best_fit(step.lengths, slots, step.patches) if given is None else given
+    if packs is None:
+        packs = best_fit(step.lengths, slots, step.patches)
     least = max(1, -(-len(packs) // dp))  # microbatches that best fit needs
     wanted = dp * (least if num_microbatches is None else num_microbatches)
     owner = step.best(wanted, packs, spread if wanted == count else None)

@@ -426,7 +426,7 @@ class PackPlanner(Planner):
                 self.slots,
                 dp=dp,
                 num_microbatches=n // dp,
-                given=Packing(indices=in_order, offsets=offsets),
+                packs=Packing(indices=in_order, offsets=offsets),
                 patches=self.entries.patches(spans),
             )
         return spans.take(order), new_offsets

@@ -28,9 +28,9 @@ from lightning_thd.loss import (
     fused_linear_logprobs,
     static_shapes,
 )
+from lightning_thd.loss.arguments import LossArgs
 from lightning_thd.loss.linear_logprobs import linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.prepare import LossArgs
 from lightning_thd.loss.tiles import logits
 from lightning_thd.loss.tiles.nll import Penalties
 from tests.loss.oracles import Case, Largest, relative, wide
@@ -298,7 +298,7 @@ def test_rows_select_tokens_in_their_order() -> None:
 
 def test_a_number_of_loss_tokens_known_on_the_host_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An upper bound of the targets gives the same bits; too low a bound is refused."""
-    monkeypatch.setattr("lightning_thd.loss.prepare._WAITS", {"cpu"})
+    monkeypatch.setattr("lightning_thd.loss.arguments._WAITS", {"cpu"})
     leaves, targets = Case(ignored=0.5).tensors()
     count = 16  # CPUs multiply the rows of an incomplete block of 8 by other code, which rounds otherwise
     targets = targets.masked_fill((targets != -100).cumsum(0) > count, -100)

@@ -97,7 +97,7 @@ class Rows:
         """Set the padded rows of ``[N, ...]`` to a value, in place."""
         part.index_fill_(0, self._padded, value)
 
-    def prepare(self, tiles: Iterable[Spaced]) -> None:
+    def make_indices(self, tiles: Iterable[Spaced]) -> None:
         """Make all index tensors now; made later, between large temporary tensors, they fragment the heap."""
         if self.span is not None:
             return
@@ -275,8 +275,8 @@ def make_plan(
         _nonempty(blank_k),
     )
     for piece in plan.pieces:
-        piece.q.prepare(call.q for call in piece.calls)
-        piece.k.prepare(call.k for call in piece.calls if by_keys)
+        piece.q.make_indices(call.q for call in piece.calls)
+        piece.k.make_indices(call.k for call in piece.calls if by_keys)
 
     whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
     uncut = all(len(piece.calls) == 1 for piece in plan.pieces)

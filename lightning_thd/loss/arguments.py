@@ -43,7 +43,7 @@ class LossArgs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+class CheckedRows:
     """Checked operands and targets of the R rows."""
 
     operands: Operands  # hidden ``[R, H]``, weight and bias, which autograd follows
@@ -64,7 +64,7 @@ class Prepared:
         return values.view(*self.shape, *rest)
 
 
-def prepare(args: LossArgs) -> Prepared:
+def check_rows(args: LossArgs) -> CheckedRows:
     """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
     if not {type(argument) for argument in (args.hidden, args.weight, args.bias, args.targets)} <= _PLAIN:
         args = _local(args)
@@ -127,7 +127,7 @@ def prepare(args: LossArgs) -> Prepared:
         counts = targets != args.ignore_index
 
     _check_target_values(targets, counts, args.ignore_index, vocabulary)
-    return Prepared(
+    return CheckedRows(
         operands=(hidden, weight, args.bias),
         targets=targets,
         counts=counts,
