@@ -305,11 +305,11 @@ def _experts(experts: Any, cutter: _Cutter) -> None:
     first = cutter.group.rank() * count
     for name in list(parameters_of(experts)):
         cutter.cut(experts, name, 0)
-    skips_others = _skips_other_experts(experts)
     # With these attributes, transformers treats the index num_experts as an expert of another rank.
     experts.num_experts = count
     if _chooses_implementation(experts):
         set_private(experts, _IS_EXPERT_PARALLEL, True)
+    skips_others = _skips_other_experts(experts, count)
     forward = experts.forward
     group = cutter.group
 
@@ -332,16 +332,31 @@ def _experts(experts: Any, cutter: _Cutter) -> None:
     experts.forward = experts_forward
 
 
-def _skips_other_experts(experts: Any) -> bool:
-    """Return whether experts skip tokens routed to index ``num_experts``.
+def _skips_other_experts(experts: Any, count: int) -> bool:
+    """Return whether experts skip tokens routed to index ``num_experts``, which is ``count``.
 
-    transformers' functions for experts do. A family's own loop over experts may not, so it only gets the
-    tokens of this rank's experts.
+    transformers' functions for experts do, and so do most families' own loops. The others only get the tokens
+    of this rank's experts, for which the device is read.
     """
-    if not _chooses_implementation(experts):
+    if _chooses_implementation(experts):
+        chosen = private_of(experts.config, "transformers.PreTrainedConfig._experts_implementation")
+        if chosen not in (None, "eager"):
+            return True
+
+    # One token on a CPU, where an index out of range is an error. On a GPU it would end the process. A loop
+    # that skips the token multiplies nothing, so any width will do, and the weights may be one zero.
+    index = torch.full((1, 1), count, device="cpu")
+    hidden = torch.zeros((1, 1), device="cpu")
+
+    def one_zero(parameter: Tensor) -> Tensor:
+        return hidden.new_zeros((), dtype=parameter.dtype).expand(local(parameter).shape)
+
+    try:
+        with torch.no_grad(), parameters_as(experts, one_zero):
+            experts.forward(hidden, index, torch.zeros_like(hidden))
+    except Exception:  # each loop fails in its own way
         return False
-    chosen = private_of(experts.config, "transformers.PreTrainedConfig._experts_implementation")
-    return chosen not in (None, "eager")
+    return True
 
 
 def _chooses_implementation(experts: Any) -> bool:

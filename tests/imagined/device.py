@@ -48,28 +48,57 @@ class Log:
 LOG = Log()
 
 
-def caller() -> str:
-    """Return file, line and function of the nearest frame of ours, else of a library's, else of a test's."""
+_OURS = "/lightning_thd/"
+_LIBRARIES = ("/site-packages/lightning", "/transformers/", "/accelerate/", "/trl/", "/torchao/")
+_SCRIPTS = ("/tests/", "/benchmarks/", "/examples/", "<string>", "<stdin>")
+
+
+def _frames() -> list[tuple[str, str]]:
+    """Return file, and line with function, of every frame outside of this folder, the innermost first."""
     frames = []
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
 
     while frame is not None:
         if "/imagined" not in frame.f_code.co_filename:
             frames.append((frame.f_code.co_filename, f"{frame.f_lineno} {frame.f_code.co_name}"))
         frame = frame.f_back
 
-    for places in (
-        ("/lightning_thd/",),
-        ("/site-packages/lightning", "/transformers/", "/accelerate/", "/trl/", "/torchao/"),
-        ("/tests/", "/benchmarks/", "/examples/", "<string>", "<stdin>"),
-        ("",),
-    ):
+    return frames
+
+
+def _nearest(frames: list[tuple[str, str]]) -> str:
+    """Return file, line and function of the nearest frame of ours, else of a library's, else of a test's."""
+    for places in ((_OURS,), _LIBRARIES, _SCRIPTS, ("",)):
         for name, line in frames:
             if any(place in name for place in places):
-                _, ours, short = name.rpartition("/lightning_thd/")
-                return f"{short if ours else '/'.join(name.split('/')[-3:])}:{line}"
+                return f"{_short(name)}:{line}"
 
     return "backward" if threading.current_thread() is not threading.main_thread() else "?"
+
+
+def _short(name: str) -> str:
+    _, ours, path = name.rpartition(_OURS)
+    return path if ours else "/".join(name.split("/")[-3:])
+
+
+def caller() -> str:
+    """Return file, line and function of the nearest frame of ours, else of a library's, else of a test's."""
+    return _nearest(_frames())
+
+
+def _reader() -> str:
+    """Return ``caller()``, with " > " and the library's frame if that library has read below ours."""
+    frames = _frames()
+    nearest = _nearest(frames)
+
+    for name, line in frames:
+        if _OURS in name:
+            return nearest
+        if any(place in name for place in _LIBRARIES):
+            library = f"{_short(name)}:{line}"
+            return nearest if nearest == library else f"{nearest} > {library}"
+
+    return nearest
 
 
 def _told(kind, name, size, flags):
@@ -84,7 +113,7 @@ def _told(kind, name, size, flags):
         free = bool(flags & 2)
 
         if kind == "read":
-            LOG.reads.append((name.removeprefix("aten::"), caller()))
+            LOG.reads.append((name.removeprefix("aten::"), _reader()))
             LOG.read_steps.append(LOG.step)
             waits = forbidden = "not waiting" not in name
         else:

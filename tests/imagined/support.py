@@ -19,8 +19,9 @@ _TORCH = "2.13"  # device.cpp implements an interface of C++ that other releases
 
 
 # Frames of ours below which a library reads: GradScaler, transformers' Trainer, vision towers, the loop over
-# experts. The last one measures a peak once.
-_LIBRARIES = ("optimizer_step", "hf_data.py", "models/announce.py", "experts_forward", "flops/peaks.py")
+# experts.
+_ABOVE_LIBRARIES = ("optimizer_step", "hf_data.py", "models/announce.py", "experts_forward")
+_ONCE = "flops/peaks.py"  # measures a peak
 
 
 def why_not() -> str | None:
@@ -47,11 +48,20 @@ def run(script: Path, *arguments: str, out: Path, capability: str = "9.0", timeo
 
 
 def our_reads(traffic: Any) -> dict[str, float]:
-    """Return the reads a step whose caller is a file of lightning_thd; paths of others name their package."""
+    """Return the reads a step by a file of lightning_thd; paths of others name their package."""
     return {
         row: number
         for row, number in traffic["reads"].items()
-        if _is_ours(row) and not any(part in row for part in _LIBRARIES)
+        if _is_ours(row) and not _is_of_a_library(row) and _ONCE not in row
+    }
+
+
+def reads_of_experts(traffic: Any) -> dict[str, float]:
+    """Return the reads a step by transformers' loop over the experts that tensor parallelism gave a rank."""
+    return {
+        row: number
+        for row, number in traffic["reads"].items()
+        if _is_of_a_library(row) and "experts_forward >" in row
     }
 
 
@@ -60,7 +70,14 @@ def our_uploads(traffic: Any) -> dict[str, float]:
     return {row: number for row, number in traffic["uploads"].items() if _is_ours(row)}
 
 
+def _is_of_a_library(row: str) -> bool:
+    """Return whether a library reads, below one of our frames that let it."""
+    place, below, _ = row.partition(" > ")
+    return bool(below) and any(part in place for part in _ABOVE_LIBRARIES)
+
+
 def _is_ours(row: str) -> bool:
     folders = {path.name for path in (ROOT / "lightning_thd").iterdir()}
-    _, _, place = row.rpartition(":")[0].rpartition(" ")  # of torch's own backward there is none
+    nearest, _, _ = row.partition(" > ")
+    _, _, place = nearest.rpartition(":")[0].rpartition(" ")  # of torch's own backward there is none
     return place.split("/")[0] in folders and (ROOT / "lightning_thd" / place).exists()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_thd import Sequences
 from tests.imagined import gpu, nccl
 from tests.imagined.run import traffic
-from tests.imagined.support import needs_imagination, our_reads, our_uploads
+from tests.imagined.support import needs_imagination, our_reads, our_uploads, reads_of_experts
 from tests.ranks import run_ranks
 from tests.strategies import jobs
 from tests.strategies.jobs import Layout
@@ -24,6 +24,10 @@ from tests.strategies.layouts import LAYOUTS, check_layout, dtype_of, rows
 from tests.strategies.test_expert_layouts import compare
 
 pytestmark = [pytest.mark.imagined, needs_imagination]
+
+# Layouts with experts under tensor parallelism: the layers of a call of ``training_step``.
+LAYERS_OF_A_STAGE = {"dp x tp": 2, "cp x tp": 2, "pp x sp interleaved": 1}
+EXPERTS_OF_A_RANK = 2  # of four
 
 
 def train(name: str) -> dict[str, Any]:
@@ -46,10 +50,30 @@ def check_traffic(name: str, found: dict[str, Any]) -> None:
     """Compare what a step of one rank read, uploaded and forgot with the table of docs/guides/speed.md."""
     # A stage of a pipeline reads its losses and logged values once.
     assert sum(our_reads(found).values()) <= float(LAYOUTS[name][1].pp > 1), (name, our_reads(found))
+    check_experts(name, found)
     ours = our_uploads(found)
     assert ours, (name, found["uploads"])
     assert all("pinned non_blocking" in row for row in ours), (name, ours)
     assert not found["lost"], (name, found["lost"])
+
+
+def check_experts(name: str, found: dict[str, Any]) -> None:
+    """Count the reads of transformers' loop over a rank's experts, which these jobs choose by ``"eager"``."""
+    reads = reads_of_experts(found)
+    if name not in LAYERS_OF_A_STAGE:
+        assert not reads, (name, reads)
+        return
+
+    # A call asks once which experts tokens chose. For each expert it asks for the tokens, and reads its
+    # number four times: to compare it with that of other ranks' experts, to ask for tokens, and to take two
+    # weights. The number of other ranks' experts is read once.
+    calls = LAYERS_OF_A_STAGE[name] * found["microbatches"] / found["steps"]
+    asked = sum(number for row, number in reads.items() if row.startswith("nonzero "))
+    numbers = sum(number for row, number in reads.items() if row.startswith("item "))
+    experts = asked - calls
+    assert asked + numbers == sum(reads.values()), (name, reads)
+    assert 0 < experts <= calls * EXPERTS_OF_A_RANK, (name, reads)
+    assert 4 * experts <= numbers <= 4 * experts + calls, (name, reads)
 
 
 @pytest.mark.parametrize("names", [*rows(2, 6), *rows(4, 4)], ids=", ".join)

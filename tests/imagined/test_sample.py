@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.imagined.support import needs_imagination
+from tests.imagined.support import needs_imagination, our_reads
 from tests.models.families import FAMILIES
 from tests.scripts import run_python
 
@@ -21,6 +21,14 @@ def _run(script: str, *arguments: str, folder: Path) -> str:
 @needs_imagination
 def test_a_batch_takes_one_upload_and_a_step_reads_nothing(tmp_path: Path) -> None:
     _run("sample", "sample", "9.0", folder=tmp_path)
+
+
+def test_only_reads_of_a_library_are_allowed_below_our_frames() -> None:
+    loop = "nonzero parallel/tensor.py:320 experts_forward > qwen3_moe/modeling_qwen3_moe.py:224 forward"
+    ours = "nonzero parallel/tensor.py:320 experts_forward"
+    elsewhere = "item loss/causal_lm.py:90 causal_lm_loss > qwen3_moe/modeling_qwen3_moe.py:224 forward"
+    reads = {loop: 3.0, ours: 1.0, elsewhere: 1.0, "item qwen3_moe/modeling_qwen3_moe.py:224 forward": 1.0}
+    assert set(our_reads({"reads": reads})) == {ours, elsewhere}
 
 
 @needs_imagination

@@ -15,7 +15,12 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
-from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
+from lightning_thd.parallel.tensor import (
+    _skips_other_experts,
+    apply_tensor_parallel,
+    check_heads,
+    model_plan,
+)
 from lightning_thd.precision import convert_linear
 from tests.ranks import run_ranks
 from tests.strategies.jobs import family_model
@@ -282,9 +287,9 @@ def test_models_that_sequence_parallelism_does_not_know() -> None:
         apply_sequence_parallel(model, group)
 
 
-def one_busy_expert() -> list[Tensor]:
+def one_busy_expert(family: str) -> list[Tensor]:
     """Experts of which one gets every token, so that the other ranks' have no part in the output."""
-    model: Any = family_model("qwen3_moe")
+    model: Any = family_model(family)
     experts = model.model.layers[0].mlp.experts
     if dist.is_initialized():
         apply_tensor_parallel(
@@ -302,9 +307,14 @@ def one_busy_expert() -> list[Tensor]:
     return [out.detach(), hidden.grad, weights.grad, *whole]
 
 
-def test_ranks_whose_experts_get_no_token() -> None:
-    one_process = one_busy_expert()
-    for of_rank in run_ranks(one_busy_expert, 4, timeout_s=60.0):
+# Whether a family's loop over experts skips those of other ranks. If not, their tokens are left out before.
+@pytest.mark.parametrize(("family", "skips"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_ranks_whose_experts_get_no_token(family: str, skips: bool) -> None:
+    experts: Any = family_model(family).model.layers[0].mlp.experts
+    assert _skips_other_experts(experts, experts.num_experts) == skips
+
+    one_process = one_busy_expert(family)
+    for of_rank in run_ranks(one_busy_expert, 4, family, timeout_s=60.0):
         for tensor, of_process in zip(of_rank, one_process, strict=True):
             torch.testing.assert_close(tensor, of_process, rtol=1e-12, atol=1e-12)
 
