@@ -25,8 +25,20 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.pipeline import Op, make_schedule
-from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, require_same_ends, sum_tied
-from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
+from lightning_thd.parallel.pipeline.channel import (
+    Channel,
+    StageBeforeFailed,
+    copy_tied,
+    require_same_ends,
+    sum_tied,
+)
+from lightning_thd.parallel.pipeline.cut import (
+    cut_model,
+    decoder_stack,
+    language_model_of,
+    stages_in,
+    tied_names,
+)
 from lightning_thd.parallel.pipeline.seam import weights_in
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.axes import Axes, timeout_of
@@ -83,6 +95,7 @@ class Pipeline:
         _refuse_weights_outside(module, language_model_of(module))
 
         names = tied_names(module)  # before the cut, which takes one of the two copies away
+        _, decoder, _ = decoder_stack(language_model_of(module))
         meshes = self._axes.meshes
         self.stage = cut_model(
             module,
@@ -93,7 +106,53 @@ class Pipeline:
             peers=None if meshes is None else meshes.stage.get_group(),
         )
         self.stage.tied_names = names
+        self._fail_together(decoder)
         rank_zero_info(self.stage.split.table())
+
+    def _fail_together(self, decoder: Any) -> None:
+        """Make all stages raise what one of them raises in its first forward pass, so that none waits."""
+        stage = self.stage
+        assert stage is not None
+        forward = decoder.forward
+        passed = False
+
+        def first_forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal passed
+            # Without gradients, the first rank waits for its second stage inside of the pass, not after it.
+            waits_inside = stage.chunks > 1 and stage.active is None
+            if passed or waits_inside:
+                return forward(*args, **kwargs)
+
+            passed = True
+            try:
+                output = forward(*args, **kwargs)
+            except Exception as error:
+                self.channel.fail(self._strategy.root_device)
+                self._compare_failures(error)
+                raise
+            self._compare_failures(None)
+            return output
+
+        decoder.forward = first_forward
+
+    def _compare_failures(self, error: Exception | None) -> None:
+        """Raise the first stage's error, unless this stage has one of its own; a collective."""
+        ranks = self.channel.ranks
+        has_own = error is not None and not isinstance(error, StageBeforeFailed)
+        first = torch.tensor(self.channel.rank if has_own else ranks)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.host_group)
+        failed_rank = int(first)
+        if failed_rank == ranks:
+            return
+
+        is_refusal = isinstance(error, ValueError | MisconfigurationException)
+        source = dist.get_global_rank(self.host_group, failed_rank)
+        is_refusal, text = broadcast_object((is_refusal, str(error)), self.host_group, source)
+        if has_own:
+            return
+        if is_refusal:
+            raise ValueError(text) from None
+        raise RuntimeError(f"Rank {failed_rank} of the pipeline failed in its first forward pass: {text}")
 
     def tie_ends(self, module: nn.Module) -> None:
         """Copy the tied weight of embedding and head from the first stage to the last."""

@@ -1,7 +1,7 @@
-"""Bad input for experts, tiles, pairs and ``capacity="auto"``: one message on every rank, and none waits.
+"""Bad input for experts, tiles, stages, pairs and ``capacity="auto"``: one message on every rank.
 
-The ranks are real ones of gloo. A rank that waited for another would be killed by the time limit of its job,
-which fails the test. Where ranks read other data or have other memory, only one of them has the bad input.
+The ranks are real ones of gloo. No rank waits for another: the time limit of its job would kill it, and fail
+the test. Where ranks read other data or have other memory, only one of them has the bad input.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data import auto_capacity
@@ -25,7 +27,7 @@ from tests.data.test_auto_capacity import data as auto_data
 from tests.loss.embedding_models import make_examples
 from tests.loss.test_contrastive_ranks import Embedder
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, make_trainer, strict_warnings
+from tests.strategies.jobs import INTERLEAVED, Job, Layout, data, make_trainer, strict_warnings
 from tests.tiny import quiet_trainer
 
 TIME_LIMIT_S = 90.0  # of a job that starts in seconds; a collective would wait for minutes
@@ -120,6 +122,85 @@ def fit_tiles(tile: int) -> str:
 
 def test_tiles_of_zero_tokens() -> None:
     on_every_rank(fit_tiles, 0, message=r"^ValueError: mlp_tile=0; wanted 1 or more.* tokens of a tile")
+
+
+# ---- Stages
+
+
+class Pair(nn.Module):
+    """A layer that returns more than hidden states."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **options: Any) -> Any:
+        return self.layer(hidden, **options), hidden
+
+
+def share_a_weight(model: Any) -> None:
+    first, *_, last = model.model.layers
+    last.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def return_a_pair(place: int) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.model.layers[place] = Pair(model.model.layers[place])
+
+    return change
+
+
+def run_out_of_memory(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for this layer")
+
+    model.model.layers[-1].register_forward_hook(fail)
+
+
+PAIR = "^ValueError: Pair returns a tuple of Tensor, Tensor; wanted only the hidden states"
+# A change to a model of four layers, the options, the ranks, and the message.
+UNCUTTABLE: dict[str, tuple[Callable[[Any], None], dict[str, Any], int, str]] = {
+    "a shared weight": (share_a_weight, {}, 2, "^ValueError: Layers 0 and 3 of .* share mlp.up_proj"),
+    "a pair from the first rank": (return_a_pair(0), {}, 2, PAIR),
+    "a pair from the last rank": (return_a_pair(-1), {}, 2, PAIR),
+    "a pair from the first of four": (return_a_pair(0), {}, 4, PAIR),
+    "a pair from the second of four": (return_a_pair(1), {}, 4, PAIR),
+    "a pair from the first rank, interleaved": (return_a_pair(0), INTERLEAVED, 2, PAIR),
+    "a pair from the last rank, interleaved": (return_a_pair(1), INTERLEAVED, 2, PAIR),
+    "no memory on the last of four": (run_out_of_memory, {}, 4, "Error: .*no room for this layer"),
+}
+
+
+def fit_stages(name: str) -> str:
+    change, options, ranks, _ = UNCUTTABLE[name]
+    module = Job("qwen3@4")
+    change(module.model)
+    trainer = make_trainer(Layout(pp=ranks, options=options), max_steps=1)
+    message = message_of(lambda: trainer.fit(module, data(Sequences(20))))
+    assert trainer.global_step == 0
+    return message
+
+
+@pytest.mark.parametrize("name", UNCUTTABLE)
+def test_a_model_that_cannot_be_cut(name: str) -> None:
+    _, _, ranks, message = UNCUTTABLE[name]
+    on_every_rank(fit_stages, name, ranks=ranks, message=message)
+
+
+def fit_layers(family: str, options: dict[str, Any]) -> str:
+    trainer = make_trainer(Layout(pp=2, options=options), max_steps=1)
+    return message_of(lambda: trainer.fit(Job(family), data(Sequences(20))))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen3", INTERLEAVED, "^ValueError: .* makes 4 stages, but the model has 2 layers"),
+        ("qwen3@4", {"pipeline_split": [1, 2, 1]}, "^ValueError: .* gives 3 stages 4 layers; wanted 2"),
+    ],
+)
+def test_stages_that_do_not_fit_the_layers(family: str, options: dict[str, Any], message: str) -> None:
+    on_every_rank(fit_layers, family, options, message=message)
 
 
 # ---- Pairs

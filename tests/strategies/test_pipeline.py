@@ -42,6 +42,8 @@ from tests.tiny import sequences
     ("family", "layout", "step"),
     [
         ("qwen3@2t", Layout(pp=2, dp=2), Packs(6)),
+        # One microbatch is fewer than the four stages, which only wait longer.
+        ("qwen3@4", Layout(pp=2, options=INTERLEAVED), Packs(1)),
         # Its layers return a pair.
         pytest.param("bamba", Layout(pp=2), Sequences(12), marks=pytest.mark.slow),
         # It asks for its head's weight.

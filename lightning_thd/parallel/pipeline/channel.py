@@ -22,9 +22,14 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# The dtypes of hidden states. Before the first message, ranks pass on the index of its dtype in this tuple,
-# and the length of the tuples that layers return.
+# The dtypes of hidden states. Before its first message, a rank sends the next one the index of their dtype in
+# this tuple, and the length of the tuples that layers return.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FAILED = -1  # in place of an index: there will be no message
+
+
+class StageBeforeFailed(RuntimeError):
+    """An earlier stage of the pipeline raised before its first message."""
 
 
 @dataclass(slots=True)
@@ -40,11 +45,15 @@ class Channel:
     # Length of the tuples that layers return; 0 for no tuple. None until this rank knows it: the first rank
     # learns it from its first layer, the others with the dtype.
     tuple_length: int | None = None
+    owes_form: bool = field(init=False)  # whether the next rank still waits for dtype and length
     waited_s: float = 0.0  # the CPU's wait for messages; about 0 under CUDA, where only the GPU waits
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # sends under way, and their data
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
     )
+
+    def __post_init__(self) -> None:
+        self.owes_form = self.fixed_dtype is None
 
     @property
     def rank(self) -> int:
@@ -82,7 +91,8 @@ class Channel:
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
         if direction == "down":
-            self._send_form(tensor)
+            self._check_dtype(tensor)
+            self._send_form(_DTYPES.index(tensor.dtype), tensor.device)
         data = tensor.detach().contiguous()
         group = self._group(direction, wraps=self.rank == self._end(direction))
         work = dist.isend(data, self._peer(direction, 1), group=group)
@@ -125,27 +135,40 @@ class Channel:
         return bool(self._sent) or any(self._posted.values())
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of messages; if unknown, receive what layers return, and pass it on."""
+        """Return the dtype of messages; if unknown, receive it with what layers return."""
         if self.fixed_dtype is None:
             form = torch.empty(2, dtype=torch.int64, device=device)
             dist.recv(form, self._peer("down", -1), group=self.down)
-            index, self.tuple_length = form.tolist()
+            index, length = form.tolist()
+            if index == _FAILED:
+                raise StageBeforeFailed("An earlier pipeline stage failed in the first forward pass.")
             self.fixed_dtype = _DTYPES[index]
-            if self.rank + 1 < self.ranks:
-                dist.send(form, self._peer("down", 1), group=self.down)
+            self.tuple_length = length
         return self.fixed_dtype
 
-    def _send_form(self, tensor: Tensor) -> None:
-        """Before the first message, send what layers return; refuse later messages in another dtype."""
+    def fail(self, device: torch.device) -> None:
+        """Tell the next rank that no message will come, if it waits for the first one."""
+        self._send_form(_FAILED, device)
+
+    def _check_dtype(self, tensor: Tensor) -> None:
+        """Refuse hidden states in another dtype than those of the first message."""
         if self.fixed_dtype is None:
             self.fixed_dtype = tensor.dtype
-            form = [_DTYPES.index(tensor.dtype), self.tuple_length or 0]
-            dist.send(torch.tensor(form, device=tensor.device), self._peer("down", 1), group=self.down)
-        elif tensor.dtype != self.fixed_dtype:
+        if tensor.dtype != self.fixed_dtype:
             raise ValueError(
                 f"A pipeline stage ends in {tensor.dtype}, but the first stage ended in {self.fixed_dtype}. "
                 "Use one precision for all layers, or pipeline_parallel_size=1."
             )
+
+    def _send_form(self, index: int, device: torch.device) -> None:
+        """Send the next rank the index of a dtype and what layers return, once, without waiting."""
+        if not self.owes_form:
+            return
+        self.owes_form = False
+        if self.rank + 1 < self.ranks:
+            form = torch.tensor([index, self.tuple_length or 0], device=device)
+            work = dist.isend(form, self._peer("down", 1), group=self.down)
+            self._sent.append((work, form))
 
     def _group(self, direction: Direction, *, wraps: bool) -> dist.ProcessGroup:
         """Return the group of messages in a direction, ``wraps`` saying whether last and first rank talk."""
