@@ -28,7 +28,7 @@ from tests.loss.embedding_models import make_examples
 from tests.loss.test_contrastive_ranks import Embedder
 from tests.ranks import run_ranks
 from tests.strategies.jobs import INTERLEAVED, Job, Layout, data, make_trainer, strict_warnings
-from tests.tiny import quiet_trainer
+from tests.tiny import quiet_trainer, sequences
 
 TIME_LIMIT_S = 90.0  # of a job that starts in seconds; a collective would wait for minutes
 REFUSED = (ValueError, MisconfigurationException, RuntimeError)
@@ -185,6 +185,19 @@ def fit_stages(name: str) -> str:
 def test_a_model_that_cannot_be_cut(name: str) -> None:
     _, _, ranks, message = UNCUTTABLE[name]
     on_every_rank(fit_stages, name, ranks=ranks, message=message)
+
+
+def validate_stages(name: str) -> str:
+    change, options, ranks, _ = UNCUTTABLE[name]
+    module = Job("qwen3@4")
+    change(module.model)
+    trainer = make_trainer(Layout(pp=ranks, options=options))
+    return message_of(lambda: trainer.validate(module, data(Sequences(20), val=sequences(20, labels=True))))
+
+
+@pytest.mark.parametrize("name", ["a pair from the first of four", "a pair from the second of four"])
+def test_a_model_that_cannot_be_cut_and_is_evaluated_first(name: str) -> None:
+    on_every_rank(validate_stages, name, ranks=4, message=PAIR)
 
 
 def fit_layers(family: str, options: dict[str, Any]) -> str:
