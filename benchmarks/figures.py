@@ -286,7 +286,7 @@ SHORTCOMINGS = (
     Shortcoming(
         "expert_bytes",
         "tokens sent to experts / whole experts",
-        "Expert parallelism, two ranks: {worst} whole experts on tensor ranks, in bytes.",
+        "Experts over two ranks: {worst} the bytes of tensor ranks.",
     ),
     Shortcoming("loss_curves", "", "bf16 after 100 steps: {worst} as near to fp32's loss as torch's."),
     Shortcoming("host_time host_flash", "", "Steps of 64 tokens: {worst} to {best} plain Lightning."),
@@ -487,6 +487,7 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         "44 families": _gpu_says("44 families"),
         "11 of 17": _gpu_says("11 of 17"),
         "24 GB": CARD,
+        "20 bytes": "counted by lightning_thd.memory (docs/guides/memory.md)",
     },
     "docs/coming-from.md": {"0.1 s": ROUGH + " (packing, plan 1,000,000)"},
     "docs/concepts/leaks.md": {"3.6 times": COMPUTED + " (the block of docs/concepts/mfu.md)"},
@@ -497,7 +498,7 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         "1.6 times": COMPUTED,
         "3.6 times": COMPUTED,
     },
-    "docs/guides/capacity.md": {"80 GB": CARD},
+    "docs/guides/capacity.md": {"141 GB": CARD, "10 bytes": COMPUTED},
     "docs/guides/chat.md": {"5 %": COMPUTED + " (tests/packing/test_media.py)"},
     "docs/guides/cuda-graphs.md": {
         "0.7 ms": ROUGH,

@@ -22,6 +22,16 @@ LLAMA_1B: dict[str, Any] = {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
+QWEN_1_5B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 QWEN_4B: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 2560,
@@ -60,6 +70,7 @@ QWEN_30B: dict[str, Any] = {
 }
 MODELS = {
     "Llama 3.2 1B": LLAMA_1B,
+    "Qwen2.5 1.5B": QWEN_1_5B,
     "Qwen3 4B": QWEN_4B,
     "Llama 3.1 8B": LLAMA_8B,
     "Qwen3 30B-A3B": QWEN_30B,

@@ -732,4 +732,5 @@ def check_batch(batch: object) -> None:
             "'thd_ddp' and 'thd_model_parallel' pass them to training_step one at a time. In your own loop, "
             "run each of step.microbatches, and take the mean of their losses."
         )
-    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    advice = "Give the Trainer a THDDataModule, or pass THDBatch.collate(samples)."
+    instance(batch, "batch", THDBatch, advice=advice)

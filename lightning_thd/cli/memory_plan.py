@@ -94,15 +94,18 @@ def _table_of_options(model: MemoryModel, capacity: int, training: Training, car
         fits = [_fit(capacity, most) for most in largest]
         rows.append((name, f"{model.peak(capacity, way) / _GB:,.1f} GB", *fits))
     columns = ("", "peak", *(f"{card:g} GB" for card in cards))
-    foot = "A number is the largest capacity that fits; - means that no capacity does."
+    foot = (
+        f"A number is the largest capacity that the card holds, in brackets if it is below {capacity:,}; - "
+        "means that no capacity fits."
+    )
     return Table(columns=columns, rows=rows, foot=foot)
 
 
 def _fit(capacity: int, largest: int) -> str:
-    """Say whether a capacity fits, and if not, the largest one that does; "-" if none does."""
-    if largest >= capacity:
-        return f"{capacity:,} fits"
-    return f"{largest:,}" if largest else "-"
+    """Return the largest capacity that fits, in brackets if it is below ``capacity``; "-" if none does."""
+    if not largest:
+        return "-"
+    return f"{largest:,}" if largest >= capacity else f"({largest:,})"
 
 
 def _as_json(model: MemoryModel, capacity: int, training: Training, cards: Sequence[float]) -> dict[str, Any]:
@@ -146,9 +149,14 @@ def memory_parser() -> argparse.ArgumentParser:
 
     parser.add_argument("--memory", action="store_true", required=True, help="predict memory; reads no data")
     parser.add_argument("--model", required=True, help="a config.json, a folder with one, or a model's name")
-    parser.add_argument("--capacity", type=whole(1), required=True, help="largest number of slots of a pack")
     parser.add_argument(
-        "--precision", choices=get_args(Precision), default="bf16-true", help="Lightning's (bf16-true)"
+        "--capacity", type=whole(1), default=8192, help="largest number of slots of a pack (8192)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="bf16-true",
+        help="of Lightning's Trainer (bf16-true); bf16-mixed holds twice the bytes of weights and states",
     )
     parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw", help="(adamw)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing of all layers")

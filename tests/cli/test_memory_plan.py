@@ -50,13 +50,16 @@ def test_the_table_says_which_option_fits_a_card(config: str, capsys: Said) -> N
     assert "8,030,261,248 weights, 1 devices" in shown
     assert "MLPs and experts" in shown
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
-    assert "131,072 fits" not in rows["as given"]
-    assert "131,072 fits" in rows["--checkpointing --mlp-tile 2048"]
+    model = MemoryModel.from_config(LLAMA_8B)
+    tiled = Training(checkpointing=True, mlp_tile=2048)
+    below, _, _, _ = (model.largest_capacity(room_of(card), Training()) for card in (141, 80, 48, 24))
+    assert f"({below:,})" in rows["as given"], "a card that holds less than was asked for is in brackets"
+    assert f" {model.largest_capacity(room_of(141), tiled):,}" in rows["--checkpointing --mlp-tile 2048"]
+    assert "in brackets if it is below 131,072" in shown
 
 
 def test_what_is_missing_is_named(config: str, capsys: Said) -> None:
     for line, expected in {
-        f"plan --memory --model {config}": "--capacity",
         "plan --memory --capacity 8": "--model",
         f"plan --memory --model {config} --capacity 8 --mlp-tile 0": "0; wanted at least 1",
         f"plan --memory --model {config} --capacity 8 --offlode": "did you mean --offload",
