@@ -114,20 +114,20 @@ class Pipeline:
         stage = self.stage
         assert stage is not None
         forward = decoder.forward
-        passed = False
+        passed: set[int] = set()  # the chunks that have run once
 
         def first_forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal passed
+            chunk = stage.active or 0
             # Without gradients, the first rank waits for its second stage inside of the pass, not after it.
             waits_inside = stage.chunks > 1 and stage.active is None
-            if passed or waits_inside:
+            if chunk in passed or waits_inside:
                 return forward(*args, **kwargs)
 
-            passed = True
+            passed.add(chunk)
             try:
                 output = forward(*args, **kwargs)
             except Exception as error:
-                self.channel.fail(self._strategy.root_device)
+                stage.fail(self._strategy.root_device)
                 self._compare_failures(error)
                 raise
             self._compare_failures(None)

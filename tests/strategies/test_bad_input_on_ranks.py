@@ -167,6 +167,8 @@ UNCUTTABLE: dict[str, tuple[Callable[[Any], None], dict[str, Any], int, str]] = 
     "a pair from the second of four": (return_a_pair(1), {}, 4, PAIR),
     "a pair from the first rank, interleaved": (return_a_pair(0), INTERLEAVED, 2, PAIR),
     "a pair from the last rank, interleaved": (return_a_pair(1), INTERLEAVED, 2, PAIR),
+    "a pair from the first rank's second stage": (return_a_pair(2), INTERLEAVED, 2, PAIR),
+    "a pair from the last rank's second stage": (return_a_pair(3), INTERLEAVED, 2, PAIR),
     "no memory on the last of four": (run_out_of_memory, {}, 4, "Error: .*no room for this layer"),
 }
 

@@ -114,6 +114,14 @@ class Stage:
         if self.balance is not None:
             self.balance.received = None
 
+    def fail(self, device: torch.device) -> None:
+        """Let the next stage end its pass, which waits for hidden states that this stage will not compute."""
+        self.channel.fail(device)
+        # Behind a rank's first stage, the next rank knows the form already, and waits for the numbers.
+        is_behind = self.active is not None and self.active > 0
+        if is_behind and self._received is not None and self.tail is None and not self.holds_head:
+            self.channel.send(torch.full_like(self._received, torch.nan), "down")
+
     def require_idle(self) -> None:
         """Raise if an earlier step was interrupted, because its messages may not have arrived yet."""
         if self.active is not None or self.channel.is_busy:

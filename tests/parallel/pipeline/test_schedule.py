@@ -27,6 +27,10 @@ def test_every_pass_runs_once_and_none_waits_for_ever(p: int, n: int, v: int) ->
     for forward in (True, False):
         orders = {tuple(op for op in program if op.forward is forward) for program in schedule.programs}
         assert len(orders) == 1
+    # Ranks compare errors after the first pass of each chunk: none waits then for another's backward pass.
+    for program in schedule.programs:
+        forwards = [op.forward for op in program].index(False)
+        assert {Op(True, 0, c) for c in range(v)} <= set(program[:forwards])
 
 
 def test_two_ranks_by_hand() -> None:
