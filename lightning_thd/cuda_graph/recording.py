@@ -118,15 +118,11 @@ class _Watch:
         self.on = False
 
     def __enter__(self) -> _Watch:
-        self._operators.mode.__enter__()
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
-        self.on = True
+        self._switch(on=True)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._operators.mode.__exit__(*error)
-        self.on = False
+    def __exit__(self, *error: object) -> None:
+        self._switch(on=False)
 
     @contextlib.contextmanager
     def turned(self, *, on: bool) -> Iterator[None]:
@@ -141,10 +137,18 @@ class _Watch:
             self._switch(on=not on)
 
     def _switch(self, *, on: bool) -> None:
-        if on:
-            self.__enter__()
-        else:
-            self.__exit__(None, None, None)
+        modes = [self._operators.mode]
+        # While the mode of functions handles a call, torch has taken it off by itself. A checkpoint around a
+        # compiled layer meets that: it recomputes the layer inside of torch.autograd.grad.
+        if not self._functions.handling:
+            modes.append(self._functions)
+
+        for mode in modes:
+            if on:
+                mode.__enter__()
+            else:
+                mode.__exit__(None, None, None)
+        self.on = on
 
 
 @functools.cache
@@ -220,6 +224,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._operators = operators
         self._report = report
+        self.handling = 0  # the number of calls that it handles
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -229,7 +234,12 @@ class _Functions(TorchFunctionMode):
             problem = function_problem(func, args, kwargs)
             if problem is not None:
                 self._report(problem, calling_line())
-        return func(*args, **kwargs)
+
+        self.handling += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.handling -= 1
 
 
 class _Operators:

@@ -13,6 +13,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, make_buckets
@@ -142,12 +143,14 @@ def test_layers_that_a_user_compiled_stay_compiled() -> None:
     assert compiler.frame_count == made > 0
 
 
-@pytest.mark.parametrize("case", ["checkpoints", "autocast", "sums", "hooks"])
+@pytest.mark.parametrize("case", ["checkpoints", "checkpoint wrappers", "autocast", "sums", "hooks"])
 def test_compiled_steps_keep_what_uncompiled_ones_do(case: str) -> None:
     model = model_of()
     hooked = list[int]()
     if case == "checkpoints":
         checkpoint_activations(model)
+    if case == "checkpoint wrappers":  # around layers, where transformers before 5.23 had its own, too
+        model.model.layers = nn.ModuleList(map(checkpoint_wrapper, layers_of(model)))
 
     if case == "hooks":
         layers_of(model)[1].register_forward_hook(lambda layer, args, out: hooked.append(1))
