@@ -40,7 +40,7 @@ SUPPORTED: Final[Mapping[str, Supported]] = MappingProxyType(
         "torchao": Supported("0.17", "0.18"),
         "ray": Supported("2.40", "2.60"),
         "wandb": Supported("0.20", "0.31"),
-        "jsonargparse": Supported("4.52", "4.53"),
+        "jsonargparse": Supported("4.51", "4.53"),
         "matplotlib": Supported("3.8", "3.11"),
         "fsspec": Supported("2024.6", "2026.9"),
         "zstandard": Supported("0.22", "0.25"),
