@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.alignment import Alignment
 from lightning_thd.packing import PackPlanner
+from lightning_thd.parallel.experts import require_dispatch
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
 from tests.tiny import largest_error, planned, quiet_trainer, sequences, train_alone
@@ -81,6 +82,15 @@ class Layout:
             tensor_parallel_plan=LFM2_PLAN if family.startswith("lfm2") and self.tp > 1 else None,
             **self.options,
         )
+
+
+def missing_dispatch() -> str | None:
+    """Return why this release of transformers cannot send tokens to experts of other ranks, or None."""
+    try:
+        require_dispatch()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 # Family, layout, step and dtype of a job.

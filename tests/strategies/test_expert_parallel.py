@@ -28,6 +28,7 @@ from tests.strategies.jobs import (
     family_model,
     full_parameters,
     make_trainer,
+    missing_dispatch,
     strict_warnings,
     train_by_hand,
 )
@@ -35,6 +36,8 @@ from tests.strategies.test_expert_layouts import Balanced, compare
 from tests.tiny import largest_error
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]  # four experts each
+
+needs_dispatch = pytest.mark.skipif(missing_dispatch() is not None, reason=str(missing_dispatch()))
 
 
 def over(ranks: int, **sizes: Any) -> Layout:
@@ -49,10 +52,12 @@ FOURS = [
 ]
 
 
+@needs_dispatch
 def test_a_step_equals_one_process() -> None:
     compare("qwen3_moe", [(PAIRS[0], "sequence"), (PAIRS[1], "step")])
 
 
+@needs_dispatch
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layouts", [PAIRS, FOURS], ids=["2", "4"])
@@ -95,6 +100,7 @@ def resume(layout: Layout, folder: Path) -> dict[str, Any]:
     return full_parameters(module.model)
 
 
+@needs_dispatch
 def test_training_clips_monitors_and_resumes_in_another_layout(tmp_path: Path) -> None:
     expected = train_by_hand("mixtral", PAIRS[0], Sequences(12))["params"]
     folder = tmp_path / "step3"
@@ -120,6 +126,7 @@ def train_with_an_idle_rank() -> dict[str, Any]:
     return {"losses": module.losses, "params": full_parameters(module.model)}
 
 
+@needs_dispatch
 def test_a_rank_without_tokens_does_not_hang() -> None:
     ranks = run_ranks(train_with_an_idle_rank, 2)
     assert all(np.isfinite(rank["losses"]).all() for rank in ranks)
@@ -143,6 +150,7 @@ def refused_by_strategy(options: dict[str, Any], family: str, tile: int | None) 
     return ""
 
 
+@needs_dispatch
 @pytest.mark.parametrize(
     ("ranks", "family", "tile", "message"),
     [
@@ -171,10 +179,16 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="which expert_parallel_size=3 does not divide"):
         expert_plan(family_model("mixtral"), 3)
 
+
+@needs_dispatch
+def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="context_parallel_size='dynamic'"):
         THDModelParallelStrategy(expert_parallel_size=2, context_parallel_size="dynamic")
     with pytest.raises(ValueError, match="sequence_parallel=True"):
         THDModelParallelStrategy(expert_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)
+
+
+def test_a_size_of_nothing_and_a_strategy_without_the_option_are_refused() -> None:
     with pytest.raises(ValueError, match="expert_parallel_size"):
         THDModelParallelStrategy(expert_parallel_size=0)
     with pytest.raises(TypeError, match="THDDDPStrategy has no expert_parallel_size="):
@@ -189,11 +203,12 @@ def test_a_plan_whose_names_match_nothing_is_refused() -> None:
 
 
 def test_a_release_without_the_dispatch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.distributed import expert_parallel
-
     def apply_of_5_22(model: Any, ep_mesh: Any, tp_mesh: Any, plan: Any) -> None: ...
 
-    monkeypatch.setattr(expert_parallel, "apply_expert_parallelism", apply_of_5_22)
+    if missing_dispatch() is None:
+        from transformers.distributed import expert_parallel
+
+        monkeypatch.setattr(expert_parallel, "apply_expert_parallelism", apply_of_5_22)
     with pytest.raises(ValueError, match=r"Install 5.23 or later"):
         THDModelParallelStrategy(expert_parallel_size=2)
 
