@@ -67,7 +67,6 @@ def test_packed_trainer_counts_what_it_is_given_and_leaves_out_the_first_step(tm
     assert rated == [False, True, True]
 
 
-@needs_fused
 def by_hand(lengths: list[int]) -> float:
     """Count ``Own``: two linear layers and causal attention, whose backward costs twice the forward."""
     linear = sum(2 * length * (SIZE * 3 * SIZE + SIZE * VOCAB) for length in lengths)
@@ -100,6 +99,7 @@ def test_packed_trainer_counts_a_model_of_ones_own(
         assert row["device/mfu"] == pytest.approx(row["device/flops_per_sec"] / 1e9, rel=1e-6)
 
 
+@needs_fused
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_dpo_counts_the_passes_of_a_frozen_reference(precomputed: bool, tmp_path: Path) -> None:

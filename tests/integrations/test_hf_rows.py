@@ -35,6 +35,8 @@ FUSED = hasattr(trl.trainer, "add_fused_lm_head")
 RUNS = FUSED and importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction is not None
 WHY = f"TRL {trl.__version__} takes log-probabilities from logits, or needs Triton"
 needs_fused = pytest.mark.skipif(not RUNS, reason=WHY)
+# The reward trainer takes scores, and so runs with every TRL.
+NAMES = ["Reward", pytest.param("DPO", marks=needs_fused)]
 # TRL's fused head and the balancing loss of experts compute in fp32, over as many tokens as they are given.
 OF_TRL = (1e-6, 1e-5)  # of losses, and of what is made of gradients or differences
 EXACT = (1e-10, 1e-9)
@@ -277,10 +279,11 @@ def test_options_of_dpo_mean_what_they_mean(options: dict[str, Any], tmp_path: P
     check("dpo", tmp_path, **options)
 
 
-@needs_fused
-def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Options that are wrong for packs, arguments of other trainers and inputs with images are refused."""
-    trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
+@pytest.mark.parametrize("name", NAMES)
+def test_what_would_change_the_numbers_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Options that are wrong for packs, and arguments of other trainers, are refused."""
+    packed: Any = packed_trainer(getattr(trl, f"{name}Trainer"))
+    trainer: Any = object.__new__(packed)
     for option, why in REFUSED_FOR_ROWS.items():
         trainer.args = SimpleNamespace(**{option: True})
         with pytest.raises(ValueError, match=re.escape(f"({option}=True) {why}. Leave it at its default.")):
@@ -290,11 +293,13 @@ def test_what_would_change_the_numbers_is_refused(caplog: pytest.LogCaptureFixtu
         trainer._refuse_what_rows_cannot()
     assert "pad_to_multiple_of=8 has no effect on packs, which hold no padding" in caplog.text
 
-    with pytest.raises(TypeError, match="PackedDPOTrainer got capacity, but a batch of"):
-        packed_trainer(trl.DPOTrainer)(model=None, args=None, capacity=64)
+    with pytest.raises(TypeError, match=f"Packed{name}Trainer got capacity, but a batch of"):
+        packed(model=None, args=None, capacity=64)
     with pytest.raises(TypeError, match="got router_balance, but TRL averages over"):
-        packed_trainer(trl.GRPOTrainer)(model=None, args=None, router_balance="step")
+        packed(model=None, args=None, router_balance="step")
 
+
+def test_images_beside_padded_rows_are_refused() -> None:
     model = model_of("reward", make_tokenizer(PLAIN), "sdpa")
     pack_rows(model)
     ids = torch.arange(1, 9).view(2, 4)
@@ -345,23 +350,29 @@ def test_a_model_goes_on_to_another_trainer_or_loss(tmp_path: Path) -> None:
     assert torch.equal(trained(**inputs).logits, fresh(**inputs).logits)
 
 
-@needs_fused
-def test_another_attention_is_refused_as_for_sft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_another_attention_is_refused_as_for_sft(name: str, tmp_path: Path) -> None:
     """Models, references and names with another attention are refused before anything is tokenised."""
     tokenizer = make_tokenizer(PLAIN)
-    data = Dataset.from_list(rows("dpo"))
-    model_of("dpo", tokenizer, "thd").save_pretrained(tmp_path)
-    thd = model_of("dpo", tokenizer, "thd")
-    other = model_of("dpo", tokenizer, "sdpa")
+    kind = name.lower()
+    data = Dataset.from_list(rows(kind))
+    model_of(kind, tokenizer, "thd").save_pretrained(tmp_path)
+    thd = model_of(kind, tokenizer, "thd")
+    other = model_of(kind, tokenizer, "sdpa")
+    cases: list[Any] = [((other,), None), ((str(tmp_path),), "sdpa")]
+    if name == "DPO":
+        cases.append(((thd, other), None))
 
-    for models, attention in (((other,), None), ((thd, other), None), ((str(tmp_path),), "sdpa")):
+    for models, attention in cases:
         warnings.simplefilter("ignore", FutureWarning)
-        args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+        args = getattr(trl, f"{name}Config")(str(tmp_path), use_cpu=True, bf16=False)
         args.model_init_kwargs = None if attention is None else {"attn_implementation": attention}
         with pytest.raises(
             ValueError, match="runs attn_implementation='sdpa', under which sequences of a pack may see"
         ):
-            packed_trainer(trl.DPOTrainer)(*models, args=args, train_dataset=data, processing_class=tokenizer)
+            packed_trainer(getattr(trl, f"{name}Trainer"))(
+                *models, args=args, train_dataset=data, processing_class=tokenizer
+            )
 
     pack_rows(thd)
     assert thd.config._attn_implementation == "thd"
