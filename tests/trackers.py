@@ -54,8 +54,14 @@ def wandb_records(folder: Path, *, within_s: float = 60.0) -> list[Any]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """LevelDB's log format: blocks of 32 KiB; checksum, length and kind before every piece of a record."""
+    """LevelDB's log format: blocks of 32 KiB; checksum, length and kind before every piece of a record.
+
+    W&B may write its file after ``finish`` has returned, so the content may end anywhere, even in its header.
+    """
+    if len(content) < _HEADER:
+        return
     assert content[:4] == b":W&B"
+
     start = _HEADER
     record = b""
     while start + _RECORD <= len(content):
@@ -67,6 +73,8 @@ def _records(content: bytes) -> Iterator[bytes]:
         length = int.from_bytes(content[start + 4 : start + 6], "little")
         kind = content[start + 6]
         stop = start + _RECORD + length
+        if stop > len(content):
+            return
         record += content[start + _RECORD : stop]
         start = stop
         if kind in (_FULL, _LAST):

@@ -193,7 +193,7 @@ def test_each_logit_moves_ten_bytes_in_a_few_launches() -> None:
 
 
 @pytest.mark.skipif(not installed("triton"), reason="triton is not installed: make test-kernels installs it")
-def test_a_sample_of_the_kernels_in_tritons_interpreter() -> None:
+def test_a_sample_of_the_kernels_in_tritons_interpreter(pytestconfig: pytest.Config) -> None:
     command = [
         sys.executable,
         "-m",
@@ -203,10 +203,13 @@ def test_a_sample_of_the_kernels_in_tritons_interpreter() -> None:
         "no:cacheprovider",
         "tests/interpreter/test_loss_rows.py",
     ]
+    # What is no error in this session, such as deprecations with the oldest releases, is none there.
+    for category in pytestconfig.getoption("pythonwarnings") or []:
+        command += ["-W", category]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
         [*command, "-m", "not slow"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
 
-    assert ran.returncode == 0, ran.stdout
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
