@@ -1,4 +1,4 @@
-"""Updates of AdamW, replayed from graphs on an imagined GPU, equal eager updates bit for bit.
+"""Updates of torch's optimizers, replayed from graphs on an imagined GPU, equal eager ones bit for bit.
 
 Each case trains three times: with graphs of the step and of the update, with graphs of the step only, and
 eagerly. The first two must be equal. The third has no padding, so its sums may be rounded differently.
@@ -23,7 +23,7 @@ from tests.imagined import compiled
 from tests.imagined.gpu import data, imagined_gpu
 
 STEPS = 6
-# Adam's eps, so that rounding of tiny gradients is not amplified.
+# Adam's eps, and that of its kin, so that rounding of tiny gradients is not amplified.
 EPS = {"eps": 1e-3}
 EAGER = 2e-2  # in fp16, and in fp32 over padded rows
 
@@ -48,13 +48,36 @@ def torchs(name: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: kind(parameters, lr=RATE, **options)
 
 
+def capturable(name: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function that makes one of torch's optimizers, which counts its steps on the device."""
+    return torchs(name, capturable=True, **options)
+
+
 FP16 = {"precision": "16-mixed"}
+SUMS = {"accumulate_grad_batches": 2}
 CASES: dict[str, Case] = {
     "AdamW, fused": Case(make=torchs("AdamW", fused=True, **EPS)),
-    "AdamW, capturable": Case(make=torchs("AdamW", capturable=True, **EPS)),
-    "fp16, sums": Case(
-        make=torchs("AdamW", capturable=True, **EPS), options={**FP16, "accumulate_grad_batches": 2}
+    "AdamW, capturable": Case(make=capturable("AdamW", **EPS)),
+    "AdamW, one by one": Case(make=capturable("AdamW", foreach=False, **EPS)),
+    "SGD, fused, sums": Case(make=torchs("SGD", fused=True, momentum=0.9), options=SUMS),
+    "Adam, amsgrad": Case(make=capturable("Adam", amsgrad=True, **EPS)),
+    "NAdam": Case(make=capturable("NAdam", **EPS)),
+    "RAdam": Case(make=capturable("RAdam", **EPS)),
+    "Adamax": Case(make=capturable("Adamax", **EPS)),
+    "Adadelta": Case(make=capturable("Adadelta", **EPS)),
+    "RMSprop": Case(make=capturable("RMSprop", **EPS)),
+    "ASGD": Case(make=capturable("ASGD")),
+    "fp16": Case(make=capturable("AdamW", **EPS), options=FP16),
+    "fp16, without clipping": Case(
+        make=capturable("AdamW", **EPS), options={**FP16, "gradient_clip_val": None}
     ),
+    "fp16, sums": Case(make=capturable("AdamW", **EPS), options={**FP16, **SUMS}),
+    # Lightning refuses to clip gradients of a fused optimizer in mixed precision.
+    "bf16, fused": Case(
+        make=torchs("AdamW", fused=True, **EPS),
+        options={"precision": "bf16-mixed", "gradient_clip_val": None},
+    ),
+    "bf16": Case(make=capturable("AdamW", **EPS), options={"precision": "bf16-mixed"}),
 }
 
 
