@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_thd.batch import THDBatch
 from tests.models.families import VOCAB, build
+from tests.oracles import kept
 
 # Lengths include 1, a power of two and its neighbours, and more than one chunk (8) and window (5) of the
 # tiny configs.
@@ -57,13 +58,18 @@ def oracle(name: str) -> tuple[dict[str, Any], Result]:
     """Run every sequence alone through the stock eager implementation."""
     model = build(name, "eager").eval()
     shake(model)
-    logits = []
-    targets = []
-    for batch in packs():
-        for ids, target in zip(batch.unpack(batch.input_ids), batch.unpack(batch.targets), strict=True):
-            logits.append(model(ids[None], use_cache=False).logits[0])
-            targets.append(target)
-    return model.state_dict(), result_of(model, logits, targets)
+
+    def run_alone() -> tuple[Any, ...]:
+        logits = []
+        targets = []
+        for batch in packs():
+            for ids, target in zip(batch.unpack(batch.input_ids), batch.unpack(batch.targets), strict=True):
+                logits.append(model(ids[None], use_cache=False).logits[0])
+                targets.append(target)
+        return tuple(result_of(model, logits, targets))
+
+    weights = model.state_dict()
+    return weights, Result(*kept(f"family {name}", weights, run_alone))
 
 
 def run_packed(model: nn.Module, *, autocast: bool = False) -> Result:

@@ -20,6 +20,7 @@ from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.experts import require_dispatch
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
+from tests.oracles import kept
 from tests.tiny import largest_error, planned, quiet_trainer, sequences, train_alone
 
 CAPACITY = 64
@@ -259,6 +260,11 @@ def train_by_hand(
         [len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step, align=layout.align
     )
     model = family_model(family, dtype)
-    batches = ([samples[i] for i in ids] for ids in planned(planner, steps, layout.dp))
-    params, losses = train_alone(model, batches, make_optimizer(model), clip=CLIP)
-    return {"params": params, "losses": losses}
+
+    def run_alone() -> dict[str, Any]:
+        batches = ([samples[i] for i in ids] for ids in planned(planner, steps, layout.dp))
+        params, losses = train_alone(model, batches, make_optimizer(model), clip=CLIP)
+        return {"params": params, "losses": losses}
+
+    name = f"job {family}, {step}, dp {layout.dp}, {layout.align}, {steps} steps"
+    return kept(name, model.state_dict(), run_alone)
