@@ -1,4 +1,4 @@
-"""GPU parts of attention: every backend against fp64 on the CPU, and our call against the kernel alone."""
+"""GPU parts of attention: every backend against brute force in fp64, and our call against the kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from benchmarks.gpu_parts import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.attention import SUPPORT, varlen_attention
 from lightning_thd.attention.entry import describe, run
-from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
-from lightning_thd.attention.spec import make_spec
+from lightning_thd.attention.spec import AttentionSpec, make_spec
 from lightning_thd.attention.support import Kernel, missing, why_not
 from lightning_thd.boundaries import KernelCall
 
@@ -32,7 +31,7 @@ CASES: dict[str, tuple[dict, bool]] = {  # name -> (options, sinks)
 SIZES = {"64": (8, 2, 64, 64), "128": (8, 8, 128, 128), "192 and 128": (4, 4, 192, 128)}
 
 
-_WANTED: dict[tuple[str, tuple[int, int, int, int]], list[Tensor]] = {}
+_EXPECTED: dict[tuple[str, tuple[int, int, int, int]], list[Tensor]] = {}
 
 
 def offsets(lengths: list[int]) -> Tensor:
@@ -50,6 +49,45 @@ def inputs(lengths: list[int], heads: int, kv_heads: int, size: int, value_size:
     ]
 
 
+def brute_force(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, lengths: list[int], spec: AttentionSpec
+) -> Tensor:
+    """Attend in every sequence by itself, with all of its scores and a mask; the dtype of the inputs.
+
+    Args:
+        q: queries, ``[T, heads, D]``.
+        k: keys, ``[T, key heads, D]``.
+        v: values, ``[T, key heads, value D]``.
+        sinks: a score for each head that takes part in the softmax and has no value, ``[heads]``.
+        lengths: of the sequences; they add up to T.
+        spec: mask, scale and cap.
+    """
+    group = q.shape[1] // k.shape[1]
+    outs = []
+    for queries, keys, values in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+
+        places = torch.arange(len(queries), device=q.device)
+        ahead = places[None, :] - places[:, None]  # of a key, relative to the query
+        hidden = torch.zeros_like(ahead, dtype=torch.bool)
+        if spec.left >= 0:
+            hidden |= ahead < -spec.left
+        if spec.right >= 0:
+            hidden |= ahead > spec.right
+        scores = scores.masked_fill(hidden, -torch.inf)
+
+        if sinks is not None:
+            column = sinks[:, None, None].expand(-1, len(queries), 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., : len(queries)]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outs)
+
+
 def worst_error(kernel: Kernel, case: str, sizes: tuple[int, int, int, int]) -> float | None:
     """Largest error of out and every gradient over that tensor's largest entry; None where unsupported."""
     options, with_sinks = CASES[case]
@@ -60,29 +98,25 @@ def worst_error(kernel: Kernel, case: str, sizes: tuple[int, int, int, int]) -> 
     if why_not(kernel, describe(q, v, spec, sinks)) is not None:
         return None
     leaves = [x.requires_grad_() for x in (q, k, v)] + ([] if sinks is None else [sinks.requires_grad_()])
-    at = offsets(LENGTHS)
-    on_gpu = at.cuda()
+    cu_seqlens = offsets(LENGTHS).cuda()
     longest = max(LENGTHS)
-    out = run(kernel, q, k, v, KernelCall(on_gpu, on_gpu, longest, longest), spec, sinks)
-    got = [out, *torch.autograd.grad(out, leaves, grad)]
+    out = run(kernel, q, k, v, KernelCall(cu_seqlens, cu_seqlens, longest, longest), spec, sinks)
+    actual = [out, *torch.autograd.grad(out, leaves, grad)]
+
     key = (case, sizes)
-    if key not in _WANTED:  # the same for every kernel, and the CPU takes seconds for it
-        copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
-        sink = copies[3] if with_sinks else None
-        want, _ = varlen_attention_cpu(
-            *copies[:3], at, at, sink, longest, longest, spec.left, spec.right, spec.scale, spec.softcap
-        )
-        _WANTED[key] = [want.detach(), *torch.autograd.grad(want, copies, grad.cpu().double())]
-    wanted = _WANTED[key]
-    errors = [
-        ((a.cpu().double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, wanted, strict=True)
-    ]
+    if key not in _EXPECTED:  # the same for every kernel
+        copies = [x.detach().double().requires_grad_() for x in leaves]
+        exact = brute_force(*copies, lengths=LENGTHS, spec=spec)
+        _EXPECTED[key] = [exact.detach(), *torch.autograd.grad(exact, copies, grad.double())]
+
+    pairs = zip(actual, _EXPECTED[key], strict=True)
+    errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs]
     return float("nan") if any(e != e for e in errors) else max(errors)
 
 
 @part(
     "attention_equal",
-    shows="every backend equals fp64 on the CPU, forward and backward",
+    shows="every backend equals brute force in fp64, forward and backward",
     seconds=60,
     rank=10,
 )

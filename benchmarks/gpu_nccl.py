@@ -2,7 +2,8 @@
 
 ``python -u -m benchmarks.gpu_nccl 2`` runs the layouts of two ranks, ``4`` those of four; names behind the
 number choose some. Each runs in fp64, then in fp32: what differs in fp32 alone is rounding. ``$OUT/nccl.txt``
-(or ``nccl.txt``) gets whole tracebacks, and ``nccl.txt.<rank>`` the stacks of ranks that hang for 40 seconds.
+(or ``runs/nccl.txt``) gets whole tracebacks, and ``nccl.txt.<rank>`` the stacks of ranks that hang for 40
+seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_parts import take_oracles_along
 from tests.ranks import run_ranks
 from tests.strategies import jobs
 from tests.strategies.layouts import LAYOUTS, check_layout, rows
 
-LOG = Path(os.environ.get("OUT", ".")) / "nccl.txt"
+LOG = Path(os.environ.get("OUT", "runs")) / "nccl.txt"
 
 
 def train(names: tuple[str, ...], dtype: torch.dtype) -> list[Any]:
@@ -63,11 +65,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("ranks", type=int, choices=(2, 4))
     parser.add_argument("layouts", nargs="*")
     arguments = parser.parse_args(argv)
+    take_oracles_along()
+    LOG.parent.mkdir(parents=True, exist_ok=True)
     os.environ["NCCL_DEBUG"] = "WARN"
     os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    ran = 0
+    equal = 0  # in fp64
     for every in rows(arguments.ranks, 4):
         names = tuple(name for name in every if not arguments.layouts or name in arguments.layouts)
+        ran += len(names)
         for dtype in (torch.float64, torch.float32) if names else ():
             begun = time.perf_counter()
             try:
@@ -78,7 +85,10 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             seconds = time.perf_counter() - begun
             for name, found in zip(names, zip(*ranks, strict=True), strict=True):
-                print(name, dtype, verdict(name, list(found), dtype), f"{seconds:.0f} s", flush=True)
+                said = verdict(name, list(found), dtype)
+                print(name, dtype, said, f"{seconds:.0f} s", flush=True)
+                equal += dtype == torch.float64 and said == "ok"
+    print(f"{equal} of {ran} layouts of {arguments.ranks} ranks equal one process in fp64", flush=True)
 
 
 if __name__ == "__main__":

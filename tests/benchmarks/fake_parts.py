@@ -9,9 +9,26 @@ from collections.abc import Iterator
 from benchmarks.gpu_parts import Row, part
 
 
+def process() -> Row:
+    """Return a row that says in which process a part runs."""
+    return Row(case="process", value=float(os.getpid()), unit="")
+
+
 @part("good", shows="a goal met", seconds=1, rank=1)
 def good() -> Iterator[Row]:
     yield Row(case="a case", value=1.25, unit="x", goal=">= 1", met=True)
+    yield process()
+
+
+@part("beside", shows="another part of the same process", seconds=1, rank=1)
+def beside() -> Iterator[Row]:
+    yield process()
+
+
+@part("wrong", shows="a part that raises", seconds=1, rank=1)
+def wrong() -> Iterator[Row]:
+    yield process()
+    raise ValueError("this part is wrong")
 
 
 @part("device_lost", shows="a device that fails in the middle", seconds=1, rank=2)
@@ -25,6 +42,7 @@ def device_lost() -> Iterator[Row]:
 @part("after", shows="a goal missed", seconds=1, rank=3)
 def after() -> Iterator[Row]:
     yield Row(case="late", value=0.5, unit="x", goal=">= 1", met=False)
+    yield process()
 
 
 @part("large", shows="no time for it", seconds=1e6, rank=5)

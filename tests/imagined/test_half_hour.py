@@ -9,7 +9,10 @@ import pytest
 from tests.imagined.support import needs_imagination
 from tests.scripts import run_python
 
-PARTS = ("loss_kernels", "loss_big_head", "train_125m", "train_7b", "host_time", "lightning_1b")
+PARTS = (
+    *("loss_kernels", "loss_big_head", "train_125m", "train_7b", "host_time", "lightning_1b"),
+    *("attention", "nccl", "command"),
+)
 
 
 @needs_imagination
