@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -31,7 +32,7 @@ def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
 
     calls: list[str] = []
     with (
-        mock.patch.dict(sys.modules, {"lightning_thd.loss.kernels.rows": rows}),
+        module_replaced("lightning_thd.loss.kernels.rows", rows),
         mock.patch("lightning_thd.loss.kernels.rows", rows, create=True),
         mock.patch.object(choice, "runs_triton", return_value=True),
         # a GPU widens no product of bf16 afterwards, nor does it compute rows again
@@ -39,6 +40,19 @@ def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
         _watched(rows, calls),
     ):
         yield calls
+
+
+@contextmanager
+def module_replaced(name: str, module: ModuleType) -> Iterator[None]:
+    """Put a module in the place of another; what is imported meanwhile stays, unlike under ``patch.dict``."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 @contextmanager
