@@ -190,6 +190,10 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "transformers.Trainer._get_train_sampler": PrivateName(
         "integrations/hf_options.py", _TRANSFORMERS, "packed_trainer"
     ),
+    # -- TRL's trainers
+    "trl.SFTTrainer._prepare_dataset": PrivateName(
+        "integrations/hf_cuts.py", "trl 1.0, 1.9, 1.16", "max_length of packed_trainer(SFTTrainer)"
+    ),
     # -- models of transformers that are cut
     "transformers.PreTrainedModel._no_split_modules": PrivateName(
         "parallel/fsdp.py", _TRANSFORMERS, 'strategy="thd_model_parallel"'

@@ -112,6 +112,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "torch.ops.mkldnn": lambda: torch.ops.mkldnn,
     "torch.ops.operator": lambda: torch.ops.aten.add.Tensor,
     "torch.optim.AdamW": lambda: torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True),
+    "trl.SFTTrainer": lambda: pytest.importorskip("trl").SFTTrainer,
     "transformers.GradientCheckpointingLayer": checkpointed_layer,
     "transformers.ProcessorMixin": lambda: pytest.importorskip("transformers").LlavaProcessor,
     "transformers.Trainer": trainer_of_transformers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES, refuse_boundaries, refuse_keys
 from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data.loader import Position, THDLoader
+from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.files import is_paths
 from lightning_thd.data.read.sources import Opener, as_dataset
 from lightning_thd.data.store.index import MapDataset
@@ -31,7 +33,7 @@ _FILE = "thd_data.pt"  # in a checkpoint's folder
 OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 # Arguments of THDDataModule that only files need.
 _OF_FILES = ("text_key", "append_eos", "records")
-_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
+MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
 def packed_dataset(
@@ -48,33 +50,53 @@ def packed_dataset(
     return cast("MapDataset", WithLabels(as_dataset(dataset), arguments, own_labels=own_labels))
 
 
-def open_datasets(arguments: dict[str, Any], reading: dict[str, Any]) -> None:
+def open_datasets(
+    arguments: dict[str, Any], reading: dict[str, Any]
+) -> dict[str, Callable[[], Records | None]]:
     """Replace paths among a Trainer's datasets by what they hold, tokenised; take the tokenizer from both.
 
     Args:
         arguments: the keyword arguments of the Trainer; ``train_dataset``, ``eval_dataset`` and
             ``processing_class`` are changed in place.
         reading: ``data_kwargs``; the arguments that only files need are taken out.
+
+    Returns:
+        For each argument that was a path, a function that finds the kind of its records; None for a folder
+        of stored ids.
     """
     tokenizer = _tokenizer_of(arguments, reading)
     of_files = {name: reading.pop(name) for name in _OF_FILES if name in reading}
     of_all = {name: reading[name] for name in ("cache_dir", "max_errors", "on_error") if name in reading}
     opener = Opener(tokenizer=tokenizer, **of_files, **of_all)
 
-    has_paths = False
+    kinds: dict[str, Callable[[], Records | None]] = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = arguments.get(name)
         if isinstance(dataset, Mapping) and any(map(is_paths, dataset.values())):
-            has_paths = True
+            for key, source in dataset.items():
+                if is_paths(source):
+                    kinds[f"{name}[{key!r}]"] = partial(_kind_of_path, opener, source)
             arguments[name] = {key: _opened(opener, source) for key, source in dataset.items()}
         elif is_paths(dataset):
-            has_paths = True
+            kinds[name] = partial(_kind_of_path, opener, dataset)
             arguments[name] = _opened(opener, dataset)
-    if of_files and not has_paths:
+    if of_files and not kinds:
         raise ValueError(
             f"data_kwargs has {', '.join(of_files)}, which only files need, but no dataset is a path. "
             "Leave it out, or pass the path as train_dataset."
         )
+    return kinds
+
+
+def _kind_of_path(opener: Opener, source: Any) -> Records | None:
+    """Return the kind of a path's records, as its first record shows it; None for stored ids."""
+    if opener.records != "auto":
+        return opener.records
+    record = opener.first_record(source)
+    if record is None:
+        return None
+    kind = kind_of(record, opener.text_key) if isinstance(record, dict | str) else None
+    return kind or "text"
 
 
 def _tokenizer_of(arguments: dict[str, Any], reading: dict[str, Any]) -> Any:
@@ -114,7 +136,7 @@ def arguments_of(model: Any) -> frozenset[str]:
 
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, if a sample has them and no labels, into labels."""
-    masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
+    masks = {name: np.asarray(sample[name]) for name in MASKS if sample.get(name) is not None}
     without_masks = {**sample, **dict.fromkeys(masks)}  # None, because `datasets.map` keeps what is left out
     if not masks or sample.get("labels") is not None:
         return without_masks
@@ -198,10 +220,14 @@ def is_streamed(dataset: object) -> bool:
     return any(isinstance(source, Stream) or is_stream(source) for source in sources)
 
 
+def is_trls(trainer: type) -> bool:
+    """Return whether a trainer's class is one of TRL, or derives from one."""
+    return any(base.__module__.startswith("trl.") for base in trainer.__mro__)
+
+
 def streamed_dataset(dataset: Any, trainer: type) -> Any:
     """Return an iterable dataset; for TRL's trainers, its masks of learned tokens become labels."""
-    is_trls = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
-    if not is_trls:
+    if not is_trls(trainer):
         return dataset
     if not hasattr(dataset, "map"):
         raise ValueError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -183,6 +184,67 @@ def precision_of(args: Any) -> str:
     if args.fp16:
         return "16-mixed"
     return "32-true"
+
+
+_CHATS = frozenset({"messages", "sharegpt", "alpaca"})  # kinds of records with an assistant
+
+
+@contextmanager
+def learned_from_paths(
+    args: Any, kinds: Mapping[str, Callable[[], str | None]], eval_dataset: Any
+) -> Generator[None]:
+    """Refuse TRL's options about learned tokens that paths contradict, and hide one that they fulfil.
+
+    A path's labels are made when it is read. TRL refuses ``assistant_only_loss=True`` for rows of ids, so it
+    must not see the option while it prepares them.
+
+    Args:
+        args: the Trainer's arguments, or None.
+        kinds: name of each argument that was a path -> a function that finds the kind of its records.
+        eval_dataset: the Trainer's argument after its paths were read.
+    """
+    assistant_only = bool(getattr(args, "assistant_only_loss", False))
+    completion_only = getattr(args, "completion_only_loss", None)
+    if assistant_only or completion_only is not None:
+        for name, kind in kinds.items():
+            _refuse_learned(args, name, kind())
+
+    hides = assistant_only and "train_dataset" in kinds
+    if hides and eval_dataset is not None and not any(name.startswith("eval_dataset") for name in kinds):
+        raise ValueError(
+            f"{type(args).__name__}(assistant_only_loss=True): train_dataset is a path, of which only the "
+            "assistant's tokens are learned anyway. But eval_dataset is no path, and TRL prepares both "
+            "alike. Pass paths for both, or datasets for both."
+        )
+    if hides:
+        args.assistant_only_loss = False
+    try:
+        yield
+    finally:
+        if hides:
+            args.assistant_only_loss = True
+
+
+def _refuse_learned(args: Any, name: str, kind: str | None) -> None:
+    """Refuse options about learned tokens that the records of a path cannot fulfil."""
+    holds = (
+        f"{name} is a path to {kind!r} records" if kind not in (None, "ids") else f"{name} holds token ids"
+    )
+    if args.assistant_only_loss and kind not in _CHATS:
+        raise ValueError(
+            f"{type(args).__name__}(assistant_only_loss=True): {holds}, which have no assistant. Leave the "
+            "option out. Of a path of conversations, only the assistant's tokens are learned anyway."
+        )
+    if args.completion_only_loss and kind != "prompt":
+        raise ValueError(
+            f"{type(args).__name__}(completion_only_loss=True): {holds}, which have no prompt and "
+            "completion. Leave the option out."
+        )
+    if args.completion_only_loss is False and kind == "prompt":
+        raise ValueError(
+            f"{type(args).__name__}(completion_only_loss=False): {holds}, of which only completions are "
+            "learned. Leave the option out, or pass a datasets.Dataset to learn prompts too."
+        )
 
 
 REPLACED = ("compute_loss", "evaluation_loop", *(f"get_{x}_dataloader" for x in ("train", "eval", "test")))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
@@ -22,7 +22,9 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.thd_batch import collate_checked
+from lightning_thd.data.read.files import is_paths
 from lightning_thd.flops import FlopsModel
+from lightning_thd.integrations.hf_cuts import report_cut_pairs
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import choose_thd, refuse_attention, refuse_engines
 from lightning_thd.loss.arguments import is_dtensor
@@ -97,7 +99,9 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             raise ValueError(
                 "flops_model= counts for the throughput that peak= logs, but peak is None. Pass peak='auto'."
             )
-        self._refuse_other_attention(args, kwargs)
+        arguments = self._by_name(args, kwargs)
+        self._refuse_paths(arguments)
+        self._refuse_other_attention(arguments)
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, nn.Module):
                 for model in argument.modules():
@@ -106,6 +110,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
         refuse_engines(self)
         self._refuse_what_rows_cannot()
+        self._report_cuts(arguments)
         self._pack_models()
         if peak is not None:
             self._measure_throughput(peak, flops_model)
@@ -122,10 +127,37 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         callback.counts_calls = False  # a call has padded rows; _run_pack counts the pack
         unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = callback
 
-    def _refuse_other_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse models with another attention, as packed_trainer does; TRL builds named ones with "thd"."""
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the base class's constructor by their names."""
         names = list(inspect.signature(super().__init__).parameters)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _refuse_paths(self, arguments: dict[str, Any]) -> None:
+        """Refuse paths in place of datasets, which only SFT and transformers' Trainer read."""
+        for name in ("train_dataset", "eval_dataset"):
+            source = arguments.get(name)
+            sources = source.values() if isinstance(source, Mapping) else (source,)
+            if any(map(is_paths, sources)):
+                raise TypeError(
+                    f"{type(self).__name__} got a path as {name}, but reads no files of pairs or prompts. "
+                    "Pass datasets.load_dataset('json', data_files=path, split='train')."
+                )
+
+    def _report_cuts(self, arguments: dict[str, Any]) -> None:
+        """Report the pairs that TRL's ``max_length`` cuts or has left out."""
+        for stage in ("train", "eval"):
+            given = arguments.get(f"{stage}_dataset")
+            prepared = getattr(self, f"{stage}_dataset")
+            if given is None or prepared is None:
+                continue
+            if isinstance(given, Mapping):
+                for name, part in given.items():
+                    report_cut_pairs(name, part, prepared[name], self.args)
+            else:
+                report_cut_pairs(stage, given, prepared, self.args)
+
+    def _refuse_other_attention(self, arguments: dict[str, Any]) -> None:
+        """Refuse models with another attention, as packed_trainer does; TRL builds named ones with "thd"."""
         for name in ("model", "ref_model"):
             model = arguments.get(name)
             if isinstance(model, str) and arguments.get("args") is not None:

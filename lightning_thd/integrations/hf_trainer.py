@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd._checks import described, flags
+from lightning_thd._checks import answers, described, flags
 from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
@@ -25,11 +25,13 @@ from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.data.auto_capacity import refuse_other_loops
 from lightning_thd.flops.model import FlopsModel, checked_flops, from_ints
 from lightning_thd.flops.rates import check_peak
+from lightning_thd.integrations.hf_cuts import CutMixin
 from lightning_thd.integrations.hf_data import (
     PositionMixin,
     TrainerPacks,
     arguments_of,
     is_streamed,
+    is_trls,
     open_datasets,
     packed_dataset,
     streamed_dataset,
@@ -38,6 +40,7 @@ from lightning_thd.integrations.hf_evaluation import LOSS, OPTION, EvaluationMix
 from lightning_thd.integrations.hf_heads import head_loss, head_of, refuse_head
 from lightning_thd.integrations.hf_options import (
     choose_thd,
+    learned_from_paths,
     leave_out_ligers_losses,
     precision_of,
     refuse_attention,
@@ -108,12 +111,17 @@ def _row_trainer(trainer_class: type, trl: Any) -> str | None:
     return None
 
 
-class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
+class _PackedTrainerMixin(EvaluationMixin, PositionMixin, CutMixin):
     """Trains on packs, with the exact mean loss over a step's loss tokens; see ``packed_trainer``."""
 
     loss_is_scaled_for_ga = False  # so Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
+    @answers(
+        required="capacity",
+        capacity="It is the most tokens of a pack, for example capacity=8_192. A batch is a pack, so it "
+        "takes the place of per_device_train_batch_size.",
+    )
     def __init__(
         self,
         *args: Any,
@@ -145,6 +153,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if settings is not None:
             refuse_options(settings)  # before the base class warns about them or acts on them
             leave_out_ligers_losses(settings)
+        self._refuse_uncounted_cuts(settings)
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, str):
             if settings is None:
@@ -153,9 +162,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             choose_thd(settings)
         else:
             refuse_attention(model)  # before the base class tokenises anything
-        open_datasets(kwargs, data_kwargs)
+        kinds = open_datasets(kwargs, data_kwargs)
 
-        super().__init__(*args, **kwargs)
+        with learned_from_paths(settings, kinds, kwargs.get("eval_dataset")):
+            super().__init__(*args, **kwargs)
         self._give_balancing_factor()
         check_peak(peak, named=True)
         checked_balance(router_balance)
@@ -480,7 +490,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
 def _leaves_images_to_its_collator(trainer: Any) -> bool:
     """Return whether a trainer of TRL has rows with images, which it does not prepare."""
-    if not any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+    if not is_trls(type(trainer)):
         return False
     dataset = trainer.train_dataset
     names = getattr(dataset, "column_names", None)

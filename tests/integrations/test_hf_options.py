@@ -250,6 +250,17 @@ def test_a_capacity_that_is_no_number_is_refused_by_the_constructor(
         make(tmp_path, capacity=capacity)
 
 
+def test_the_page_of_messages_has_the_words_of_a_sequence_that_is_too_long(tmp_path: Path) -> None:
+    """``in_data_kwargs`` changes the message, so that a search for it has to find the page too."""
+    trainer = make(tmp_path, train_dataset=sequences(4), capacity=2)
+    with pytest.raises(ValueError, match="tokens but at most 2 fit a pack") as caught:
+        trainer.get_train_dataloader()
+    words = str(caught.value).partition("at most 2 ")[2].partition(", 'split'")[0]
+    page = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
+    assert words == "fit a pack. Set data_kwargs={'oversize': 'truncate'}"
+    assert words in page.read_text()
+
+
 def test_engines_and_devices_are_refused() -> None:
     mesh = SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
     engine: Any = SimpleNamespace(
