@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -61,6 +63,24 @@ def set_checkpoint(module: nn.Module, function: Any) -> None:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return private_of(module, "torch.nn.Module._compiled_call_impl") is not None
+
+
+def holds_compiled_code(module: nn.Module) -> bool:
+    """Return whether torch.compile made a part of a module, or a method or function that a part keeps.
+
+    A function of another place that a module calls, such as a global one, is not seen.
+    """
+    parts = list(module.modules())
+    if any(is_compiled_wrapper(part) or is_compiled_in_place(part) for part in parts):
+        return True
+    classes = {base for part in parts for base in type(part).__mro__}
+    values = chain.from_iterable(vars(holder).values() for holder in (*parts, *classes))
+    return any(_is_compiled_function(value) for value in values)
+
+
+def _is_compiled_function(value: object) -> bool:
+    """Return whether ``torch.compile(function)`` made a function, by the method that torch gives it."""
+    return isinstance(value, FunctionType) and hasattr(value, "get_compiler_config")
 
 
 def _wraps_a_module(model: Any) -> bool:

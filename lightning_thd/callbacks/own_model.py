@@ -2,8 +2,10 @@
 
 The first step's products are counted, and those of one step with other lengths. Eight steps are counted if a
 product has neither a row for each slot nor one for each sequence, as those of experts. If the products do not
-grow with the slots, all steps are counted. Our attention is counted by its windows from the lengths of every
-batch. Calls with other offsets than the batch's, such as cross-attention, are kept in every step.
+grow with the slots, all steps are counted. In counted steps, compiled code runs uncompiled and graphs wait; a
+model that would need that in every step is not counted. Our attention is counted by its windows from the
+lengths of every batch. Calls with other offsets than the batch's, such as cross-attention, are kept in every
+step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_thd._find import holds_compiled_code
 from lightning_thd.batch.noted import unnoted
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.seen import Seen, microbatches, resolve
@@ -44,6 +47,7 @@ class OwnModel:
     """
 
     def __init__(self, module: nn.Module, **conventions: Any) -> None:
+        self._module = module
         self._name = type(module).__name__
         self._conventions = conventions
         self.model: FlopsModel | None = None
@@ -60,6 +64,10 @@ class OwnModel:
         self._agree: bool | None = False
         self.products: tuple[int, int] | None = None
 
+        self._gave_up = False  # whether the steps cannot be counted, after a warning
+        self._is_whole = True  # whether a counter was on in the whole running step
+        self._fewest_calls: float | None = None  # calls of attention in a microbatch of counted steps
+
         configs = (getattr(child, "config", None) for child in module.modules())
         self._decodes = any(getattr(config, "is_encoder_decoder", False) for config in configs)
         self._decoder_shares = set[float]()  # decoder slots per encoder slot, each ratio seen
@@ -73,9 +81,13 @@ class OwnModel:
         self.stop()
         if batch is not None:
             self._places = set(_places(batch))
+        self._is_whole = not inside
+        if self._gave_up:
+            return
         # After an evaluation inside a step, the rest of the step says too little about its products.
         if stage == "train" and batch is not None and not inside and self._wants(batch):
-            self._active = StepCounter()
+            # Graphs wait for the steps from which the others are computed, but not for every step.
+            self._active = StepCounter(needs_calls=self._agree is not None)
         elif self._has_others:
             self._active = CallListener()
         if self._active is not None:
@@ -103,6 +115,11 @@ class OwnModel:
         self.products = None
         self.stop()
         if not isinstance(active, StepCounter):
+            if active is not None and stage == "train" and step and self._misses_calls(active, len(step)):
+                self._give_up(
+                    f"attention of {self._name} on other lengths than the batch's, such as cross-attention, "
+                    "runs compiled or from a CUDA graph, which hides its lengths. Pass flops_model=."
+                )
             return False
         if not step:
             return True
@@ -112,8 +129,11 @@ class OwnModel:
         # Ranks that share a pack run a shard each, and the FLOPs are those of the pack.
         shards = max((call.shards for call in own_calls), default=1)
         every_step_is_counted = self._agree is None
-        if not every_step_is_counted:
+        if not every_step_is_counted or active.missed_calls:
             self._learn(counted_step, own_calls, len(step), shards)
+        if self._gave_up:
+            return True
+        self._note_calls(active, len(step))
 
         forward, backward = counted_step.flops
         self.products = (shards * forward, shards * backward)
@@ -133,6 +153,31 @@ class OwnModel:
         self.stop()
         self._steps = []
         self._agree = False
+        self._gave_up = False
+
+    def _give_up(self, reason: str) -> None:
+        """Log no FLOPs from now on, and warn why."""
+        self._gave_up = True
+        self.model = None
+        self.pattern = None
+        self.products = None
+        warn(f"FLOPs and MFU are not logged: {reason}", MeasureWarning)
+
+    def _note_calls(self, counter: CallListener, microbatches: int) -> None:
+        """Note how many calls of our attention a microbatch makes."""
+        calls = len(counter.calls) / microbatches
+        fewest = self._fewest_calls
+        self._fewest_calls = calls if fewest is None else min(fewest, calls)
+
+    def _misses_calls(self, listener: CallListener, microbatches: int) -> bool:
+        """Return whether attention ran in a step where the listener did not see all of its calls."""
+        if listener.missed_calls:
+            return True
+        calls = len(listener.calls) / microbatches
+        if not self._is_whole or self._fewest_calls is None or calls >= self._fewest_calls:
+            return False
+        # A model may call its attention less often. Compiled code reports no call.
+        return not calls or holds_compiled_code(self._module)
 
     def _is_own(self, call: AttentionCall) -> bool:
         """Return whether a call's queries and keys are the sequences of the running batches."""
@@ -151,7 +196,8 @@ class OwnModel:
         if not self._steps:
             rank_zero_info(
                 "No transformers config gives the FLOPs: the products of the first step are counted, and "
-                "those of one step of other lengths. To give them yourself, pass flops_model=."
+                "those of one step of other lengths. What torch.compile compiled runs uncompiled in counted "
+                "steps. To give the FLOPs yourself, pass flops_model=."
             )
             return True
         if self._agree is None:  # all steps are counted
@@ -186,9 +232,12 @@ class OwnModel:
         self._steps.append(step)
         self._shards = shards
         try:
-            layers, self._agree = counted_layers(self._steps, name=self._name, shards=shards)
+            is_compiled = holds_compiled_code(self._module)
+            layers, self._agree = counted_layers(
+                self._steps, name=self._name, shards=shards, is_compiled=is_compiled
+            )
         except ValueError as err:
-            rank_zero_info(f"FLOPs are not logged: {err}")
+            self._give_up(str(err))
             return
         self.model = FlopsModel(name=self._name, layers=layers, **self._conventions)
         convention = self._conventions.get("causal", "half")

@@ -39,6 +39,7 @@ from lightning_thd.cuda_graph.compiled import cannot_compile, compiled_layers, u
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
+from lightning_thd.flops.listen import LISTENERS, calls_are_needed, report_unseen
 from lightning_thd.parallel.across_ranks import all_agree, gather_ints, group_size
 from lightning_thd.warnings import SlowWarning, warn
 
@@ -181,6 +182,8 @@ class GraphedStep:
             self.stats.fallbacks[step] += 1
             return self._subject(batch, *rest)
         self.stats.replays += 1
+        if LISTENERS:
+            report_unseen()
         return step(batch, hand_over=self._hands_over())
 
     def _hands_over(self) -> bool:
@@ -374,7 +377,9 @@ def _unsupported(batch: Any) -> str | None:
         return "batch_type"
     if batch.boundaries.eager is not None:
         return batch.boundaries.eager
-    if operators_are_watched():  # modes such as FlopCounterMode would not see a replay
+    # Modes such as FlopCounterMode, and the monitor's own counter, would not see a replay. The counter would
+    # also count the trial runs of a capture.
+    if operators_are_watched() or calls_are_needed():
         return "watched"
     return None if batch.weights is None else "weights"
 

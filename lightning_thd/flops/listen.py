@@ -65,6 +65,9 @@ def pair_flops(heads: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 class Listener(Protocol):
     """A counter that our functions report to; each method returns a context for the work itself."""
 
+    needs_calls: bool  # whether graphs must wait in this step, because a replay makes no calls
+    missed_calls: bool  # whether something ran whose calls it cannot see
+
     def attention(self, call: AttentionCall) -> AbstractContextManager[Any]:
         """Count a call of attention; torch's functions inside the context are its kernel."""
 
@@ -77,6 +80,17 @@ class Listener(Protocol):
 
 LISTENERS: list[Listener] = []
 _NOTHING = nullcontext()
+
+
+def calls_are_needed() -> bool:
+    """Return whether a counter learns from this step, so that no part of it may run from a graph."""
+    return any(listener.needs_calls for listener in LISTENERS)
+
+
+def report_unseen() -> None:
+    """Report that a graph is replayed, whose calls no counter sees."""
+    for listener in LISTENERS:
+        listener.missed_calls = True
 
 
 def attending(call: AttentionCall) -> AbstractContextManager[Any]:

@@ -5,7 +5,8 @@ Kernels, dtypes and random numbers stay as they are. (torch's own ``FlopCounterM
 functions then take other paths, and half precision rounds differently.) The FLOPs of a product come from
 torch's counter on tensors of the same shapes on the meta device, forward and backward.
 
-Kernels that Python calls in another way, such as those of flash-linear-attention, are invisible here.
+Kernels that Python calls in another way, such as those of flash-linear-attention, are invisible here. So is
+what torch.compile compiled: it runs uncompiled while a counter is on.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Counted:
     products: dict[tuple[str, int], Tally]  # by function and number of rows
     rows: dict[tuple[int, int], Tally]  # calls of scaled_dot_product_attention, by batch rows and row length
     unknown: frozenset[str] = field(default_factory=frozenset)
+    missed_calls: bool = False  # whether some code ran compiled or from a graph: its products are missing
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -108,8 +110,11 @@ class Counted:
 class CallListener:
     """Collects the calls of our attention, from ``start`` to ``stop``."""
 
+    needs_calls = False
+
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.missed_calls = False  # whether code ran compiled or from a graph, whose calls it cannot see
         self._quiet = 0  # above 0 inside a function that reported its FLOPs
         self._repeats = _Repeats()
 
@@ -187,24 +192,28 @@ class _Repeats:
 
 
 class StepCounter(TorchFunctionMode, CallListener):
-    """Counts the products inside its context too."""
+    """Counts the products inside its context too; graphs wait in the step if ``needs_calls``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_calls: bool = True) -> None:
         TorchFunctionMode.__init__(self)
         CallListener.__init__(self)
+        self.needs_calls = needs_calls
         self.products: dict[tuple[str, int], Tally] = defaultdict(Tally)
         self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
         self.unknown: set[str] = set()
         self._costs: dict[str, _Cost] = {}  # FLOPs of products seen before, by name and arguments
+        self._uncompiled: Any = None  # torch's switch that runs compiled code uncompiled
 
     def start(self) -> None:
-        """Begin to listen, and let torch show its functions."""
+        """Begin to listen, let torch show its functions, and let compiled code run uncompiled."""
         super().start()
+        self._uncompiled = torch.compiler.set_stance("force_eager")
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """End both."""
+        """End all three."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _switch_back(self._uncompiled)
         super().stop()
 
     @contextmanager
@@ -228,6 +237,9 @@ class StepCounter(TorchFunctionMode, CallListener):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a function of torch, then call it as if there were no mode."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # somebody lets code compile inside the counted step
+            self.missed_calls = True
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is Tensor.backward and type(args[0]) is Tensor:
             return self._run_backward(*_of_backward(*args, **kwargs))
@@ -304,6 +316,14 @@ class StepCounter(TorchFunctionMode, CallListener):
         rows = first.numel() // max(1, first.shape[-1]) if first.dim() else 1
         weights = [x for x in tensors if isinstance(x, nn.Parameter)]
         self.products[name, rows].add(self._of_phase(cost, key, weights))
+
+
+def _switch_back(uncompiled: Any) -> None:
+    """Undo ``set_stance``, unless other code has called it since: then its stance stays."""
+    # A switch notes which stance it replaces, so one more shows the present one.
+    another = torch.compiler.set_stance("force_eager")
+    is_unchanged = another.prev is uncompiled.stance
+    (uncompiled if is_unchanged else another).__exit__(None, None, None)
 
 
 def _of_backward(
@@ -447,18 +467,25 @@ def counted(counter: StepCounter, stats: Sequence[SeqStats], sequences: Sequence
         products={key: Tally(tally.forward, tally.backward) for key, tally in counter.products.items()},
         rows=dict(counter.rows),
         unknown=frozenset(counter.unknown),
+        missed_calls=counter.missed_calls,
     )
 
 
 def counted_layers(
-    steps: Sequence[Counted], *, name: str, shards: int = 1
+    steps: Sequence[Counted], *, name: str, shards: int = 1, is_compiled: bool = False
 ) -> tuple[tuple[Layer, ...], bool | None]:
     """Convert the products of steps to layers that scale with slots, sequences and pairs.
 
     ``shards`` is the number of ranks that share the slots of a pack, of which the counter saw one share.
     Also return whether steps of different lengths agreed; None if slots and sequences do not explain them.
+    Raise if then every step would have to be counted and ``is_compiled``, because it would run uncompiled.
     """
     first = steps[0]
+    if any(step.missed_calls for step in steps):
+        raise ValueError(
+            f"a part of {name} ran compiled or from a CUDA graph in a counted step, and so showed no "
+            "products. Pass flops_model=. If the step calls torch.compiler.set_stance, call it before."
+        )
     total, _ = first.flops
     if not total or not first.stats.slots:
         raise ValueError(
@@ -473,7 +500,7 @@ def counted_layers(
             MeasureWarning,
         )
 
-    per_slot, per_sequence, agree = linear_fit(steps, name)
+    per_slot, per_sequence, agree = linear_fit(steps, name, is_compiled=is_compiled)
     if agree and any(step.other_rows(shards) for step in steps):
         agree = len(steps) >= TRIALS
     terms: list[Term] = []
@@ -493,11 +520,14 @@ _Rates: TypeAlias = tuple[Fraction, Fraction]  # FLOPs forward and backward of a
 _SAME = Fraction(1, 10**9)  # two counts are equal within this share of them
 
 
-def linear_fit(steps: Sequence[Counted], name: str) -> tuple[_Rates, _Rates, bool | None]:
+def linear_fit(
+    steps: Sequence[Counted], name: str, *, is_compiled: bool = False
+) -> tuple[_Rates, _Rates, bool | None]:
     """Return FLOPs per slot and per sequence, and whether they explain several steps; None if they cannot.
 
     One step shows them by the rows of its products. If another step contradicts that, both numbers are solved
-    from the two. If a third contradicts those too, a message says what is not linear.
+    from the two. If a third contradicts those too, a message says what is not linear; of a compiled model, an
+    error says it.
     """
     points = [_Point(step) for step in steps]
     first, *others = points
@@ -516,7 +546,18 @@ def linear_fit(steps: Sequence[Counted], name: str) -> tuple[_Rates, _Rates, boo
         if min(per_slot) >= 0 and all(point.fits(per_slot, per_sequence) for point in others):
             return per_slot, per_sequence, len(others) > 1
 
-    _say_not_linear(steps, name)
+    difference = _nonlinear(steps)
+    if is_compiled:
+        raise ValueError(
+            f"the FLOPs of {name} are not proportional to the slots: {difference}. So every step would have "
+            "to be counted, and counted steps run uncompiled. Pass flops_model=, or do not compile."
+        )
+    rank_zero_info(
+        f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
+        f"{difference}. Counting costs some microseconds for every call of torch, and what torch.compile "
+        "compiled runs uncompiled. Attention by varlen_attention or scaled_dot_product_attention is counted "
+        "by lengths. To count nothing, pass flops_model=."
+    )
     slots = sum(point.slots for point in points)
     forward = sum(point.flops[0] for point in points)
     backward = sum(point.flops[1] for point in points)
@@ -569,24 +610,20 @@ def _by_rows(step: Counted) -> tuple[_Cost, _Cost]:
     return (by_slot.forward, by_slot.backward), (by_sequence.forward, by_sequence.backward)
 
 
-def _say_not_linear(steps: Sequence[Counted], name: str) -> None:
+def _nonlinear(steps: Sequence[Counted]) -> str:
     """Say which functions took other FLOPs per slot in the step that differs most from the first."""
     costs = [Fraction(sum(step.flops), step.stats.slots) for step in steps]
     other = max(range(1, len(steps)), key=lambda i: abs(costs[i] - costs[0]))
     first = _per_slot(steps[0])
     second = _per_slot(steps[other])
     functions = sorted({*first, *second})
-    changed = [function for function in functions if _differ(first[function], second[function])]
+    changed = [name for name in functions if any(map(_differ, first[name], second[name]))]
 
-    before = float(sum(first[function] for function in changed))
-    after = float(sum(second[function] for function in changed))
-
-    rank_zero_info(
-        f"The FLOPs of {name} are counted in every step, because they are not proportional to the slots: "
-        f"{', '.join(changed)} took {before:.4g} FLOPs a slot in a step of {steps[0].stats.slots} slots and "
-        f"{after:.4g} in one of {steps[other].stats.slots}. Counting costs some microseconds for every call "
-        "of torch. Attention by varlen_attention or scaled_dot_product_attention is counted by lengths. To "
-        "count nothing, pass flops_model=."
+    before = float(sum(sum(first[name]) for name in changed))
+    after = float(sum(sum(second[name]) for name in changed))
+    return (
+        f"{', '.join(changed)} took {before:.4g} FLOPs a slot, forward and backward, in a step of "
+        f"{steps[0].stats.slots} slots and {after:.4g} in one of {steps[other].stats.slots}"
     )
 
 
@@ -594,11 +631,14 @@ def _differ(one: Fraction, other: Fraction) -> bool:
     return abs(float(one - other)) > float(_SAME) * float(one + other)
 
 
-def _per_slot(step: Counted) -> defaultdict[str, Fraction]:
-    """Return the forward FLOPs per slot of each function; 0 for functions that the step did not call."""
-    per_slot: defaultdict[str, Fraction] = defaultdict(Fraction)
+def _per_slot(step: Counted) -> defaultdict[str, _Rates]:
+    """Return the FLOPs per slot of each function; 0 for functions that the step did not call."""
+    per_slot: defaultdict[str, _Rates] = defaultdict(lambda: (Fraction(0), Fraction(0)))
     for (function, _), tally in step.products.items():
-        per_slot[function] += Fraction(tally.forward, step.stats.slots)
+        forward, backward = per_slot[function]
+        forward += Fraction(tally.forward, step.stats.slots)
+        backward += Fraction(tally.backward, step.stats.slots)
+        per_slot[function] = forward, backward
     return per_slot
 
 
