@@ -8,12 +8,12 @@ _TITLE = "Error messages"  # the page that has a section for each kind of messag
 def see(section: str) -> str:
     """Return the sentence with which a message ends, which leads to a section of the page of error messages.
 
-    A package that was built without its repository's address gives ``See 'Error messages' (#steps) in the
-    documentation.``
+    A package that was built without its repository's address gives ``See 'Error messages'
+    (reference/messages.md#steps) in the documentation.``
     """
     address = _address()
     if address is None:
-        return f"See '{_TITLE}' (#{section}) in the documentation."
+        return f"See '{_TITLE}' (reference/messages.md#{section}) in the documentation."
     return f"See {address}/reference/messages.md#{section}."
 
 

@@ -158,7 +158,7 @@ def test_a_message_names_the_page_by_its_address_if_the_package_has_one(
 
     built = Message()
     monkeypatch.setattr(installed, "metadata", lambda name: built)
-    assert see("steps") == "See 'Error messages' (#steps) in the documentation."
+    assert see("steps") == "See 'Error messages' (reference/messages.md#steps) in the documentation."
     assert MESSAGES.startswith("# Error messages\n")
     built["Project-URL"] = "Source, https://a/b"
     built["Project-URL"] = "Documentation, https://a/b/tree/main/docs"
