@@ -1,7 +1,8 @@
 """Every place where this package replaces a function of another package, such as torch or transformers.
 
 ``PATCHES`` has a row for each. The first is the only permanent one in a class or module. Those marked "for a
-while" are undone at the end of a ``with`` block or a run.
+while" are undone at the end of a ``with`` block or a run. Objects whose class is replaced by a subclass of it
+have a row too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ class Patch(NamedTuple):
 
 PATCHES: Final[dict[str, Patch]] = {
     "attention chosen": Patch("PreTrainedModel.get_correct_attn_implementation", "models/preparing.py"),
+    "adapted classes": Patch(
+        '__class__ of models with "thd" and of their layers, by a subclass', "models/adapted.py"
+    ),
+    "refused switches": Patch(
+        "__class__ of models that ignore the choice of their attention, such as Bloom, by a subclass",
+        "models/unswitchable.py",
+    ),
+    "noted reads": Patch(
+        "__class__ of a LightningModule, by a subclass, for a while", "cuda_graph/fingerprint.py"
+    ),
     "mixer kernels": Patch(
         "convolutions, scans and delta rules in a modeling file, while a layer runs on a shard",
         "models/passing/adopt.py",

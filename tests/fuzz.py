@@ -160,7 +160,10 @@ def main() -> None:
     if not only:
         refused = outcomes.total() - outcomes["answered"]
         rows = {"public functions": len(tables()), "calls": calls, "answered": outcomes["answered"]}
-        record("fuzz", rows | {"refused with ValueError or TypeError": refused, "wrong": len(failures)})
+        record(
+            "fuzz",
+            rows | {"refused with ValueError, TypeError or AttributeError": refused, "wrong": len(failures)},
+        )
 
     sys.exit(bool(failures))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,15 @@ def test_building_models_replaces_nothing_but_the_choice_of_their_attention() ->
     door = f"transformers.modeling_utils.{PATCHES['attention chosen'].what}"
     assert [*replaced()] == [door]
     assert [row.where for row in PATCHES.values() if not (ROOT / row.where).exists()] == []
+
+
+def test_every_object_whose_class_is_replaced_has_a_row() -> None:
+    changing = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr == "__class__"
+    }
+    assert changing == {row.where for row in PATCHES.values() if "__class__" in row.what}

@@ -20,6 +20,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
+from benchmarks.house_run import inherited
+from benchmarks.house_text import foreign_names, read_package
 from lightning_thd._private import PRIVATE, PrivateNameGone, private, private_of, set_private
 from tests.tiny import checkpoint_activations
 
@@ -241,3 +243,12 @@ def test_without_any_of_them_the_package_imports_and_trains() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "trained"
+
+
+def test_every_private_name_that_the_package_uses_is_in_the_table() -> None:
+    files = read_package(ROOT)
+    overridden = {file: set(names) for file, names in inherited(str(ROOT)).items()}
+    uses, _, _ = foreign_names(files, overridden)
+    known = {part for name in PRIVATE for part in name.split(".")}
+    assert [str(use) for use in uses if use.name not in known] == []
+    assert uses, "the search finds names"

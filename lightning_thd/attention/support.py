@@ -43,6 +43,7 @@ class Support:
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
     probe: str | None = None  # the module to import; None if torch is enough
     install: str = ""
+    verified: bool = True  # it has run on a GPU; if "auto" chooses another, a notice is printed once
     slow: bool = False  # most calls have a faster kernel, so a notice is printed once if "auto" chooses it
 
 
@@ -82,6 +83,7 @@ SUPPORT: dict[Kernel, Support] = {
         deterministic_to=192,
         capability=(9,),
         probe=flash.MODULES[3],
+        verified=False,
         install="build the hopper folder of the flash-attention repository (flash-attn 3)",
     ),
     "flash4": Support(
@@ -92,6 +94,7 @@ SUPPORT: dict[Kernel, Support] = {
         softcap_to=((10, 11), 192),
         capability=(9, 10, 11),
         probe=flash.MODULES[4],
+        verified=False,
         install="pip install flash-attn-4",
     ),
     "flash2": Support(
@@ -176,8 +179,11 @@ def choose(backend: Backend, request: Request) -> Kernel:
         row = SUPPORT[kernel]
         selected = backend in ("auto", row.backend)
         if selected and why_not(kernel, request) is None and missing(kernel) is None:
-            if backend == "auto" and row.slow and not torch.compiler.is_compiling():
-                _notice_slow(kernel, request)
+            if backend == "auto" and not torch.compiler.is_compiling():
+                if row.slow:
+                    _notice_slow(kernel, request)
+                if not row.verified:
+                    _notice_unverified(kernel)
             return kernel
 
     raise ValueError(_reasons(backend, request))
@@ -220,6 +226,16 @@ def _notice_once(kernel: Kernel, capability: int) -> None:
     rank_zero_info(
         f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. "
         f"`lightning-thd doctor` lists the kernels that this machine can run.{advice}"
+    )
+
+
+@cache
+def _notice_unverified(kernel: Kernel) -> None:
+    """Print that a kernel of flash-attn has never run on a GPU for this package's tests."""
+    rank_zero_info(
+        f"Attention runs on flash-attn {kernel[-1]}, which this package has tested against a mock and not on "
+        "a GPU yet. check_packing(model) tells whether sequences are kept apart here. Without that package, "
+        "attention runs on torch's own kernel."
     )
 
 

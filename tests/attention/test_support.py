@@ -74,12 +74,19 @@ def test_choices(
     said: list[str] = []
     on_cuda.setattr(support, "rank_zero_info", said.append)
     support._notice_once.cache_clear()
+    support._notice_unverified.cache_clear()
     standins.install(on_cuda, *installed.split())
     assert [choose(backend, replace(CUDA, **change)) for _ in range(2)] == [kernel, kernel]
-    assert [f"backend='{kernel}'" in line for line in said] == [True] * SUPPORT[kernel].slow  # once
+
+    unverified = [line for line in said if "not on a GPU yet" in line]
+    wanted = backend == "auto" and not SUPPORT[kernel].verified
+    assert [f"flash-attn {kernel[-1]}" in line for line in unverified] == [True] * wanted  # once
+
+    slow = [line for line in said if line not in unverified]
+    assert [f"backend='{kernel}'" in line for line in slow] == [True] * SUPPORT[kernel].slow  # once
     request = replace(CUDA, **change)
     faster = request.device == "cuda" and request.dtype == torch.float32
-    assert ["precision=" in line for line in said] == [faster] * SUPPORT[kernel].slow
+    assert ["precision=" in line for line in slow] == [faster] * SUPPORT[kernel].slow
 
 
 def test_a_backend_that_is_not_installed_is_named(on_cuda: pytest.MonkeyPatch) -> None:
