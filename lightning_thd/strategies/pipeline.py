@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Pipeline:
         self.expected_wait = 0.0  # the schedule's ``bubble``
         self.compared = False  # whether the stages have compared which copies of a tied weight they train
 
-    @cached_property
+    @functools.cached_property
     def host_group(self) -> dist.ProcessGroup:
         """The stages' group for Python objects, in CPU memory; the stages create it together."""
         return on_host(self.channel.down)
@@ -116,6 +116,7 @@ class Pipeline:
         forward = decoder.forward
         passed: set[int] = set()  # the chunks that have run once
 
+        @functools.wraps(forward)
         def first_forward(*args: Any, **kwargs: Any) -> Any:
             chunk = stage.active or 0
             # Without gradients, the first rank waits for its second stage inside of the pass, not after it.
@@ -139,7 +140,7 @@ class Pipeline:
         """Raise the first stage's error, unless this stage has one of its own; a collective."""
         ranks = self.channel.ranks
         has_own = error is not None and not isinstance(error, StageBeforeFailed)
-        first = torch.tensor(self.channel.rank if has_own else ranks)
+        first = torch.tensor(self.channel.rank if has_own else ranks, device="cpu")  # whatever the default is
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self.host_group)
         failed_rank = int(first)
         if failed_rank == ranks:
