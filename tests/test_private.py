@@ -176,7 +176,7 @@ print("trained")
 
 
 @pytest.mark.parametrize("name", IMPORTED)
-def test_an_imported_name_that_is_gone_stops_its_feature_by_name(
+def test_the_message_about_an_imported_name_that_is_gone_names_its_feature(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in ONLY_WITH_CUDA and not hasattr(torch._C, name.rpartition(".")[2]):
@@ -192,7 +192,7 @@ def test_an_imported_name_that_is_gone_stops_its_feature_by_name(
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_that_is_gone_stops_its_feature_by_name(name: str) -> None:
+def test_the_message_about_an_attribute_that_is_gone_names_its_feature(name: str) -> None:
     path, _, attribute = name.rpartition(".")
     owner = OWNERS[path]()
     value = private_of(owner, name)  # the object has it, with any value
