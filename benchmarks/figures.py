@@ -520,6 +520,7 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         ("99 %", "2.3 times", "1.6 times"), "counted by python -m benchmarks.prefixes --keys"
     ),
     "docs/guides/parallelism.md": {
+        "11 of 17": _gpu_says("11 of 17"),
         "2 x": COMPUTED,
         "1.01 times": _ours("dynamic_cp", "slowest ranks / even share (at least 1.00), long, 512"),
         "1.17 times": _ours("dynamic_cp", "slowest ranks / even share (at least 1.14), long, 512"),

@@ -35,6 +35,7 @@ from lightning_thd.packing.planner import fingerprint
 from lightning_thd.warnings import DataWarning, warn
 
 _AHEAD = 2  # steps that are made while one runs
+_NAMED = 1_000  # shards that a checkpoint names, so that an error can say which of them are missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +244,7 @@ class StreamedSteps:
             "parts": self._parts,
             "shards": len(self._settings.shards),
             "names": self._names(),
+            "shard_names": [shard.name for shard in self._settings.shards[:_NAMED]],
             "plan": self._plan_key(),
         }
 
@@ -257,10 +259,7 @@ class StreamedSteps:
             shards, sources = self._streams.open(self._opener, self._parts)
             self._settings = replace(self._settings, shards=shards, sources=sources)
         if state["names"] != self._names():
-            raise ValueError(
-                f"The checkpoint was written with {state['shards']} shards, but the stream has "
-                f"{len(self._settings.shards)}, or other names or shares. Pass the same source."
-            )
+            raise ValueError(self._other_stream(state))
         self._warn_of_skipping(state["stream"])
 
         self._ahead.stop()
@@ -274,6 +273,27 @@ class StreamedSteps:
             ended=bool(state["ended"]),
             stream=state["stream"],
         )
+
+    def _other_stream(self, state: Mapping[str, Any]) -> str:
+        """Return the error for a checkpoint of other shards, which says how they differ."""
+        names = [shard.name for shard in self._settings.shards]
+        saved = list(state.get("shard_names", ()))
+        missing = [name for name in saved if name not in set(names)]
+        added = [name for name in names[:_NAMED] if name not in set(saved)]
+
+        counts = f"The checkpoint was written with {state['shards']} shards, but the stream has {len(names)}"
+        advice = "Pass the same source, with the files under the names that they had"
+        if not missing and not added:
+            return f"{counts}, or other shares of its sources. {advice}."
+        if not saved or max(int(state["shards"]), len(names)) > _NAMED:
+            return f"{counts}, or others. {advice}."
+
+        changes = []
+        if missing:
+            changes.append(f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        if added:
+            changes.append(f"{_some(added)} {'is' if len(added) == 1 else 'are'} new")
+        return f"{counts}: {', and '.join(changes)}. {advice}; records may be appended to a file."
 
     def _warn_of_skipping(self, state: dict[str, Any] | None) -> None:
         """Warn if a shard was read that did not save its position, and may give other records again."""
@@ -302,6 +322,13 @@ class StreamedSteps:
             names["sources"] = [(source.name, source.stop, source.share) for source in settings.sources]
             names["dry"] = settings.dry
         return fingerprint(names)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:

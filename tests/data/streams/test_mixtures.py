@@ -225,5 +225,5 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             begin(train, mixing)
     _, state = run(str(tmp_path), WEIGHTS, steps=1)
-    with pytest.raises(ValueError, match="or other names or shares"):
+    with pytest.raises(ValueError, match="or other shares of its sources"):
         run(str(tmp_path), {"code": 0.4, "chat": 0.6}, state=state)

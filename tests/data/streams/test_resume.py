@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -68,9 +69,29 @@ def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="so no stream has saved it"):
         loader.load_state_dict({"epoch": 0, "step": 3, "fingerprint": "x"})
     state = loader.state_dict()
+
+    def refused(folder: Path, saved: dict[str, Any]) -> str:
+        with pytest.raises(ValueError, match="The checkpoint was written with 6 shards, but") as error:
+            module(f"{folder}/*.jsonl").train_steps().load_state_dict(saved)
+        return str(error.value)
+
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path, moved)
+    message = refused(moved, state)
+    assert "000.jsonl and 5 more are missing, and " in message
+    assert f"{moved}/000.jsonl and 5 more are new. Pass the same source, with the files under" in message
+
+    shutil.copy(tmp_path / "000.jsonl", tmp_path / "006.jsonl")
+    assert "the stream has 7: " in refused(tmp_path, state)
+    assert f"{tmp_path}/006.jsonl is new. Pass" in refused(tmp_path, state)
+
+    (tmp_path / "006.jsonl").unlink()
     (tmp_path / "000.jsonl").unlink()
-    with pytest.raises(ValueError, match="written with 6 shards, but the stream has 5"):
-        module(f"{tmp_path}/*.jsonl").train_steps().load_state_dict(state)
+    assert f"the stream has 5: {tmp_path}/000.jsonl is missing. Pass" in refused(tmp_path, state)
+    # A checkpoint of an earlier release names no shards.
+    without = {key: value for key, value in state.items() if key != "shard_names"}
+    assert "the stream has 5, or others. Pass" in refused(tmp_path, without)
+
     with pytest.raises(TypeError, match="no length. Pass steps_per_epoch"):
         len(loader)
 
