@@ -154,11 +154,18 @@ def _attend(
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
     """Raise if q or k has other slots than the boundaries; values are compared with keys later."""
     for name, x in (("q", q), ("k", k)):
-        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != boundaries.slots:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] == boundaries.slots:
+            continue
+        if x.shape[1] == boundaries.slots:
             raise ValueError(
-                f"{name} has {x.shape[0]} rows, but the boundaries have {boundaries.slots} slots. Pass the "
-                "boundaries of this batch, and q, k and v of all its slots."
+                f"{name} has shape {list(x.shape)}, and the boundaries have {boundaries.slots} slots; want "
+                f"[slots, heads, head size], slots first. Pass {name}.transpose(0, 1), and the same of the "
+                "others. The result is [slots, heads, head size] too."
             )
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows, but the boundaries have {boundaries.slots} slots. Pass the "
+            "boundaries of this batch, and q, k and v of all its slots."
+        )
 
 
 def _call_of_offsets(
@@ -343,8 +350,14 @@ def _check_call(q: Any, k: Any, v: Any, call: KernelCall) -> None:
         if not isinstance(x, Tensor):
             instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
         if x.dim() != 3:
+            advice = ""
+            if x.dim() == 4:
+                advice = (
+                    f" Of [1, heads, slots, head size], which torch's attention takes, pass "
+                    f"{name}[0].transpose(0, 1); of [1, slots, heads, head size], {name}[0]."
+                )
             raise ValueError(
-                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]."
+                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size].{advice}"
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}; want a floating dtype.")

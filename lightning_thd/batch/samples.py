@@ -277,7 +277,8 @@ def refuse_shifted(
     if num_differing >= least:
         raise ValueError(
             f"{name}: the labels are the next tokens, as if they were shifted already, but collation shifts "
-            "them. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."
+            "them. Undo the shift, which keeps the last target too: input_ids=[*ids, labels[-1]], "
+            "labels=[-100, *labels]. To learn every token, give whole documents as input_ids, without labels."
         )
 
 

@@ -34,6 +34,7 @@ from lightning_thd.models.probe_model import (
     logits_of,
     lowered_limits,
     no_zero_weights,
+    refuse_without_forward,
     undisturbed,
     working_dtype,
 )
@@ -112,6 +113,8 @@ def check_packing(
     check_options(vocab_size, tolerance)
     whole_number(seed, "seed")
     flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
+    if forward is None:
+        refuse_without_forward(model, "model", otherwise=", or pass forward=, which calls it on a batch")
     prepare_if_asked(model)
     run = forward or default_forward(model)
     port: Port | None = None
@@ -127,7 +130,7 @@ def check_packing(
             probe = _Probe(model, run, batch, grad=grad)
         probe.measured["batch_norms"] = tuple(dict.fromkeys(names_of_called))
         if thorough:
-            probe.compare_with_stock()
+            probe.compare_with_stock(has_reference=port is not None)
             probe.add_a_pad()
         if port is not None:
             probe.compare_with_reference(port)
@@ -312,10 +315,11 @@ class _Probe:
         packed_grad[slots] = 0  # what is left reaches other sequences
         self.keep("gradient_leak", packed_grad.abs().max().item() / largest, index)
 
-    def compare_with_stock(self) -> None:
+    def compare_with_stock(self, *, has_reference: bool) -> None:
         """Run every sequence under stock eager attention, shortest first."""
-        if not attention_configs(self.model):
-            self.skipped.append("stock eager attention: not a transformers model")
+        if not attention_configs(self.model):  # only models of transformers have a second attention
+            if not has_reference:
+                self.skipped.append("what it was ported from: pass that model as reference=")
             return
 
         ids = self.batch.input_ids
@@ -567,7 +571,7 @@ def default_forward(model: nn.Module) -> Forward:
     parameters = signature(model.forward).parameters
     from_transformers = hasattr(getattr(model, "config", None), "get_text_config")
     if not from_transformers and "input_ids" not in parameters:
-        return lambda model, batch: model(batch)
+        return _call_on_batch
 
     has_kwargs = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_all = from_transformers or has_kwargs
@@ -580,3 +584,20 @@ def default_forward(model: nn.Module) -> Forward:
             return model(**kwargs)
 
     return forward
+
+
+def _call_on_batch(model: nn.Module, batch: THDBatch) -> Any:
+    """Call a model on a batch; of one that takes tensors in its place, say how to port it."""
+    try:
+        return model(batch)
+    except (TypeError, AttributeError) as error:
+        if THDBatch.__name__ not in str(error):
+            raise
+        reason = str(error).rstrip(".")
+        raise ValueError(
+            f"{type(model).__name__} was called as model(batch) with a THDBatch, and failed: {reason}. Port "
+            "it to packs: take batch.input_ids as ids and batch.position_ids as positions, and call "
+            "varlen_attention(q, k, v, batch.boundaries) as attention. Or pass forward=, a function of model "
+            "and batch. Give the unported model as reference=. See 'Your own module, your own model' in the "
+            "documentation."
+        ) from error

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_thd._find import has_parameters
 from lightning_thd.models.pack import NOTES
 from lightning_thd.models.switching import choose_attention
 
@@ -33,6 +35,19 @@ def undisturbed(model: nn.Module, *, grad: bool) -> Generator[None]:
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def refuse_without_forward(module: nn.Module, argument: str, *, otherwise: str = "") -> None:
+    """Refuse a module that has no ``forward``, such as a LightningModule with only a training_step."""
+    if "forward" in vars(module) or type(module).forward not in (nn.Module.forward, LightningModule.forward):
+        return
+    children = [name for name, child in module.named_children() if has_parameters(child)]
+    inside = children[0] if children else "model"
+    raise ValueError(
+        f"{argument} is a {type(module).__name__}, which has no forward; wanted a model that makes logits. "
+        f"Pass the model inside it, module.{inside}{otherwise}. In a Trainer, that is "
+        f"PackingCheck(model={inside!r}, vocab_size=...)."
+    )
 
 
 # Every batch norm of torch, the lazy ones included.

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_thd._checks import described
-from lightning_thd.models.probe_model import REACH, first_differing_module, logits_of, undisturbed
+from lightning_thd.models.probe_model import (
+    REACH,
+    first_differing_module,
+    logits_of,
+    refuse_without_forward,
+    undisturbed,
+)
 
 Reference: TypeAlias = nn.Module | Callable[[Tensor], Any]
 
@@ -46,6 +52,7 @@ class Port:
         if not isinstance(reference, nn.Module):
             return
 
+        refuse_without_forward(reference, "reference")
         port_shapes = {name: weight.shape for name, weight in model.named_parameters()}
         reference_shapes = {name: weight.shape for name, weight in reference.named_parameters()}
         self.shares_weights = port_shapes == reference_shapes

@@ -216,6 +216,10 @@ META = torch.device("meta")
         ({"k_THD": torch.ones(5, 3, 8), "v_THD": torch.ones(5, 3, 8)}, "4 query heads are not .* by 3"),
         ({"k_THD": torch.ones(5, 0, 8), "v_THD": torch.ones(5, 0, 8)}, "4 query heads are not .* by 0"),
         ({"q_THD": torch.ones(1, 5, 4, 8)}, r"q has shape \[1, 5, 4, 8\]; want three dimensions"),
+        (
+            {"k_THD": torch.ones(1, 4, 5, 8)},
+            r"Of \[1, heads, slots, head size\].*pass k\[0\]\.transpose\(0, 1\)",
+        ),
         ({"k_THD": torch.ones(5, 2, 4)}, "q has head size 8 and k 4"),
         ({"v_THD": torch.ones(4, 2, 8)}, r"k has shape \[5, 2, 8\] and v \[4, 2, 8\]"),
         ({"v_THD": torch.ones(5, 2, 8).double()}, "k is torch.float32 and v is torch.float64"),

@@ -140,6 +140,11 @@ def test_refusals() -> None:
     boundaries = Boundaries.from_lengths([3, 5])
     with pytest.raises(ValueError, match="q has 7 rows, but the boundaries have 8 slots"):
         varlen_attention(q[:7], q[:7], q[:7], boundaries)
+    heads_first = q.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"q has shape \[2, 8, 8\].*slots first. Pass q.transpose\(0, 1\)"):
+        varlen_attention(heads_first, heads_first, heads_first, boundaries)
+    with pytest.raises(ValueError, match=r"k has shape \[2, 8, 8\].*Pass k.transpose\(0, 1\)"):
+        varlen_attention(q, heads_first, heads_first, boundaries)
     with pytest.raises(TypeError, match="got boundaries and, beside them, offsets"):
         varlen_attention(q, q, q, boundaries, boundaries.offsets)
     with pytest.raises(TypeError, match="without max_seqlen_q, the longest sequence"):

@@ -447,6 +447,19 @@ def test_labels_that_are_shifted_already_are_refused(tmp_path: Path, kind: str, 
         read(source, oversize="truncate")
 
 
+def test_undoing_the_shift_as_the_message_says_keeps_every_target() -> None:
+    rows = _shifted(length=24)
+    undone = [
+        {"input_ids": [*row["input_ids"], row["labels"][-1]], "labels": [-100, *row["labels"]]}
+        for row in rows
+    ]
+    targets = THDBatch.collate(undone).targets
+    assert targets[targets != -100].tolist() == [label for row in rows for label in row["labels"]]
+    with pytest.raises(ValueError, match=r"input_ids=\[\*ids, labels\[-1\]\], labels=\[-100, \*labels\]"):
+        read(rows, oversize="truncate")
+    assert len(read(undone, oversize="own_pack")) == len(rows)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

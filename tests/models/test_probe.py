@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -260,6 +261,50 @@ def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
         check_packing(Own("shift").to(torch.float16), vocab_size=32)
 
 
+class Wrapped(L.LightningModule):
+    """A module with a training_step and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Identity()
+        self.net = Own()
+
+    def training_step(self, batch: THDBatch) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+class AsRows(nn.Module):
+    """Runs a model of packs on one row of ids ``[1, L]``, with weights of the same names."""
+
+    def __init__(self, own: Own) -> None:
+        super().__init__()
+        self.leak = own.leak
+        self.embed = own.embed
+        self.mix = own.mix
+        self.after = own.after
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch = THDBatch.collate([{"input_ids": ids[0]}])
+        return Own.forward(self, batch)  # type: ignore[arg-type]
+
+
+class Unported(nn.Module):
+    """Takes rows of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 4)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.tokens(idx)
+
+
+class Asking(Unported):
+    def forward(self, idx: Tensor) -> Tensor:
+        rows, length = idx.size()
+        return self.tokens(idx)[:rows, :length]
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
@@ -270,6 +315,14 @@ def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
         (Own, {"forward": lambda model, batch: model(batch) * 0.0}, "Own gives logits that are all zero"),
         (Own, {"forward": lambda model, batch: model(batch)[:3]}, "Own gives 3 rows for 35 slots of 5 seq"),
         (lambda: nn.Linear(2, 2), {}, r"Linear has no nn\.Embedding"),
+        (
+            Wrapped,
+            {},
+            r"model is a Wrapped, which has no forward.*module\.net, or pass forward=.*model='net'",
+        ),
+        (Unported, {}, r"Unported was called as model\(batch\) .*not THDBatch\. Port it.*batch\.input_ids"),
+        (Asking, {}, r"Asking was called as model\(batch\) .*A THDBatch has no size\. .*[^.]\. Port it"),
+        (Own, {"reference": Wrapped()}, r"reference is a Wrapped, which has no forward.*module\.net"),
     ],
 )
 def test_what_cannot_be_probed_is_refused(
@@ -277,6 +330,12 @@ def test_what_cannot_be_probed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_packing(model(), **{"vocab_size": VOCAB // 2, **arguments})
+
+
+def test_a_report_says_that_no_reference_was_compared() -> None:
+    report = check_packing(Own(), VOCAB // 2)
+    assert report.skipped == ("what it was ported from: pass that model as reference=",)
+    assert check_packing(Own(), VOCAB // 2, reference=AsRows(Own())).skipped == ()
 
 
 def test_one_row_a_sequence_and_models_without_heads_are_probed() -> None:
