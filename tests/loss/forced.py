@@ -71,6 +71,11 @@ def _watched(rows: object, calls: list[str]) -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETED:  # the interpreter's own numpy, which a newer release refuses
+        config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim")
+
+
 @pytest.fixture(autouse=True)
 def forced() -> Iterator[list[str]]:
     with kernels_forced() as calls:

@@ -99,6 +99,7 @@ def _spread(
     """Write the gradient of a row's raw products, from the last block to the first."""
     factor = scale * heat
     blocks = tl.cdiv(columns, BLOCK)
+    target_column = target_index.to(tl.int32)  # each comparison with an int64 would take registers
     for done in range(blocks):
         index = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
         x, bend = _logits(row, bias, index, columns, scale, cap, heat, CAP, BIAS)
@@ -108,7 +109,7 @@ def _spread(
         else:
             d = _exp(log_p) * direct
 
-        d = (d + flat + tl.where(index == target_index, target, 0.0)) * factor
+        d = (d + flat + tl.where(index == target_column, target, 0.0)) * factor
         if CAP:
             d *= bend
 
