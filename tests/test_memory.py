@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,6 +171,21 @@ def measure(case: Case) -> tuple[int, Any]:
         optimizer.zero_grad(set_to_none=True)
         peaks.append(peak_of(step))
     return min(peaks), config
+
+
+def test_a_peak_counts_no_garbage_of_an_earlier_profile() -> None:
+    """A tensor in a cycle that one profile saw and the next run frees is not subtracted from its peak."""
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [torch.empty(2**20)]
+        cycle.append(cycle)
+
+    def collect_and_allocate() -> None:
+        gc.collect()
+        torch.empty(2**10, dtype=torch.uint8)
+
+    assert peak_of(leave_garbage) == 4 * 2**20
+    assert peak_of(collect_and_allocate) == 2**10
 
 
 # The others say the same of more families; each takes seconds.
