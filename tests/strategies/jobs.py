@@ -94,6 +94,9 @@ def missing_dispatch() -> str | None:
     return None
 
 
+needs_dispatch = pytest.mark.skipif(missing_dispatch() is not None, reason=str(missing_dispatch()))
+
+
 # Family, layout, step and dtype of a job.
 Run: TypeAlias = tuple[str, Layout, Packs | Sequences, torch.dtype]
 

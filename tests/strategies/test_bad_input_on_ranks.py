@@ -27,7 +27,15 @@ from tests.data.test_auto_capacity import data as auto_data
 from tests.loss.embedding_models import make_examples
 from tests.loss.test_contrastive_ranks import Embedder
 from tests.ranks import run_ranks
-from tests.strategies.jobs import INTERLEAVED, Job, Layout, data, make_trainer, strict_warnings
+from tests.strategies.jobs import (
+    INTERLEAVED,
+    Job,
+    Layout,
+    data,
+    make_trainer,
+    needs_dispatch,
+    strict_warnings,
+)
 from tests.tiny import quiet_trainer, sequences
 
 TIME_LIMIT_S = 90.0  # of a job that starts in seconds; a collective would wait for minutes
@@ -67,6 +75,7 @@ def fit_experts(ranks: int, plan: dict[str, str] | None) -> str:
     return message_of(lambda: trainer.fit(module, data(Sequences(12))))
 
 
+@needs_dispatch
 def test_a_number_of_experts_that_ranks_do_not_divide() -> None:
     on_every_rank(
         fit_experts,
@@ -77,6 +86,7 @@ def test_a_number_of_experts_that_ranks_do_not_divide() -> None:
     )
 
 
+@needs_dispatch
 def test_a_plan_of_experts_whose_names_match_no_module() -> None:
     on_every_rank(
         fit_experts,

@@ -29,6 +29,7 @@ from tests.strategies.jobs import (
     full_parameters,
     make_trainer,
     missing_dispatch,
+    needs_dispatch,
     strict_warnings,
     train_by_hand,
 )
@@ -36,8 +37,6 @@ from tests.strategies.test_expert_layouts import Balanced, compare
 from tests.tiny import largest_error
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]  # four experts each
-
-needs_dispatch = pytest.mark.skipif(missing_dispatch() is not None, reason=str(missing_dispatch()))
 
 
 def over(ranks: int, **sizes: Any) -> Layout:
