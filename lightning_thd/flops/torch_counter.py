@@ -55,7 +55,7 @@ _CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
 _COUNTED = _PRODUCTS | _GROUPED | _SCALED | _RECURRENT | _CELLS
 _NO_FORMULA = frozenset(
     {"_sparse_mm", "sparse_mm", "_sparse_addmm", "fft_fft", "fft_rfft", "fft_ifft", "fft_irfft", "stft"}
-    | {"istft", "_weight_int4pack_mm", "_weight_int8pack_mm"}
+    | {"istft", "_weight_int4pack_mm", "_weight_int8pack_mm", "flex_attention"}
 )
 
 # Custom operators of these namespaces multiply nothing, or have their count from ``listen``.
@@ -320,9 +320,10 @@ class StepCounter(TorchFunctionMode, CallListener):
 
 def _switch_back(uncompiled: Any) -> None:
     """Undo ``set_stance``, unless other code has called it since: then its stance stays."""
-    # A switch notes which stance it replaces, so one more shows the present one.
-    another = torch.compiler.set_stance("force_eager")
-    is_unchanged = another.prev is uncompiled.stance
+    # A switch notes which stance it replaces, so one more shows the present one. If a release of torch notes
+    # it elsewhere, both are None, and the stance before the step returns.
+    another: Any = torch.compiler.set_stance("force_eager")
+    is_unchanged = getattr(another, "prev", None) is getattr(uncompiled, "stance", None)
     (uncompiled if is_unchanged else another).__exit__(None, None, None)
 
 

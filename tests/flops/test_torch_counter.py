@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.flops.torch_counter import StepCounter, counted
+from lightning_thd.warnings import MeasureWarning
 
 
 def test_counts_a_step_and_scales_it_with_the_slots() -> None:
@@ -74,6 +75,24 @@ def test_experts_that_transformers_groups_are_counted() -> None:
     flops = counted.training_flops(SeqStats.from_lengths([16]))
     assert flops.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02)
     assert flops.attention > 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_missing_with_a_warning() -> None:
+    """Its pairs are in a mask function. It is compiled, as its users do, and runs uncompiled here."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex = torch.compile(flex_attention, backend="aot_eager")
+    rows = torch.randn(1, 2, 16, 16)  # without gradients: torch has none of this function on a CPU
+    weight = nn.Parameter(torch.randn(16, 16))
+    stats = SeqStats.from_lengths([32])
+
+    def step() -> None:
+        (flex(rows, rows, rows) @ weight).sum().backward()
+
+    with pytest.warns(MeasureWarning, match="too few: torch has no formula for flex_attention"):
+        flops = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
+    assert flops.model == 2 * 2 * 32 * 16 * 16  # forward, and the gradient of the weight
 
 
 def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
