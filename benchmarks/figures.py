@@ -403,7 +403,7 @@ def setup_chats() -> str:
 
 
 _FOLDED = '<details markdown="1"><summary>Setup for this page</summary>'
-_CHATS = """from tokenizers import Tokenizer, models, pre_tokenizers
+_CHATS = """from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 # bytes as tokens; with a model of yours: AutoTokenizer.from_pretrained(...)
@@ -411,6 +411,7 @@ signs = ["<|start|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 ids = {sign: number for number, sign in enumerate(signs)}
 byte_level = Tokenizer(models.BPE(vocab=ids, merges=[]))
 byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+byte_level.decoder = decoders.ByteLevel()
 byte_level.add_special_tokens(["<|start|>", "<|end|>"])
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=byte_level, eos_token="<|end|>", pad_token="<|end|>"

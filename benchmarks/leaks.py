@@ -3,6 +3,7 @@
 ``python -m benchmarks.leaks`` builds a small model of every family from its config, runs two packs that
 differ in one token of the first of three sequences, and prints the largest change of the other sequences'
 logits, of their largest value. 0 is right. "refuses" is an error, which is right too but trains nothing.
+``--trl`` prints the same for the batches that TRL's ``packing=True`` makes, with the installed TRL.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -102,18 +105,60 @@ def measure(name: str) -> dict[str, float | None]:
     return found
 
 
+def _of_trl(batch: THDBatch, *, padding_free: bool) -> dict[str, Any]:
+    """Return what TRL's SFTTrainer gives the model for a pack: its collator's batch, without a cache."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=padding_free)
+    inputs = collate([{"input_ids": batch.input_ids.tolist(), "seq_lengths": list(LENGTHS)}])
+    return {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+
+
+# packing_strategy of SFTConfig -> what the model gets. "bfd" is the default and collates without padding.
+TRL_STRATEGIES: dict[str, Callable[[THDBatch], dict[str, Any]]] = {
+    "bfd": partial(_of_trl, padding_free=True),
+    "wrapped": partial(_of_trl, padding_free=False),
+}
+
+
+def measure_trl(name: str) -> dict[str, float | None]:
+    """TRL's packing strategies on one family, under the attention that transformers chooses for it."""
+    moved = {}
+    for strategy, inputs in TRL_STRATEGIES.items():
+        try:
+            model = build(name, "sdpa").eval()
+        except ValueError:  # a family without attention, or without this one
+            model = build(name, "eager").eval()
+        shake(model)
+        moved[strategy] = leak(model, inputs)
+    return moved
+
+
+def cell_of(moved: float | None) -> str:
+    """Return a cell of the tables for what a family did."""
+    if moved is None:
+        return "refuses"
+    return "0" if moved == 0 else f"{moved:.0e}"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    )
+    parser.add_argument("--trl", action="store_true", help="what TRL's packing does, with the installed TRL")
     warnings.simplefilter("ignore")
+    if parser.parse_args(argv).trl:
+        print("| family | " + " | ".join(f"TRL {version('trl')}, {name}" for name in TRL_STRATEGIES) + " |")
+        print(f"| --- {'| --- ' * len(TRL_STRATEGIES)}|")
+        for name, kind in FAMILIES:
+            print(f"| {name} ({kind}) | {' | '.join(map(cell_of, measure_trl(name).values()))} |", flush=True)
+        return
     print(f"| family | {' | '.join(WAYS)} |")
     print(f"| --- {'| --- ' * len(WAYS)}|")
     for name, kind in FAMILIES:
         row = measure(name)
-        cells = ["refuses" if x is None else "0" if x == 0 else f"{x:.0e}" for x in row.values()]
-        print(f"| {name} ({kind}) | {' | '.join(cells)} |", flush=True)
+        print(f"| {name} ({kind}) | {' | '.join(map(cell_of, row.values()))} |", flush=True)
         found = row["thd"]
         assert found is not None
         less(f"leak, {name}", found, "", 1e-6, precision="fp32")

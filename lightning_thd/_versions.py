@@ -46,6 +46,8 @@ SUPPORTED: Final[Mapping[str, Supported]] = MappingProxyType(
         "zstandard": Supported("0.22", "0.25"),
     }
 )
+# The release since which TRL's DPO and GRPO trainers ask the model for log-probabilities, which packs give.
+TRL_WITH_LOGPROBS: Final = "1.15"
 # Packages whose newer releases ``warn_of_newer`` names: our code depends on how they work inside.
 WATCHED: Final = ("python", "torch", "lightning", "transformers", "accelerate", "trl")
 

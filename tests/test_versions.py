@@ -15,6 +15,7 @@ from packaging.version import Version
 from lightning_thd import __version__, _versions
 from lightning_thd._versions import (
     SUPPORTED,
+    TRL_WITH_LOGPROBS,
     WATCHED,
     Newer,
     installed_version,
@@ -53,6 +54,15 @@ def requirements() -> list[Requirement]:
 def pins(name: str) -> dict[str, str]:
     rows = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.M)
     return dict(rows)
+
+
+def test_pages_name_the_releases_of_each_trainer_of_trl() -> None:
+    """The table of TRL's trainers and the page of versions agree with the table of releases."""
+    table = (ROOT / "docs" / "guides" / "hosts.md").read_text()
+    [row] = re.findall(r"^\| releases of TRL \| (.*) \|$", table, re.M)
+    of_pairs = f"{TRL_WITH_LOGPROBS} to {SUPPORTED['trl'].newest}; without Triton 1.16"
+    assert row.split(" | ") == [releases_of("trl"), of_pairs] * 2
+    assert f"DPO and GRPO {TRL_WITH_LOGPROBS}, " in (ROOT / "docs" / "reference" / "versions.md").read_text()
 
 
 def test_setup_cfg_asks_for_the_oldest_tested_releases_and_caps_those_that_say_so() -> None:

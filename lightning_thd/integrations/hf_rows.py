@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import flags
 from lightning_thd._find import unwrapped
+from lightning_thd._versions import TRL_WITH_LOGPROBS
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.keys import IGNORE_INDEX
@@ -61,15 +62,15 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 
 
 def refuse_old_rows(trainer_class: type, name: str) -> None:
-    """Refuse a trainer of pairs or groups from TRL before 1.15, which takes log-probabilities from logits."""
+    """Refuse a trainer of pairs or groups from a TRL that takes log-probabilities from logits."""
     if name == "RewardTrainer" or _has_fused_head():
         return
     import trl
 
     raise ValueError(
-        f"packed_trainer({trainer_class.__name__}) needs TRL 1.15 or newer, and {trl.__version__} is "
-        "installed, whose trainer makes the logits of padded rows. Upgrade TRL, or write the loop with "
-        "prepare_thd and a loss of causal_lm_logprobs, as examples/rl_logprobs.py does."
+        f"packed_trainer({trainer_class.__name__}) needs TRL {TRL_WITH_LOGPROBS} or newer, and "
+        f"{trl.__version__} is installed, whose trainer makes the logits of padded rows. Upgrade TRL, or "
+        "write the loop with prepare_thd and a loss of causal_lm_logprobs, as examples/rl_logprobs.py does."
     )
 
 
