@@ -3,8 +3,7 @@
 ``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do: where
 others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may, and
 then the file names the parts. ``--only packing loss`` runs some and writes nothing; ``--again packing loss``
-puts them in the place of what the file holds of them, each with its time. What a GPU found
-(``python -m benchmarks.gpu --json benchmarks/gpu.json``) is added where that file exists.
+puts them in the place of what the file holds of them, each with its time. A GPU's findings are in GPU.md.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
@@ -51,6 +49,7 @@ NAMES = (
     "host_time",
     "host_flash",
     "replay_host",
+    "step_launches",
     "throughput_overhead",
     "reading",
     "loading",
@@ -165,12 +164,8 @@ def report(runs: list[Run]) -> str:
         ),
         *(f"\n`benchmarks.{one.name}` ended with an error and is missing." for one in runs if one.failed),
     ]
-    gpu = HERE / "gpu.json"
     lines += ["", "## On a GPU", ""]
-    if gpu.exists():
-        lines += gpu_lines(json.loads(gpu.read_text()))
-    else:
-        lines += ["`benchmarks/GPU.md` has the results on a real GPU. `make gpu` measures again."]
+    lines += ["`benchmarks/GPU.md` has the results on a real GPU. `make gpu` measures again."]
     return "\n".join(lines) + "\n"
 
 
@@ -187,16 +182,6 @@ def kept() -> dict[str, Run]:
     return {
         one["name"]: Run(**{**one, "results": [Result(**row) for row in one["results"]]}) for one in found
     }
-
-
-def gpu_lines(found: dict[str, Any]) -> list[str]:
-    """What ``benchmarks.gpu`` wrote, as a table."""
-    from benchmarks.gpu import Result as Part
-    from benchmarks.gpu import Row, table
-
-    parts = [Part(**{**part, "rows": [Row(**row) for row in part["rows"]]}) for part in found["parts"]]
-    about = f"`{found['command']}` on {found['date']}: {found['device']}, torch {found['torch']}."
-    return [about, "", table(parts)]
 
 
 def too_busy(seconds: float = 5.0) -> str:

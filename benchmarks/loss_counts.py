@@ -133,14 +133,20 @@ def distilled(kind: Literal["kl", "reverse_kl", "jsd"]) -> Callable[[Tensor, Ten
     return way
 
 
-def count(way: Callable[[Tensor, Tensor, Tensor], Tensor], *, kernels: bool) -> Count:
-    """Count one forward and backward pass of a loss."""
+def count(
+    way: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    kernels: bool,
+    sizes: tuple[int, int, int] = (TOKENS, WIDTH, VOCABULARY),
+) -> Count:
+    """Count one forward and backward pass of a loss; launches at any sizes, traffic at the module's."""
+    tokens, width, vocabulary = sizes
     found = Count()
     with fake_gpu(kernels=kernels):
         options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-        hidden = torch.empty(TOKENS, WIDTH, **options)
-        weight = torch.empty(VOCABULARY, WIDTH, **options)
-        targets = torch.empty(TOKENS, device="cuda", dtype=torch.long)
+        hidden = torch.empty(tokens, width, **options)
+        weight = torch.empty(vocabulary, width, **options)
+        targets = torch.empty(tokens, device="cuda", dtype=torch.long)
         with _Counting(found, tile=2**24):
             way(hidden, weight, targets).backward()
     return found

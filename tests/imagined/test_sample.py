@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks import step_launches
+from lightning_thd._imports import installed
 from tests.imagined.support import needs_imagination, our_reads
 from tests.models.families import FAMILIES
 from tests.scripts import run_python
@@ -78,6 +81,17 @@ def test_updates_from_graphs_equal_eager_ones_under_a_gradient_scaler(tmp_path: 
     printed = _run("optimizer", "fp16, sums", folder=tmp_path)
     assert printed.count("bit for bit") == 1
     assert "fp16, fused: refused" in printed
+
+
+@needs_imagination
+@pytest.mark.imagined
+def test_a_step_of_125m_launches_few_kernels(tmp_path: Path) -> None:
+    """Those of compiled layers are counted where triton is installed."""
+    printed = run_python("-m", "benchmarks.step_launches", cwd=tmp_path, timeout_s=900)
+    launches = dict(re.findall(r"^(eager|compiled): (\d+) launches", printed, re.MULTILINE))
+    assert 0 < int(launches["eager"]) <= step_launches.GOAL_EAGER, printed
+    assert "compiled" in launches or not installed("triton")
+    assert int(launches.get("compiled", 0)) <= step_launches.GOAL, printed
 
 
 @needs_imagination
