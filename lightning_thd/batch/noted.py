@@ -292,9 +292,23 @@ class FirstStep:
         args = _with_notes(args, notes)
         kwargs = _with_notes(kwargs, notes)
         with _running([batch for batch in notes if isinstance(batch, NotedBatch)]):
-            output = self.step(*args, **kwargs)
+            try:
+                output = self.step(*args, **kwargs)
+            except ValueError as error:
+                self._explain(error, notes)
+                raise
         self._judge(notes)
         return output
+
+    def _explain(self, error: ValueError, notes: list[THDBatch]) -> None:
+        """Raise with what to write, if a step took a batch apart before it read anything of it."""
+        is_unread = any(isinstance(batch, NotedBatch) and not batch.read for batch in notes)
+        if is_unread and str(error).startswith("not enough values to unpack"):
+            raise ValueError(
+                f"{self._what} takes its batch apart, as in x, y = batch ({error}). A THDBatch is no pair. "
+                "Write batch.input_ids for x and batch.targets, which are shifted already, for y. A model of "
+                f"your own also asks where documents begin. {see('boundaries')}"
+            ) from error
 
     def _judge(self, notes: list[THDBatch]) -> None:
         """Look at the first noted batch, refuse unread boundaries, and stop noting once a pack has passed."""

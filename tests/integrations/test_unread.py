@@ -152,6 +152,29 @@ def test_lightning_refuses_the_first_training_step() -> None:
     fit(False, needs_boundaries=False)
 
 
+class OfPairs(Module):
+    """Its step is that of a loop over pairs; ``reads`` looks at the batch before it fails elsewhere."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__(True)
+        self.reads = reads
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.reads:
+            x, y = [batch.input_ids]
+        else:
+            x, y = batch
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+def test_a_step_of_pairs_is_told_what_to_write() -> None:
+    message = r"OfPairs.training_step takes its batch apart.* batch.input_ids for x and batch.targets"
+    with pytest.raises(ValueError, match=message):
+        fit(True, module=OfPairs(reads=False))
+    with pytest.raises(ValueError, match=r"^not enough values to unpack \(expected 2, got 1\)$"):
+        fit(True, module=OfPairs(reads=True))
+
+
 class MeanOfTokens(Module):
     """Its loss is the mean over a microbatch's own tokens."""
 
