@@ -105,7 +105,7 @@ def thd_mask(
 
     longest = longest_sequence(q_length)
     if local_size is not None and longest > local_size and not _knows_window(scope, config):
-        if getattr(config, "model_type", "") in HANDS_MASKS_ON:
+        if getattr(config, "model_type", "") in HANDS_MASKS_ON or not _has_local_layers(config):
             limit = "chunk" if hasattr(config, "attention_chunk_size") else "window"
             return UnreadMask(type(config).__name__, **{limit: local_size})
         raise ValueError(
@@ -245,6 +245,15 @@ def _knows_window(scope: Scope | None, config: Any) -> bool:
     if getattr(config, "model_type", "") in _PASSES_WINDOW:
         return True
     return scope is not None and bool(getattr(scope.module, _HOLDS_WINDOW, False))
+
+
+def _has_local_layers(config: Any) -> bool:
+    """Return whether some layers of a model may have a window or chunk, so that they take its local mask.
+
+    Qwen2-MoE's models build that mask for every pack, also if all their layers attend to all tokens.
+    """
+    kinds = getattr(config, "layer_types", None)
+    return kinds is None or any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
 
 
 def lost_window(module: nn.Module) -> bool:

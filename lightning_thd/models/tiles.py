@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_thd._checks import whole_number
-from lightning_thd.models.adapted import Adapter, adapt
+from lightning_thd.models.adapted import Adapter, adapt, kind_of
+from lightning_thd.models.families.recurrent import MIXERS
 from lightning_thd.models.layers import carry_scope
 from lightning_thd.models.refusals import is_tower
 
@@ -103,6 +104,8 @@ def _tile_model(model: nn.Module, tile: int) -> None:
 
 def _works_by_token(module: nn.Module) -> bool:
     """Return whether a module is an MLP, or experts that are told which of them each token has chosen."""
+    if kind_of(module, MIXERS):  # RWKV's feed-forward layer reads the token before, too
+        return False
     if _MLP.search(type(module).__name__):
         return not any(_EXPERTS.search(type(child).__name__) for child in module.modules())
     arguments = inspect.signature(type(module).forward).parameters

@@ -212,6 +212,30 @@ def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(
         torch.testing.assert_close(model(ids[None], use_cache=False).logits, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_window_that_no_layer_has_hides_nothing() -> None:
+    """Qwen2-MoE's published configs switch the window off; its local mask then has a window of 0."""
+    config = transformers.Qwen2MoeConfig(
+        **SPARSE,
+        use_sliding_window=False,
+        num_experts=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        initializer_range=0.2,
+    )
+    assert set(config.layer_types) == {"full_attention"}
+    model, stock = (
+        transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for name in ("thd", "eager")
+    )
+    stock.load_state_dict(model.state_dict())
+    rows = [torch.arange(3, 3 + n) for n in (9, 1, 4, 13, 3)]
+    batch = THDBatch.collate([{"input_ids": ids} for ids in rows])
+
+    for ids, logits in zip(rows, batch.unpack(model(**batch.hf_kwargs()).logits), strict=True):
+        expected = stock(ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "HANDS_MASKS_ON", ())
     made = phimoe()

@@ -16,6 +16,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from lightning_thd import THDBatch, causal_lm_loss
@@ -173,6 +175,14 @@ def test_a_tile_is_a_whole_number() -> None:
 def test_a_model_without_mlps_is_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"mlp_tile=16 .* cannot: it has no such module. Leave mlp_tile out"):
         prepare(build(family, "thd"), mlp_tile=TILE)
+
+
+def test_a_feed_forward_layer_that_reads_the_token_before_is_refused() -> None:
+    """RWKV's was cut into tiles, and refused them in the first step, without a word of mlp_tile."""
+    config = RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    model = RwkvForCausalLM._from_config(config, attn_implementation="thd")
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM cannot: it has no such module. Leave"):
+        prepare(model, mlp_tile=TILE)
 
 
 @pytest.mark.parametrize("option", ["mlp_tile=16", "offload=True"])
