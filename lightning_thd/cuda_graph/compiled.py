@@ -105,7 +105,10 @@ def compiled_layers(module: nn.Module, backend: Backend) -> Iterator[None]:
 
     # DDP's part of the compiler cuts graphs at its buckets of gradients, which no capture has. And classes of
     # layers share a function of transformers, by which the compiler counts.
-    with private("torch._dynamo").config.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS):
+    limits = private("torch._dynamo").config.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS)
+    # A step whose FLOPs are counted runs compiled code uncompiled, and a graph would keep it so.
+    compiles: Any = torch.compiler.set_stance("default")
+    with compiles, limits:
         try:
             yield
         except Exception as error:

@@ -19,6 +19,7 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, make_buckets
 from lightning_thd.cuda_graph import recording
 from lightning_thd.cuda_graph.backend import CudaBackend
+from lightning_thd.cuda_graph.compiled import compiled_layers
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.parallel.fsdp import layers_of
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, random_batch, worst
@@ -123,6 +124,24 @@ def test_forty_packs_in_eager_training_need_one_graph(backend: str) -> None:
 
     assert compiler.frame_count == after_first  # no recompilation
     assert_compiled_once()
+
+
+def test_layers_of_a_graph_compile_where_other_code_runs_uncompiled() -> None:
+    """As in a step whose FLOPs are counted; a graph would keep uncompiled layers for good."""
+    compiler = CompileCounterWithBackend("aot_eager")
+
+    class Counting(RecordingBackend):
+        def compiled(self, function: Any) -> Any:
+            return torch.compile(function, dynamic=False, backend=compiler)
+
+    model = model_of()
+    with torch.compiler.set_stance("force_eager"):
+        with compiled_layers(model, Counting()):
+            causal_lm_loss(model, random_batch(1, count=4))
+        made = compiler.frame_count
+        assert made > 0
+        causal_lm_loss(model, random_batch(2, count=3))
+    assert compiler.frame_count == made
 
 
 @pytest.mark.slow
