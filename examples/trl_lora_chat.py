@@ -59,6 +59,7 @@ def main() -> None:
         args=SFTConfig(
             output_dir=args.out,
             max_steps=args.steps,
+            max_length=None,  # TRL would cut at 1,024 tokens; here capacity and oversize decide
             learning_rate=1e-3,
             logging_steps=5,
             save_steps=10,

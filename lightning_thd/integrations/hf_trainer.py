@@ -64,7 +64,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     """Make a Hugging Face Trainer class train on packs.
 
     Call ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``. TRL's
-    ``SFTTrainer`` works too, with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a
+    ``SFTTrainer`` works too, with ``packing=False``; pass ``max_length=None``, or it cuts at 1,024 tokens and
+    warns. ``per_device_train_batch_size`` is unused: a batch is a
     pack. TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments and pack all rows
     of a batch. They also take ``share_prefixes=True``, to run a prompt through the model once for all its
     answers in the batch, ``peak=``, to log throughput and MFU, and ``flops_model=`` for these.
