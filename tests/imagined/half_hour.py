@@ -158,6 +158,43 @@ def attention() -> None:
     assert max(rows.values()) <= gpu_attention.TOLERANCE, rows
 
 
+def attention_speed() -> None:
+    from benchmarks import gpu_attention
+
+    rows_of(gpu_attention.compare(2, 16))
+
+
+def cuda_graph() -> None:
+    from benchmarks import gpu_cuda_graph
+
+    sizes: dict[str, Any] = {"SIZES": {"0.1B": TINY}, "VOCABULARY": 200, "BATCHES": 3}
+    with mock.patch.multiple(gpu_cuda_graph, **sizes), mock.patch("torch.profiler.profile", _profiled):
+        rows = rows_of(gpu_cuda_graph.measured((("0.1B", 64),), compiled=False))
+    assert "0.1B 64 ours / eager" in rows, rows
+
+
+def profile() -> None:
+    from benchmarks import gpu_end_to_end, gpu_lightning, gpu_profile
+
+    build = gpu_end_to_end.build
+    packs = gpu_end_to_end.packs
+    tiny: dict[str, Any] = {"build": lambda _: build(TINY), "packs": lambda *_: packs(64, 8)}
+    tiny["make_buckets"] = lambda counts, slots: make_buckets(counts, slots=64)
+    sizes: dict[str, Any] = {"CASES": {"tiny": (*TINY, 64, 12.0)}, "VOCABULARY": 200, "WARM": 2}
+    with (
+        mock.patch.multiple(gpu_profile, STEPS=2, profile=_profiled, **tiny),
+        mock.patch.multiple(gpu_end_to_end, VOCABULARY=200, SMALL=TINY),
+        mock.patch.object(sys, "argv", ["gpu_profile", "--host"]),
+    ):
+        gpu_profile.main()
+    with (
+        mock.patch.multiple(gpu_lightning, **sizes),
+        mock.patch.multiple(gpu_profile, STEPS=2, profile=_profiled),
+        _compiled_without_triton(),
+    ):
+        gpu_profile.device_rows("tiny", [])
+
+
 def nccl() -> None:
     _nccl("2", "ddp", "fsdp")
     _nccl("4", "cp x tp")
@@ -221,6 +258,15 @@ def command() -> None:
         assert one["rows"], name
 
 
+def _profiled(activities: Any) -> Any:
+    """Return a profiler of the CPU, as torch's build for CPUs has no other."""
+    assert activities == [torch.profiler.ProfilerActivity.CUDA]
+    return _PROFILE(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+_PROFILE = torch.profiler.profile
+
+
 @contextlib.contextmanager
 def _compiled_without_triton() -> Iterator[None]:
     """Let torch's compiler trace, and run what it traced operator by operator."""
@@ -261,8 +307,9 @@ def rows_of(rows: Iterator[Any]) -> dict[str, float]:
 
 
 _OF_THE_PAGE = (loss_kernels, loss_big_head, train_125m, train_7b, host_time, lightning_1b)
+_OTHERS = (attention, attention_speed, cuda_graph, profile)
 PARTS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (*_OF_THE_PAGE, attention, nccl, nccl_all, command)
+    one.__name__: one for one in (*_OF_THE_PAGE, *_OTHERS, nccl, nccl_all, command)
 }
 
 

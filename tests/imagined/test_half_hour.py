@@ -11,7 +11,7 @@ from tests.scripts import run_python
 
 PARTS = (
     *("loss_kernels", "loss_big_head", "train_125m", "train_7b", "host_time", "lightning_1b"),
-    *("attention", "nccl", "command"),
+    *("attention", "attention_speed", "cuda_graph", "profile", "nccl", "command"),
 )
 
 
