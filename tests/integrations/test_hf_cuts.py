@@ -17,6 +17,7 @@ from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_cuts import report_cut_pairs
 from lightning_thd.warnings import DataWarning
 from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
+from tests.ranks import run_ranks
 
 trl = pytest.importorskip("trl")
 # What TRL's own defaults make transformers say.
@@ -131,6 +132,17 @@ def test_a_cut_that_was_asked_for_is_that_of_trl(
         pytest.skip(f"TRL {trl.__version__} cuts rows when it pads them")
     assert list(trainer.train_dataset["input_ids"]) == list(own["input_ids"])
     assert list(trainer.train_dataset["labels"]) == list(own["labels"])
+
+
+def cut_on_a_rank(folder: str) -> list[list[int]]:
+    return list(sft(Path(folder), conversations(*TALKS), max_length=20).train_dataset["input_ids"])
+
+
+def test_two_ranks_cut_alike(tmp_path: Path) -> None:
+    """The first rank writes the cache of datasets, and the other one waits for it."""
+    first, second = run_ranks(cut_on_a_rank, 2, str(tmp_path))
+    assert first == second
+    assert max(map(len, first)) == 20
 
 
 def test_a_stream_is_cut_and_its_first_cut_is_reported(tmp_path: Path) -> None:
