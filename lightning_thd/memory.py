@@ -296,6 +296,11 @@ class MemoryModel:
             biases = self.queries + 2 * self.keys + 2 * hidden + layer.inner
         return attention + mlp + router + norms + biases
 
+    def products_of(self, layer: _Layer) -> int:
+        """Return the number of a layer's weights without those that its experts stack."""
+        matrices = 3 if self.style.gated else 2
+        return self.layer_weights(layer) - matrices * self.hidden * layer.experts * layer.inner
+
     @property
     def num_weights(self) -> int:
         """Return the number of the model's weights."""
@@ -468,7 +473,7 @@ class _Step:
         """
         if not self.size.copies:
             return 0
-        weights = sum(self.model.layer_weights(self.layers[index]) for index in layers)
+        weights = sum(self.model.products_of(self.layers[index]) for index in layers)
         return weights // self.training.tensor * self.size.gathered
 
     def layer_gradient(self, layer: _Layer) -> int:
@@ -607,7 +612,7 @@ class _Step:
         """Return the bytes a slot that an MLP saves of its input, and of what is inside."""
         model = self.model
         size = self.size
-        inner_bytes = self.inner_values() * size.product
+        inner_bytes = self.inner_values(layer) * size.product
 
         if not layer.experts:
             adapted = self.training.lora_targets == "all"
@@ -620,22 +625,32 @@ class _Step:
         inputs = self.casts(model.hidden, 1, adapted=False)
         # For each expert of a token: a copy of the token, its result if the router learns, and indices.
         copies = 2 if self.training.lora_rank is None else 1
-        of_a_token = copies * model.hidden * size.product + 3 * _INDEX
-        return inputs, layer.top_k * (of_a_token + layer.inner * inner_bytes) + layer.shared * inner_bytes
+        product = self.expert_bytes()
+        of_a_token = copies * model.hidden * product + 3 * _INDEX
+        of_an_expert = layer.inner * self.inner_values(layer) * product
+        return inputs, layer.top_k * (of_a_token + of_an_expert) + layer.shared * inner_bytes
 
-    def inner_values(self) -> int:
-        """Return how many tensors of the intermediate size an MLP saves."""
+    def expert_bytes(self) -> int:
+        """Return the bytes of a value inside experts: autocast does not cast their grouped products."""
+        return self.size.stream if self.size.copies else self.size.product
+
+    def inner_values(self, layer: _Layer) -> int:
+        """Return how many tensors of the intermediate size an MLP or an expert saves."""
         elementwise = 3 if self.model.style.gated else 1  # the activation's input; gated, both factors too
-        is_frozen = self.training.lora_rank is not None and self.training.lora_targets != "all"
+        # Stacked weights of experts get no adapters.
+        has_adapters = self.training.lora_targets == "all" and not layer.experts
+        is_frozen = self.training.lora_rank is not None and not has_adapters
         of_last_product = 0 if is_frozen else 1  # its input, for the gradient of its weight
         return elementwise + self.model.composed + of_last_product
 
     def saved_mlp(self, layer: _Layer, *, tiled: bool) -> Parts:
         """Return what the MLP or the experts of a layer save; in tiles, their input."""
-        if tiled:
-            return Parts(mlp=self.stream())
-
         inputs, inside = self.mlp_values(layer)
+        if tiled:
+            # Autocast's copy for the router, which does not run in tiles.
+            of_router = inputs if layer.experts and self.size.copies else 0
+            return Parts(mlp=self.stream() + self.per_slot(of_router))
+
         inside += layer.experts * _FP32 * 3  # the router's values for each expert
         return Parts(mlp=self.per_slot(inputs + inside / self.training.tensor))
 
@@ -657,7 +672,13 @@ class _Step:
         mlp = self.in_mlp(layer)
         if has_norms_of_outputs:  # the norm behind the MLP comes first, with all that was saved
             mlp = max(mlp, self.in_norm(model.hidden), key=lambda parts: parts.total)
-        weights_done = model.hidden * layer.inner
+        last_product = model.hidden * (layer.experts or 1) * layer.inner
+        weights_done = last_product
+        if tiled:  # the gradients of the earlier tiles, and those of one product of this tile
+            first_product = last_product
+            if layer.experts and model.style.gated:
+                first_product *= 2  # experts keep gate and up in one parameter
+            weights_done = self.mlp_weights(layer) + first_product
         gradients = Parts(gradients=self.gradient_of(layer, weights_done))
         yield "MLP", around + saved + mlp + gradients
 
@@ -715,7 +736,8 @@ class _Step:
         product = self.size.product
         inside = self.mlp_gradients(layer) / self.training.tensor
         cast = 0
-        if self.size.copies:  # autocast casts the gradient of the output for the last product
+        if self.size.copies and not layer.experts:
+            # Autocast casts the gradient of the output for the last product.
             cast = self.model.hidden * product
         elif self.adapts_in_fp32():
             # That of the adapter's output is cast and scaled, and that of the base cast.
@@ -755,8 +777,9 @@ class _Step:
 
         # Outputs of experts are multiplied by the router's weights: one gradient comes, two go. The outputs
         # are freed before the gradients inside.
-        outputs = layer.top_k * model.hidden * product
-        inside = layer.top_k * layer.inner * several * product
+        of_expert = self.expert_bytes()
+        outputs = layer.top_k * model.hidden * of_expert
+        inside = layer.top_k * layer.inner * several * of_expert
         if self.training.lora_rank is None:
             inside -= outputs
         return max(3 * outputs, inside) + layer.shared * several * product

@@ -126,6 +126,8 @@ CASES: dict[str, Case] = {
     "starcoder2": Case(config="Starcoder2Config", sizes={"residual_dropout": 0.0}, training=FP32),
     "mixtral": Case(config="MixtralConfig", sizes=EXPERTS, training=FP32),
     "mixtral, tiles": Case(config="MixtralConfig", sizes=EXPERTS, training=replace(FP32, mlp_tile=256)),
+    "mixtral, LoRA": Case(config="MixtralConfig", sizes=EXPERTS, training=replace(FP32, lora_rank=4)),
+    "mixtral, autocast": Case(config="MixtralConfig", sizes=EXPERTS, training=MIXED),
     "qwen3_moe": Case(config="Qwen3MoeConfig", sizes=QWEN_EXPERTS, training=FP32),
     "qwen3_moe, checkpoints": Case(
         config="Qwen3MoeConfig", sizes=QWEN_EXPERTS, training=replace(FP32, checkpointing=True)
@@ -142,6 +144,9 @@ CASES: dict[str, Case] = {
     "wide gpt_neox, bf16, checkpoints": checkpointed("GPTNeoXConfig", BF16, **UNGATED),
     "wide gpt2, bf16, checkpoints": checkpointed("GPT2Config", BF16, **UNGATED, **UNDROPPED, n_inner=1024),
     "wide mixtral, checkpoints": checkpointed("MixtralConfig", FP32, **EXPERTS),
+    "wide mixtral, autocast, checkpoints and tiles": checkpointed(
+        "MixtralConfig", MIXED, tile=256, num_local_experts=8, num_experts_per_tok=2
+    ),
     "wide qwen3_moe, checkpoints": checkpointed("Qwen3MoeConfig", FP32, **QWEN_EXPERTS),
 }
 
@@ -202,6 +207,7 @@ FIRST = (
     "gemma2",
     "gpt_neox",
     "mixtral",
+    "mixtral, autocast",
     "wide llama, bf16, checkpoints",
     "wide llama, bf16, checkpoints and tiles",
     "wide llama, autocast, checkpoints",
