@@ -345,7 +345,10 @@ def info_nce(
     if step_and_place is None or len(step_and_place[0].microbatches) == 1:
         encoder = _encoder(model, pooling, 1, group)
         plan = _plan_table([batch], group)
-        table = _gathered([encoder.run(batch)], plan)
+        embeddings = [encoder.run(batch)]
+        if encoder.key is None:
+            _require_alike(embeddings, plan)
+        table = _gathered(embeddings, plan)
         return _share(table, plan, 0, similarity)
 
     step, place = step_and_place
@@ -513,17 +516,65 @@ def _places(batch: THDBatch) -> Places:
     return places_of(batch.roles or ())
 
 
+def _fault_of(embeddings: Sequence[Tensor], plan: _TablePlan) -> ValueError | None:
+    """Return what is wrong with the embeddings of this rank's microbatches, or None."""
+    for rows, places in zip(embeddings, plan.places, strict=True):
+        num_sequences = len(places.queries) + len(places.documents)
+        if rows.ndim != 2 or len(rows) != num_sequences or not rows.is_floating_point():
+            return ValueError(
+                f"The embeddings are {described(rows)}; wanted floats [{num_sequences}, D], one row for each "
+                "sequence of the batch. Pool hidden states by batch.pool(hidden)."
+            )
+
+    sizes = sorted({rows.shape[1] for rows in embeddings})
+    if len(sizes) > 1:
+        return ValueError(
+            f"The embeddings of a step's microbatches have {sizes} numbers; wanted one size. Return the same "
+            "size for every batch."
+        )
+    return None
+
+
+def _require_alike(embeddings: Sequence[Tensor], plan: _TablePlan) -> None:
+    """Exchange what a function or the caller gave; all ranks raise if one has embeddings that do not fit.
+
+    Without this, the other ranks would wait in the exchange of embeddings. A model that ``embed`` runs needs
+    no check: it gives one row for each sequence, of the same size on all ranks.
+    """
+    if plan.ranks == 1:
+        return
+    fault = _fault_of(embeddings, plan)
+    mine = [0, 0, 0]
+    if fault is None:
+        wide = torch.promote_types(embeddings[0].dtype, torch.float32)
+        mine = [1, embeddings[0].shape[1], wide.itemsize]
+    device = communication_device(plan.group, embeddings[0].device)
+    every = gather_ints(mine, group=plan.group, device=device)
+    if fault is not None:
+        raise fault
+
+    for rank, (fits, size, itemsize) in enumerate(every):
+        if not fits:
+            raise ValueError(
+                f"Rank {rank} has embeddings that do not fit its batch; its own error says how. Pool hidden "
+                "states by batch.pool(hidden)."
+            )
+        if [fits, size, itemsize] != mine:
+            raise ValueError(
+                f"Rank {rank} has embeddings of {size} numbers of {itemsize} bytes, this one of {mine[1]} of "
+                f"{mine[2]}. Return embeddings of one size and dtype on all ranks."
+            )
+
+
 def _gathered(embeddings: Sequence[Tensor], plan: _TablePlan) -> Tensor:
     """Return a table with the embeddings of all microbatches and ranks, differentiable."""
     queries = []
     documents = []
+    fault = _fault_of(embeddings, plan)
+    if fault is not None:
+        raise fault
+
     for rows, places in zip(embeddings, plan.places, strict=True):
-        num_sequences = len(places.queries) + len(places.documents)
-        if rows.ndim != 2 or len(rows) != num_sequences or not rows.is_floating_point():
-            raise ValueError(
-                f"The embeddings are {described(rows)}; wanted floats [{num_sequences}, D], one row for each "
-                "sequence of the batch. Pool hidden states by batch.pool(hidden)."
-            )
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         queries.append(rows.index_select(0, uploaded(places.queries, rows.device)))
         documents.append(rows.index_select(0, uploaded(places.documents, rows.device)))
@@ -638,6 +689,8 @@ def _first_pass(encoder: _Encoder, batches: Sequence[THDBatch], similarity: Simi
         for batch in batches:
             states.append(_RandomState.of(batch))
             leaves.append(encoder.run(batch))
+    if encoder.key is None:
+        _require_alike(leaves, plan)
 
     values: list[Tensor] = []
     compared = leaves if encoder.key is None else []

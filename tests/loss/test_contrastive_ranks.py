@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDThroughputMonitor, prepare_thd
+from lightning_thd.batch import THDStep
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.loss.contrastive import info_nce
+from lightning_thd.loss.contrastive import embed, info_nce
 from lightning_thd.strategies import THDModelParallelStrategy
 from tests.loss.embedding_models import encoder, largest_difference, loss_by_hand, make_examples
 from tests.ranks import run_ranks
@@ -138,6 +140,41 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     bad, good = run_ranks(one_rank_without_roles, 2, timeout_s=60)
     assert "2 sequences without roles" in bad or "1 sequences without roles" in bad
     assert "Rank 0 has a step of no queries" in good
+
+
+def embeddings_of_one_rank_do_not_fit(fault: str, microbatches: int) -> str:
+    """Run a step whose second rank has a row or half of the numbers too few."""
+    model = encoder("qwen3")
+    step = THDStep([THDBatch.collate(EXAMPLES[:3]) for _ in range(microbatches)])
+
+    def encode(batch: THDBatch) -> Tensor:
+        rows = embed(model, batch)
+        if torch.distributed.get_rank() == 0:
+            return rows
+        return rows[:-1] if fault == "rows" else rows[:, :16]
+
+    try:
+        info_nce(encode, step.microbatches[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "of_others", "of_its_own"),
+    [
+        ("rows", "Rank 1 has embeddings that do not fit its batch", r"wanted floats \[10, D\], one row for"),
+        ("size", "Rank 1 has embeddings of 16 numbers of 8 bytes, this one of 32", "Rank 0 .* of 32 numbers"),
+    ],
+)
+def test_embeddings_of_one_rank_that_do_not_fit_are_an_error_on_all(
+    fault: str, of_others: str, of_its_own: str, microbatches: int
+) -> None:
+    """The other rank once waited for ever, or died in the exchange."""
+    found = run_ranks(embeddings_of_one_rank_do_not_fit, 2, fault, microbatches, timeout_s=60)
+    assert re.search(of_others, found[0]), found[0]
+    assert re.search(of_its_own, found[1]), found[1]
 
 
 def test_flops_and_epoch_means_count_each_microbatch_once() -> None:
