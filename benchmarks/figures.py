@@ -540,6 +540,8 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
     },
     "docs/guides/monitor.md": {"24 GB": CARD},
     "docs/guides/pipelines.md": {
+        "11 %": lambda: 100 * (2 - 1) / (8 + 2 - 1),  # (p - 1) / (v n + p - 1)
+        "6 %": lambda: 100 * (2 - 1) / (2 * 8 + 2 - 1),
         "1.09 times": _ratio("pipeline_engines", "step of 8 packs, long, 1f1b"),
         "1.11 times": "an earlier run of the same benchmark, 2026-11-29",
         "4 GiB": COMPUTED,
