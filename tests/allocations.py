@@ -22,10 +22,16 @@ def peak_of(run: Callable[[], object]) -> int:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    changes = [(event["ts"], event["args"]) for event in events if event["name"] == "[memory]"]
+    ours: dict[int, int] = {}  # address -> bytes, of what this run allocated
     held = peak = 0
-    for _, size in changes:
-        held += size
+    for _, change in sorted(changes, key=lambda entry: entry[0]):
+        address, size = change["Addr"], change["Bytes"]
+        if size > 0:
+            ours[address] = size
+            held += size
+        else:
+            held -= ours.pop(address, 0)  # a tensor from before may be freed meanwhile, by any thread
         peak = max(peak, held)
     assert peak > 0, "the profiler reported no allocation"
     return peak
