@@ -47,6 +47,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "forward of layers cut by tensor parallelism, sequence parallelism or pipelines, on the objects",
         "parallel",
     ),
+    "first passes": Patch("forward of a pipeline's decoder, on the object", "strategies/pipeline.py"),
     "metrics": Patch("_forward_cache, _computed and process_group of torchmetrics' objects", "strategies"),
     "stage norms": Patch(
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype, for a while", "strategies"
