@@ -201,7 +201,8 @@ def compare(checkout: Path, rounds: int, wanted: list[str]) -> int:
             times: list[list[float]] = [[], []]
             for turn in range(rounds):
                 # Whoever comes second finds warmer caches of the machine: they change places.
-                for which in (0, 1) if turn % 2 else (1, 0):
+                first = turn % 2
+                for which in (first, 1 - first):
                     times[which].append(pair[which].seconds(name))
 
             ratio = median(new / old for old, new in zip(*times, strict=True))

@@ -105,7 +105,9 @@ def _fit(capacity: int, largest: int) -> str:
     """Return the largest capacity that fits, in brackets if it is below ``capacity``; "-" if none does."""
     if not largest:
         return "-"
-    return f"{largest:,}" if largest >= capacity else f"({largest:,})"
+    if largest < capacity:
+        return f"({largest:,})"
+    return f"{largest:,}"
 
 
 def _as_json(model: MemoryModel, capacity: int, training: Training, cards: Sequence[float]) -> dict[str, Any]:

@@ -290,9 +290,9 @@ class StreamedSteps:
 
         changes = []
         if missing:
-            changes.append(f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+            changes.append(f"{_some(missing)} missing")
         if added:
-            changes.append(f"{_some(added)} {'is' if len(added) == 1 else 'are'} new")
+            changes.append(f"{_some(added)} new")
         return f"{counts}: {', and '.join(changes)}. {advice}; records may be appended to a file."
 
     def _warn_of_skipping(self, state: dict[str, Any] | None) -> None:
@@ -325,10 +325,12 @@ class StreamedSteps:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    if len(names) <= 2:
-        return " and ".join(names)
-    return f"{names[0]} and {len(names) - 1} more"
+    """Return the first of some names and how many more there are, with the verb of a sentence about them."""
+    if len(names) == 1:
+        return f"{names[0]} is"
+    if len(names) == 2:
+        return f"{names[0]} and {names[1]} are"
+    return f"{names[0]} and {len(names) - 1} more are"
 
 
 def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
