@@ -250,7 +250,7 @@ def _bind(
 
     sizes = (q.shape[2], v.shape[2])
     if name == "torch" and sinks is None and raw.one_size(*sizes) == sizes:  # heads need no padding
-        return torch_cuda.bind(call, spec)
+        return torch_cuda.bind(q.shape[0], call, spec)
     return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, call, spec, sinks))
 
 

@@ -73,7 +73,7 @@ class Flash2:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
         run = private_of(_interface(2), f"{_FLASH2}._wrapped_flash_attn_varlen_forward")
-        call, spec = raw.for_flash2(q, call, spec)
+        call, spec = raw.for_flash2(q.shape[0], call, spec)
         dropout = 0.0
         options = (dropout, spec.scale, spec.causal, spec.left, spec.right, spec.softcap)
         out, lse, *_ = run(q, k, v, *call.arguments, *options)
@@ -82,7 +82,7 @@ class Flash2:
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = private_of(_interface(2), f"{_FLASH2}._wrapped_flash_attn_varlen_backward")
-        call, spec = raw.for_flash2(saved.q, call, spec)
+        call, spec = raw.for_flash2(saved.q.shape[0], call, spec)
         dq, dk, dv = empty_gradients(saved)
         tensors = (grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv)
         dropout = 0.0

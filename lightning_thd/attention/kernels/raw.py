@@ -59,7 +59,7 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (size, size) if size <= 256 else None
 
 
-def for_flash2(q: Tensor, call: KernelCall, spec: AttentionSpec) -> tuple[KernelCall, AttentionSpec]:
+def for_flash2(num_queries: int, call: KernelCall, spec: AttentionSpec) -> tuple[KernelCall, AttentionSpec]:
     """Return an equal call that flash-attn 2.8 and torch 2.13 compute as ``AttentionSpec`` defines it.
 
     They treat ``right >= max_kv`` as unlimited and, if left is limited, an unlimited right as max_kv.
@@ -79,7 +79,7 @@ def for_flash2(q: Tensor, call: KernelCall, spec: AttentionSpec) -> tuple[Kernel
             right = reach
             max_kv = reach + 1
 
-    if max_q == 1 and q.shape[0] < call.cu_seqlens_q.shape[0] - 1:
+    if max_q == 1 and num_queries < call.cu_seqlens_q.shape[0] - 1:
         max_q = 2
     return call._replace(max_seqlen_q=max_q, max_seqlen_kv=max_kv), replace(spec, right=right)
 

@@ -10,7 +10,7 @@ Legend: T slots, S sequences, H query heads, D head size, E value head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class AtenFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec) -> OutLse:
         """Run the forward operator; return lse as ``[Tq, H]``."""
-        out, lse, *_ = _flash_forward(q, k, v, call, spec)
+        out, lse, *_ = _flash_forward(q, k, v, flash_call(q.shape[0], call, spec))
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
@@ -38,7 +38,27 @@ class AtenFlash:
         seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         offset = torch.empty(0, device=grad.device)
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
-        return _flash_backward(tensors, call, spec, random_state=(seed, offset))
+        return _flash_backward(tensors, flash_call(saved.q.shape[0], call, spec), random_state=(seed, offset))
+
+
+class FlashCall(NamedTuple):
+    """What the flash operators get besides tensors of tokens: offsets, longest lengths, and the mask."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    causal: bool  # False with a window, whose sides then define the mask
+    scale: float
+    left: int
+    right: int
+
+
+def flash_call(num_queries: int, call: KernelCall, spec: AttentionSpec) -> FlashCall:
+    """Return the operators' arguments for a call on so many rows of queries."""
+    call, spec = raw.for_flash2(num_queries, call, spec)
+    causal = spec.left < 0 and spec.right == 0
+    return FlashCall(*call.arguments, causal, spec.scale, spec.left, spec.right)
 
 
 class _Flash(torch.autograd.Function):
@@ -49,23 +69,21 @@ class _Flash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, heads_first: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, heads_first: bool) -> Tensor:
         if heads_first:
-            q = q[0].transpose(0, 1)
-            k = k[0].transpose(0, 1)
-            v = v[0].transpose(0, 1)
+            q = q.squeeze(0).transpose(0, 1)
+            k = k.squeeze(0).transpose(0, 1)
+            v = v.squeeze(0).transpose(0, 1)
             if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
                 q = q.contiguous()
                 k = k.contiguous()
                 v = v.contiguous()
 
-        out, lse, *random_state = _flash_forward(q, k, v, call, spec)[:4]
+        out, lse, *random_state = _flash_forward(q, k, v, call)
 
+        # Offsets too, so that autograd notices if they are written to.
         ctx.save_for_backward(q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_kv, *random_state)
-        ctx.longest = (call.max_seqlen_q, call.max_seqlen_kv)
-        ctx.spec = spec
+        ctx.options = call[2:]
         ctx.heads_first = heads_first
         return out.unsqueeze(0) if heads_first else out
 
@@ -74,66 +92,65 @@ class _Flash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *random_state = ctx.saved_tensors
-        grad = grads[0][0] if ctx.heads_first else grads[0]
+        grad = grads[0].squeeze(0) if ctx.heads_first else grads[0]
         tensors = (grad.contiguous(), q, k, v, out, lse)
-        call = KernelCall(cu_seqlens_q, cu_seqlens_kv, *ctx.longest)
+        call = FlashCall(cu_seqlens_q, cu_seqlens_kv, *ctx.options)
 
-        dq, dk, dv = _flash_backward(tensors, call, ctx.spec, random_state=random_state)
+        dq, dk, dv = _flash_backward(tensors, call, random_state=random_state)
 
         if ctx.heads_first:
             dq = dq.transpose(0, 1).unsqueeze(0)
             dk = dk.transpose(0, 1).unsqueeze(0)
             dv = dv.transpose(0, 1).unsqueeze(0)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec
-) -> tuple[Tensor, ...]:
-    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, the random state and two tensors for debugging."""
-    call, spec = raw.for_flash2(q, call, spec)
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, ...]:
+    """Return out ``[Tq, H, D]``, lse ``[H, Tq]`` and the two tensors of the random state."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        *call.arguments,
+        call.cu_seqlens_q,
+        call.cu_seqlens_kv,
+        call.max_seqlen_q,
+        call.max_seqlen_kv,
         0.0,  # dropout
-        is_plain_causal(spec),
+        call.causal,
         False,  # no mask for debugging
-        scale=spec.scale,
-        window_size_left=spec.left,
-        window_size_right=spec.right,
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
     )
-    return results
+    return results[:4]
 
 
 def _flash_backward(
-    tensors: Sequence[Tensor], call: KernelCall, spec: AttentionSpec, *, random_state: Sequence[Tensor]
+    tensors: Sequence[Tensor], call: FlashCall, *, random_state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
-    q = tensors[1]
-    call, spec = raw.for_flash2(q, call, spec)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *tensors,
-        *call.arguments,
+        call.cu_seqlens_q,
+        call.cu_seqlens_kv,
+        call.max_seqlen_q,
+        call.max_seqlen_kv,
         0.0,  # dropout
-        is_plain_causal(spec),
+        call.causal,
         *random_state,
-        scale=spec.scale,
-        window_size_left=spec.left,
-        window_size_right=spec.right,
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
     )
     return dq, dk, dv
 
 
-def is_plain_causal(spec: AttentionSpec) -> bool:
-    """Return the kernel's causal flag: it is False with a window, whose sides then define the mask."""
-    return spec.left < 0 and spec.right == 0
-
-
-def bind(call: KernelCall, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def bind(
+    num_queries: int, call: KernelCall, spec: AttentionSpec
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size."""
-    return lambda q, k, v, sinks: _Flash.apply(q, k, v, call, spec, True)  # type: ignore[no-untyped-call]
+    flash = flash_call(num_queries, call, spec)
+    return lambda q, k, v, sinks: _Flash.apply(q, k, v, flash, True)  # type: ignore[no-untyped-call]
 
 
 def attend(
@@ -145,7 +162,7 @@ def attend(
 
     value_size = v.shape[2]
     q, k, v = raw.widen(AtenFlash(), q, k, v)
-    out: Tensor = _Flash.apply(q, k, v, call, spec, False)  # type: ignore[no-untyped-call]
+    out: Tensor = _Flash.apply(q, k, v, flash_call(q.shape[0], call, spec), False)  # type: ignore[no-untyped-call]
     return out if out.shape[2] == value_size else out[..., :value_size]
 
 
