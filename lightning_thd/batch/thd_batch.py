@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self, cast
 
@@ -405,7 +406,8 @@ class THDBatch(_Around):
         return Predictions(slots, rows.targets, self.boundaries.of_rows(weights))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in THDBatch.__slots__}
+        names = THDBatch.__slots__
+        return dict(zip(names, map(getattr, repeat(self), names), strict=True))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set(**state, **NOTHING_AROUND)
@@ -453,7 +455,7 @@ class THDBatch(_Around):
 
     def pin_memory(self) -> THDBatch:
         """Return a copy that also has its tensors in one page-locked buffer, ready for upload."""
-        copy = self._with(self._tensors())
+        copy = self.replace()
         copy._set(_pinned=self._pin())
         return copy
 

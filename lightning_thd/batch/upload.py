@@ -7,7 +7,6 @@ reads the batch: it copies the buffer, and nothing else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._private import private_of
+from lightning_thd._private import private_getter
 from lightning_thd._trees import tree_flatten, tree_unflatten
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
@@ -24,6 +23,7 @@ _INT32 = np.iinfo(np.int32)
 _IDS, _TARGETS, _POSITIONS = "input_ids", "targets", "position_ids"
 _OFFSETS, _REAL_OFFSETS = "boundaries.offsets", "boundaries.real_offsets"
 _HEADER = "header"
+_count_of_writes = private_getter("torch.Tensor._version")
 
 
 class Header:
@@ -71,9 +71,14 @@ class Filled(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tensor in the buffer: its first byte, its dtype and shape there, and its dtype on the device."""
+    """A tensor in the buffer: its first byte, its bytes and those of the gap behind it, and what it is.
+
+    ``sent_dtype`` is its dtype in the buffer, ``dtype`` that on the device.
+    """
 
     start: int
+    num_bytes: int
+    gap: int
     sent_dtype: torch.dtype
     shape: torch.Size
     dtype: torch.dtype
@@ -136,7 +141,7 @@ class PinnedBatch:
             rows += [start[_POSITIONS] + axis * positions.shape[-1] for axis in range(axes)]
         offsets = start[_OFFSETS], start.get(_REAL_OFFSETS, start[_OFFSETS])
         header = Header.of(filled, offsets=offsets, rows=rows)
-        _view(self._buffer, parts[_HEADER]).copy_(torch.from_numpy(header))
+        _views(self._buffer, parts)[_HEADER].copy_(torch.from_numpy(header))
         return True
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
@@ -149,8 +154,9 @@ class PinnedBatch:
     def to(self, device: torch.device, *, non_blocking: bool) -> tuple[dict[str, Tensor], Arrived | None]:
         """Return the tensors on a CUDA device, in their own dtypes, and the buffer that they came in."""
         buffer = self._buffer.to(device, non_blocking=non_blocking)
-        parts = {name: part for name, part in self._parts.items() if name != _HEADER}
-        tensors = {name: _view(buffer, part).to(part.dtype) for name, part in parts.items()}
+        tensors = _views(buffer, self._parts)
+        tensors.pop(_HEADER, None)
+        tensors = {name: x.to(self._parts[name].dtype) for name, x in tensors.items()}
         if self._computes_positions:
             tensors[_POSITIONS] = position_ids_from_cu_seqlens(tensors[_OFFSETS], self._slots)
         for name, x in self._separate.items():
@@ -167,8 +173,7 @@ def uploaded(tree: Any, device: torch.device) -> Any:
     tensors = {i: torch.from_numpy(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     if device.type == "cuda":
         parts, pinned = _pinned(tensors, shrink=False)
-        buffer = pinned.to(device, non_blocking=True)
-        tensors = {i: _view(buffer, part) for i, part in parts.items()}
+        tensors = _views(pinned.to(device, non_blocking=True), parts)
     for i, tensor in tensors.items():
         # A copy to MPS that does not block would read freed memory.
         leaves[i] = tensor.to(device, non_blocking=device.type != "mps")
@@ -177,7 +182,10 @@ def uploaded(tree: Any, device: torch.device) -> Any:
 
 def version(tensor: Tensor) -> int:
     """Return how often code has written to a tensor in place; -1 for inference tensors, which hide it."""
-    return -1 if tensor.is_inference() else int(private_of(tensor, "torch.Tensor._version"))
+    if tensor.is_inference():
+        return -1
+    number: int = _count_of_writes(tensor)
+    return number
 
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:
@@ -186,20 +194,25 @@ def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _
     num_bytes = 0
     for name, tensor in tensors.items():
         sent_dtype = torch.int32 if shrink and _fits_int32(tensor) else tensor.dtype
-        parts[name] = _Part(num_bytes, sent_dtype, tensor.shape, tensor.dtype)
-        num_units = math.ceil(tensor.numel() * sent_dtype.itemsize / _ALIGNMENT)
-        num_bytes += num_units * _ALIGNMENT
+        of_tensor = tensor.numel() * sent_dtype.itemsize
+        gap = -of_tensor % _ALIGNMENT
+        parts[name] = _Part(num_bytes, of_tensor, gap, sent_dtype, tensor.shape, tensor.dtype)
+        num_bytes += of_tensor + gap
 
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    for name, part in parts.items():
-        _view(buffer, part).copy_(tensors[name])
+    for name, view in _views(buffer, parts).items():
+        view.copy_(tensors[name])
     return parts, buffer
 
 
-def _view(buffer: Tensor, part: _Part) -> Tensor:
-    """Return a part of the buffer as the tensor that was copied there."""
-    end = part.start + part.shape.numel() * part.sent_dtype.itemsize
-    return buffer[part.start : end].view(part.sent_dtype).view(part.shape)
+def _views(buffer: Tensor, parts: Mapping[Any, _Part]) -> dict[Any, Tensor]:
+    """Return the parts of the buffer as the tensors that were copied there, by name."""
+    sizes = [size for part in parts.values() for size in (part.num_bytes, part.gap)]
+    tensors = buffer.split_with_sizes(sizes)[::2]
+    return {
+        name: x.view(part.sent_dtype).view(part.shape)
+        for (name, part), x in zip(parts.items(), tensors, strict=True)
+    }
 
 
 def _fits_int32(tensor: Tensor) -> bool:

@@ -6,8 +6,9 @@ with padding at its end, and one more entry for the padding at the end of the pa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -46,8 +47,8 @@ class Immutable:
     __slots__ = ()
 
     def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        # Every step copies batches of many fields, and ``map`` is twice as fast as a loop in Python.
+        deque(map(object.__setattr__, repeat(self), fields, fields.values()), maxlen=0)
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
@@ -59,7 +60,7 @@ class Immutable:
 
     def __getstate__(self) -> dict[str, Any]:
         names: tuple[str, ...] = self.__slots__
-        return {name: getattr(self, name) for name in names}
+        return dict(zip(names, map(getattr, repeat(self), names), strict=True))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set(**state)
