@@ -184,15 +184,12 @@ def rows_with_target(
         return None, targets, counts
 
     total = targets.numel()
-    number = counts.sum()
     if at_most is None:
-        num_rows = int(number)
+        num_rows = int(counts.sum())
         if num_rows == total:
             return None, targets, None
     else:
         num_rows = min(at_most, total)
-        message = f"more targets count than the {num_rows} that loss_tokens allows"
-        torch.ops.aten._assert_async.msg(number <= num_rows, message)
 
     if num_rows > (1.0 - _WORTH_SKIPPING) * total:
         return None, targets, counts
@@ -200,6 +197,9 @@ def rows_with_target(
         rows = counts.nonzero().squeeze(1)
         return rows, targets[rows], None
 
+    number = counts.sum()
+    message = f"more targets count than the {num_rows} that loss_tokens allows"
+    torch.ops.aten._assert_async.msg(number <= num_rows, message)
     # nonzero_static takes the number of results from the host; the rows after ``number`` repeat row 0.
     rows = counts.nonzero_static(size=num_rows, fill_value=0).squeeze(1)
     has_target = torch.arange(num_rows, device=targets.device) < number
@@ -252,7 +252,7 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
 
     valid = targets == targets.clamp(0, vocabulary - 1)
     if counts is not None:
-        valid |= ~counts
+        valid = valid >= counts  # True >= False: what does not count may have any value
 
     if targets.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid.all(), f"a target is outside the vocabulary of {vocabulary}")

@@ -146,10 +146,12 @@ def check_weighted(
         weights = per_token.detach().flatten().to(dtype)
         if checked.kept is not None:
             weights = weights[checked.kept]
-    else:
+    elif isinstance(token_weights, Tensor):
         weights = torch.ones(checked.targets.shape, dtype=dtype, device=checked.targets.device)
-        if token_weights is not None:
-            weights = weights * token_weights
+        weights = weights * token_weights
+    else:
+        weight = 1.0 if token_weights is None else token_weights
+        weights = torch.full(checked.targets.shape, weight, dtype=dtype, device=checked.targets.device)
 
     if checked.counts is not None:
         weights = torch.where(checked.counts, weights, 0.0)

@@ -338,5 +338,6 @@ class WideSum:
             rows = slice(start, start + self._width)
             narrow[rows] = self._front[rows].to(narrow.dtype)
         narrow[inside : self._columns] = self._back
-        narrow[self._columns :] = 0.0
+        if self._columns < len(narrow):
+            narrow[self._columns :] = 0.0
         return narrow

@@ -45,10 +45,11 @@ class Penalties:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
         real_number(self.z_loss, "z_loss", least=0.0, advice="1e-4 is usual.")
 
-    def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor) -> Tensor:
-        """Combine log-probability, lse and mean logit into the loss of each row, ``[R]``."""
+    def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor | None) -> Tensor:
+        """Return the loss of each row, ``[R]``; only smoothed labels need the mean logit."""
         loss = -logp
         if self.label_smoothing:
+            assert mean_logit is not None
             loss = loss * (1.0 - self.label_smoothing) + (lse - mean_logit) * self.label_smoothing
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
@@ -60,9 +61,10 @@ class Penalties:
         if self.z_loss:
             direct = direct * (1.0 + 2.0 * self.z_loss * lse)
         flat: Tensor | None = None
+        target = -weights
         if self.label_smoothing:
-            flat = -weights * (self.label_smoothing / vocabulary)
-        target = -weights * (1.0 - self.label_smoothing)
+            flat = target * (self.label_smoothing / vocabulary)
+            target = target * (1.0 - self.label_smoothing)
         return RowGradients(direct=direct, slope=None, target=target, flat=flat)
 
 
@@ -85,11 +87,15 @@ def nll_and_gradients(
     stash = WholeRows(head) if whole else Stash(head)
 
     for rows in head.row_tiles:
-        stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
+        row_targets = targets[rows]
+        row_weights = weights[rows]
+        stats = stash.fill(rows, row_targets, total=penalties.label_smoothing > 0)
+        largest = stats[MAX]
         log_sum = stats[SUM].log()
-        lse = stats[MAX] + log_sum
-        logp = stats[TARGET] - stats[MAX] - log_sum
-        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.settings.columns)
+        lse = largest + log_sum
+        logp = stats[TARGET] - largest - log_sum
+        mean_logit = stats[TOTAL] / head.settings.columns if penalties.label_smoothing else None
+        row_losses = row_weights * penalties.loss(logp, lse, mean_logit)
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
 
@@ -97,10 +103,10 @@ def nll_and_gradients(
         if seen is not None:
             seen[rows] = row_losses
 
-        factors = penalties.gradients(weights[rows], lse, head.settings.columns)
+        factors = penalties.gradients(row_weights, lse, head.settings.columns)
         sums.open(rows)
         for columns in head.column_tiles:
-            sums.add(stash.gradient(columns, targets[rows], lse, factors), rows, columns)
+            sums.add(stash.gradient(columns, row_targets, lse, factors), rows, columns)
 
         sums.close(rows)
 
@@ -191,13 +197,15 @@ class WholeRows:
         self.kept = head.hidden.new_empty(rows * head.settings.columns, dtype=head.settings.accumulator)
         self.weight = head.weights(self.columns)
         self.softmax = self.kept
+        self.found: tuple[Tensor, Tensor] | None = None  # ``targets_here`` of the rows, among all columns
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
         """Compute the softmax of ``rows`` and return the statistics of their logits, ``[5, c]``."""
         head = self.head
         z = head.logits(head.inputs(rows), self.weight, self.columns, self.kept)
         stats = blank_statistics(head.hidden, z.shape[0], z.dtype)
-        has_target, index = targets_here(targets, z.shape[1])
+        self.found = targets_here(targets, z.shape[1])
+        has_target, index = self.found
         stats[TARGET] = torch.where(has_target, z.gather(1, index).squeeze(1), 0.0)
         if total:
             stats[TOTAL] = z.sum(1)
@@ -213,9 +221,12 @@ class WholeRows:
         p = self.softmax[:, columns]
         scale = settings.logit_map.scale / settings.logit_map.temperature
         direct = (factors.direct * scale)[:, None]
+        if columns == self.columns and self.found is not None:
+            has_target, index = self.found
+        else:
+            has_target, index = targets_here(targets - columns.start, p.shape[1])
 
         # The target's entry is computed from fp32 before all are rounded.
-        has_target, index = targets_here(targets - columns.start, p.shape[1])
         onehot = torch.where(has_target, factors.target * scale, 0.0)[:, None]
         at_target = p.gather(1, index) * direct + onehot
 

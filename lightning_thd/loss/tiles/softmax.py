@@ -55,8 +55,8 @@ def update_statistics(
 
 def targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return which rows have their target in a tile, ``[c]``, and a valid index for each row, ``[c, 1]``."""
-    has_target = (targets >= 0) & (targets < columns)
-    return has_target, targets.clamp(0, columns - 1)[:, None]
+    index = targets.clamp(0, columns - 1)
+    return targets == index, index.unsqueeze(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
