@@ -18,6 +18,8 @@ from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models.masks import UnreadMask, lost_window, shows_all
 from lightning_thd.models.pack import CAUSAL, READY, WINDOW_NOTE, Scope, current_pack, current_scope
 
+# The layer's own attributes on which the choice of a kernel depends.
+_OF_LAYER: Final = ("is_causal", "sliding_window", WINDOW_NOTE, "is_cross_attention")
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
@@ -106,17 +108,11 @@ def thd_attention(
 
     scope: Scope | None = getattr(RUN, "scope", None)
     mask = _NO_MASK
-    if isinstance(attention_mask, UnreadMask):
-        mask = _Mask(attention_mask.window, attention_mask.chunk, False)
-        attention_mask = None
-    elif attention_mask is not None and scope is not None and scope.shows_all:
-        attention_mask = None  # ours, see ``families/plain_masks.py``
-    elif attention_mask is not None and shows_all(attention_mask, current_pack()):
-        mask = _NO_MASK._replace(shows_all=True)
-        attention_mask = None
+    if attention_mask is not None:
+        mask, attention_mask = _read_mask(attention_mask, scope)
 
     compiling = torch.compiler.is_compiling()
-    if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
+    if compiling or attention_mask is not None or dropout or not _INERT.issuperset(others):
         _refuse(module, attention_mask, dropout, others)
 
     pack = boundaries
@@ -129,6 +125,17 @@ def thd_attention(
     if pack is not None and not compiling:
         device = query.device
         attributes = module.__dict__
+        if scope is None:
+            masks: tuple[str, ...] = ()
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        else:
+            masks = scope.masks
+            deterministic = scope.deterministic
+        # Autocast has cast tensors in half precision before, or does not change them.
+        autocast = None
+        may_be_cast = torch.float32 in (query.dtype, key.dtype, value.dtype)
+        if may_be_cast and torch.is_autocast_enabled(device.type):
+            autocast = torch.get_autocast_dtype(device.type)
         # Everything on which the checks of ``_attend_first`` and its choice of a kernel depend: tensors,
         # modes of torch, arguments, the layer, and the masks that its model has asked for.
         kind = (
@@ -141,8 +148,8 @@ def thd_attention(
             device,
             key.device,
             value.device,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            deterministic,
+            autocast,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
             is_causal,
             sliding_window,
@@ -150,12 +157,9 @@ def thd_attention(
             softcap,
             *mask,
             type(module),
-            attributes.get("is_causal"),
-            attributes.get("sliding_window"),
-            attributes.get(WINDOW_NOTE),
-            attributes.get("is_cross_attention"),
             id(attributes.get("config")),
-            () if scope is None else scope.masks,
+            *map(attributes.get, _OF_LAYER),
+            masks,
         )
         kernel = pack.kernels.get(kind)
         if kernel is not None:
@@ -166,6 +170,17 @@ def thd_attention(
     offsets = _Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = _Layer(is_causal, sliding_window, scaling, softcap)
     return _attend_first(module, query, key, value, s_aux, offsets, layer, mask, pack, kind), None
+
+
+def _read_mask(attention_mask: Tensor | UnreadMask, scope: Scope | None) -> tuple[_Mask, Tensor | None]:
+    """Return what a mask says to the attention, and the mask itself if that does not say all of it."""
+    if isinstance(attention_mask, UnreadMask):
+        return _Mask(attention_mask.window, attention_mask.chunk, False), None
+    if scope is not None and scope.shows_all:
+        return _NO_MASK, None  # ours, see ``families/plain_masks.py``
+    if shows_all(attention_mask, current_pack()):
+        return _NO_MASK._replace(shows_all=True), None
+    return _NO_MASK, attention_mask
 
 
 class _BoundKernel(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -53,6 +53,8 @@ class Scope:
     masks: tuple[str, ...] = ()
     sees_later: str | None = None  # the class of a layer that lets tokens of this pack see later ones
     shows_all: bool = False  # whether the model got a padding mask that shows all slots
+    # whether torch's deterministic mode was on when the model started
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     balanced: bool = False  # whether a loss that runs the model balances its experts in place of the model
 
 
