@@ -155,15 +155,33 @@ def on_cpu(peer: str) -> str:
 
 def headline() -> str:
     """Say what a reader of the first screen wants to know: speed on a GPU, and what is exact."""
-    h200, h100, counts = one_b("H200"), one_b("H100"), families()
+    counts = families()
+    return (
+        f"{fair()} Of {counts['all']} causal families of transformers, **{counts['exact']} are "
+        f"exact and {counts['wrong']} wrong**; others are refused or lack a reference."
+    )
+
+
+def fair() -> str:
+    """Compare the speed on GPUs with padded rows and with the fair peer."""
+    h200, h100 = one_b("H200"), one_b("H100")
     padded = times(h200["packs"] / h200["padded"])
-    fair, fair_graphs = (times(h200[way] / h200["flattened"]) for way in ("packs", "graphs"))
+    flat, flat_graphs = (times(h200[way] / h200["flattened"]) for way in ("packs", "graphs"))
     other, other_graphs = (times(h100[way] / h100["flattened"]) for way in ("packs", "graphs"))
     return (
         f"On an H200, 1B parameters train at **{h200['packs']:,.0f} tokens/s**: {padded} padded rows, and "
-        f"{fair} flattened rows with flash-attn 2 ({fair_graphs} with CUDA graphs); on an H100, {other} "
-        f"({other_graphs}). Of {counts['all']} causal families of transformers, **{counts['exact']} are "
-        f"exact and {counts['wrong']} wrong**; others are refused or lack a reference."
+        f"{flat} flattened rows with flash-attn 2 ({flat_graphs} with CUDA graphs); on an H100, {other} "
+        f"({other_graphs})."
+    )
+
+
+def verdicts() -> str:
+    """Say what became of every causal family."""
+    counts = families()
+    return (
+        f"Of {counts['all']} causal families of transformers, {counts['exact']} are exact, "
+        f"{counts['wrong']} wrong and {counts['refused']} refused with a reason. "
+        f"{counts['no reference']} have no reference, and {counts['not built']} could not be built."
     )
 
 
@@ -431,6 +449,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "setup": setup,
     "setup_chats": setup_chats,
     "headline": headline,
+    "fair": fair,
+    "verdicts": verdicts,
     "speed": few_speed,
     "all_speed": all_speed,
     "short": short,

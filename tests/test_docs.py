@@ -91,11 +91,21 @@ def test_pages_name_what_exists() -> None:
     root = DOCS.parent
     text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     paths = set(re.findall(r"`((?:examples|benchmarks|tests|lightning_thd)/[\w./-]+)`", text))
+    paths |= set(re.findall(r"(?<![\w./-])(?:examples|benchmarks|tests)/[\w/]+\.py\b", text))  # of code too
     assert paths
     assert [path for path in sorted(paths) if not (root / path).exists()] == []
     for page in DOCS.rglob("*.md"):
         for link in re.findall(r"\]\(([\w./-]+\.md)\)", page.read_text()):
             assert (page.parent / link).resolve().exists(), (page, link)
+
+
+def test_pages_select_tests_that_exist() -> None:
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    selected = re.findall(r"pytest .*?(tests/[\w/]+\.py) -k (\w+)", text)
+    assert len(selected) >= 3
+    names = " ".join(page.stem for page in PAGES)  # of tests that are made for each page
+    for file, word in selected:
+        assert word in (DOCS.parent / file).read_text() + names, (file, word)
 
 
 def test_every_page_is_in_the_menu_and_every_example_in_the_gallery() -> None:
