@@ -21,10 +21,10 @@ _LOGGED = re.compile(
 # TensorBoard shows these charts under CUSTOM SCALARS, in this order. The keys are regular expressions.
 LAYOUT = {
     "Training": {
-        "MFU": ["Multiline", ["train/device/mfu"]],
+        "MFU, share of the peak": ["Multiline", ["train/device/mfu"]],
         "real tokens/s of a device": ["Multiline", ["train/device/real_items_per_sec"]],
         "loss": ["Multiline", ["train/loss.*", "val/loss.*"]],
-        "fill": ["Multiline", ["train/packing/fill"]],
+        "fill, share of the slots": ["Multiline", ["train/packing/fill"]],
         "seconds of a step, by part": ["Multiline", ["train/step_time/.*"]],
     }
 }

@@ -104,7 +104,7 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         label = f"{name}: {max(values) / _mean(values):.2f} x mean"
         axes.bar(ranks + offset, np.asarray(values) / unit, 0.4, color=colour, label=label)
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
-    dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
+    dress(axes, theme, title="work of each rank", x="rank", y="work / mean")
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure
 

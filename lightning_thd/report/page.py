@@ -64,16 +64,17 @@ PARTS = {
 }
 
 _DARK = "(prefers-color-scheme: dark)"
+_PHONE = "(max-width: 40rem)"  # two charts side by side are unreadable on narrower pages
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Training run</title>
 <style>
 body { font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 img { width: 100% }
 td { padding: .2rem 0 }
-td + td { text-align: right; padding-left: .8rem }
+td + td { text-align: right; padding-left: .8rem; white-space: nowrap }
 .foot { white-space: pre-line }
 $colours
 </style>
@@ -231,11 +232,17 @@ def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path
     """Write a run's picture and table as one HTML file; ``auto`` is the reader's theme. Needs matplotlib."""
     first = _first_theme(theme)
     colours = _colours(first)
-    alternative = html.escape("; ".join(map(_title, _shown(series))))  # for readers who see no picture
-    images = f'<img alt="{alternative}" src="{_data_of(series, first)}">'
+    sources = [(_PHONE, first, 1)]
     if theme == "auto":
         colours += f" @media {_DARK} {{ {_colours('dark')} }}"
-        images = f'<source media="{_DARK}" srcset="{_data_of(series, "dark")}">{images}'
+        # A reader's browser shows the first picture whose condition holds.
+        sources = [(f"{_PHONE} and {_DARK}", "dark", 1), (_DARK, "dark", 2), *sources]
+    images = "".join(
+        f'<source media="{condition}" srcset="{_data_of(series, of_source, columns)}">'
+        for condition, of_source, columns in sources
+    )
+    alternative = html.escape("; ".join(map(_title, _shown(series))))  # for readers who see no picture
+    images += f'<img alt="{alternative}" src="{_data_of(series, first, 2)}">'
 
     metrics = table(series)
     rows = "".join(
@@ -258,26 +265,35 @@ def _colours(theme: Theme) -> str:
     return f"body {{ background: {look_of(theme).paper}; color: {look_of(theme).ink} }}"
 
 
-def _data_of(series: Series, theme: Theme) -> str:
+def _data_of(series: Series, theme: Theme, columns: int) -> str:
     """Return a run's picture as the URL of its data, so that the page is one file."""
-    figure = draw_page(series, theme)
+    figure = draw_page(series, theme, columns=columns)
     image = io.BytesIO()
     figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's dpi
     return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
 
 
-def draw_page(series: Series, theme: Theme) -> Any:
-    """Draw a run's headline numbers, its curves, the parts of a step's time, and the installed versions."""
+def draw_page(series: Series, theme: Theme, *, columns: int = 2) -> Any:
+    """Draw a run's headline numbers, its curves, the parts of a step's time, and the installed versions.
+
+    One column suits a phone, two suit a screen.
+    """
     look = look_of(theme)
     curves = _shown(series)
     panels = len(curves)
     if step_times(series):
         panels += 1
-    rows = max(math.ceil(panels / 2), 1)
-    figure = new_figure(9, 1.4 + 2.5 * rows, theme)
-    grid = figure.add_gridspec(rows, 2)
+    rows = max(math.ceil(panels / columns), 1)
+    above, below = "      ".join(_headlines(series)), ", ".join(_versions())
+    if columns == 1:
+        above = "\n".join(_headlines(series))
+        below = "\n".join(", ".join(_versions()[i : i + 3]) for i in (0, 3))
+    lines = above.count("\n") + below.count("\n")
+    figure = new_figure(4.5 * columns, 1.4 + 2.5 * rows + 0.2 * lines, theme)
+    figure.get_layout_engine().set(h_pad=0.09)  # inches, so that headlines are no part of the first charts
+    grid = figure.add_gridspec(rows, columns)
     for i in range(panels):
-        row, column = divmod(i, 2)
+        row, column = divmod(i, columns)
         takes_row = i == panels - 1 and column == 0  # the last panel, if it has no neighbour
         axes = figure.add_subplot(grid[row, slice(None) if takes_row else column])
         if i < len(curves):
@@ -285,10 +301,10 @@ def draw_page(series: Series, theme: Theme) -> Any:
         else:
             draw_waterfall(axes, series, theme=theme)
 
-    headlines = "      ".join(_headlines(series))
-    size = min(12.0, 1100 / max(1, len(headlines)))  # so that the line is not wider than the figure
-    figure.suptitle(headlines, color=look.ink, fontsize=size, x=0.02, ha="left")
-    figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
+    longest = max(len(line) for line in above.splitlines() or [""])
+    size = min(12.0, 550 * columns / max(1, longest))  # so that no line is wider than the figure
+    figure.suptitle(above, color=look.ink, fontsize=size, x=0.02, ha="left")
+    figure.supxlabel(below, color=look.ink, alpha=0.75, fontsize=8)
     return figure
 
 
@@ -389,10 +405,10 @@ def _headlines(series: Series) -> list[str]:
     return headlines
 
 
-def _versions() -> str:
+def _versions() -> list[str]:
     """Return the time, and the versions of Python and of the installed packages that decide a run's speed."""
     parts = [time.strftime("%Y-%m-%d %H:%M"), f"Python {platform.python_version()}"]
     for name in ("lightning_thd", "torch", "lightning", "transformers"):
         with suppress(PackageNotFoundError):
             parts.append(f"{name} {version(name)}")
-    return ", ".join(parts)
+    return parts

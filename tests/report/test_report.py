@@ -72,7 +72,9 @@ def test_the_page_needs_no_other_file_and_says_the_numbers(tmp_path: Path) -> No
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
     follows = page(SERIES, tmp_path / "report.html").read_text()
     assert all(look.paper in follows for look in LOOKS.values())
-    assert re.search(r'<source media="\(prefers-color-scheme: dark\)"', follows)
+    conditions = re.findall(r'<source media="([^"]*)"', follows)
+    phone, dark = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
+    assert conditions == [f"{phone} and {dark}", dark, phone], "the first that holds is shown"
     assert picture(SERIES, tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -131,6 +133,16 @@ def test_headlines_are_inside_the_picture() -> None:
     figure = draw_page({**series, names[1]: [(0, 117_589.0)]}, "light")
     figure.draw_without_rendering()
     assert figure._suptitle.get_window_extent().x1 < figure.bbox.x1
+
+
+def test_the_picture_for_phones_has_one_column_and_no_line_wider_than_it() -> None:
+    names = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
+    figure = draw_page({name: [(0, 117_589.0), (9, 0.9967)] for name in names}, "light", columns=1)
+    figure.draw_without_rendering()
+    assert len({axes.get_position().x0 for axes in figure.axes}) == 1, "charts stand side by side"
+    assert figure.get_suptitle().count("\n") == 3, "the four numbers do not have a line each"
+    for text in (figure._suptitle, figure._supxlabel):
+        assert text.get_window_extent().x1 < figure.bbox.x1, text.get_text()
 
 
 def test_curves_are_inside_their_axes() -> None:
