@@ -59,6 +59,22 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return markdown
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options and hyphenated names of inline code on one line."""
+    return re.sub(r"(?<!</span>)<code>([^<]*)</code>", _whole, html)
+
+
+def _whole(code: re.Match[str]) -> str:
+    words = re.sub(
+        r"[\w-]*-[\w-]+",
+        lambda word: (
+            f'<span class="whole">{word[0]}</span>' if len(word[0]) <= 24 else word[0]
+        ),
+        code[1],
+    )
+    return f"<code>{words}</code>"
+
+
 def replaced() -> str:
     """List the replaced functions, and what stops if a private name is gone."""
     root = str(RESULTS.parent.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -168,3 +169,17 @@ def test_documented_arguments_are_those_of_the_signature() -> None:
             parameters = [x for x in parameters if not x.startswith("context_") and "_context_" not in x]
             parameters.remove("broadcast_data")
         assert sorted(listed) == sorted(parameters), name
+
+
+def test_options_and_hyphenated_names_of_inline_code_stay_on_one_line() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    block = '<pre id="a"><span></span><code>make test-imagined</code></pre>'
+
+    html = hooks.on_page_content(f"<p><code>plan --memory x</code>, a-b</p>{block}")
+
+    assert html == f'<p><code>plan <span class="whole">--memory</span> x</code>, a-b</p>{block}'
+    assert re.search(r"code \.whole \{\n +white-space: nowrap", (DOCS / "site.css").read_text())
