@@ -56,7 +56,7 @@ def table(lines: Sequence[Line]) -> str:
             "",
             f"Exact: {exact}.",
             "",
-            "| family | verdict | |",
+            "| family | verdict | why |",
             "| --- | --- | --- |",
         ]
         text += [

@@ -118,6 +118,9 @@ def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = Tru
     return {**drift(np.array(watch.samples).reshape(-1, _COLUMNS)), "graph hit rate": replayed}
 
 
+_COUNTS = ("steps", "open files more", "threads more")
+
+
 def endless() -> Iterator[dict[str, Any]]:
     """Give short sequences for ever, the same ones in every run."""
     for seed in itertools.count():
@@ -161,7 +164,9 @@ def main() -> None:
         "most steps were replayed from a recorded graph": measured["graph hit rate"] > 0.9,
     }
 
-    shown = {"minutes": options.minutes, **{k: f"{v:,.2f}" for k, v in measured.items()}}
+    shown: dict[str, Any] = {"minutes": options.minutes}
+    for name, value in measured.items():
+        shown[name] = f"{value:,.0f}" if name in _COUNTS else f"{value:,.2f}"
     record("soak", {**shown, **{goal: "yes" if met else "NO" for goal, met in goals.items()}})
     sys.exit(0 if all(goals.values()) else 1)
 
