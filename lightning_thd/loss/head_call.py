@@ -190,16 +190,6 @@ class HeadCall:
                 )
                 outputs: dict[str, Tensor] = self._call(model, batch, job)
 
-            for logits in job.logits:
-                if isinstance(logits, LazyLogits):
-                    logits.over = True
-
-            if not job.called:
-                raise ValueError(
-                    f"{type(model).__name__} never called the replaced {type(inner).__name__}.forward: "
-                    "it holds an earlier forward, as PEFT's adaption prompts do. Use another wrapper."
-                )
-
             if job.whole:
                 self._warn_of_memory(job.whole)
                 outputs = self._values_of_logits(job, outputs)
@@ -222,30 +212,18 @@ class HeadCall:
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
         """Call the model once with its forward and its head's replaced, and restore them."""
         inner = self.inner
-        outer_scope = getattr(RUN, "scope", None)
-        own_model_forward = inner.__dict__.get("forward")  # one that other code has set on this object
         kwargs = batch.hf_kwargs()
         kwargs["attention_mask"] = None  # the language model has "thd", and wrappers may look at a mask
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
 
+        outer_scope = getattr(RUN, "scope", None)
         scope = Scope(kwargs[BOUNDARIES], None, balanced=job.routers is not None)
         RUN.scope = scope
         self._here.job = job
-        self._model_forward = job.model_forward
-        self._head_forward = job.head.forward
         if job.stage is not None:
             job.stage.in_loss = True
-
-        job.head.__dict__["forward"] = self.head_forward
-        inner.__dict__["forward"] = self.forward
-        # Inside PEFT's disable_adapter(), a wrapper of prompt tuning holds the forward of its base model.
-        wrapper_forward = model.__dict__.get("forward")
-        holds_base = (
-            model is not inner and wrapper_forward is not None and wrapper_forward == job.model_forward
-        )
-        if holds_base:
-            model.__dict__["forward"] = self.forward
+        own_forwards = self._replace_forwards(model, job)
 
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
@@ -255,15 +233,20 @@ class HeadCall:
             self._here.job = None
             if job.stage is not None:
                 job.stage.in_loss = False
-            if holds_base:
-                model.__dict__["forward"] = wrapper_forward
-
-            for module, forward in ((inner, own_model_forward), (job.head, job.own_head_forward)):
+            for module, forward in own_forwards:
                 if forward is None:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
 
+        for logits in job.logits:
+            if isinstance(logits, LazyLogits):
+                logits.over = True
+        if not job.called:
+            raise ValueError(
+                f"{type(model).__name__} never called the replaced {type(inner).__name__}.forward: "
+                "it holds an earlier forward, as PEFT's adaption prompts do. Use another wrapper."
+            )
         if scope.sees_later is not None:
             raise ValueError(
                 f"{scope.sees_later} of {type(inner).__name__} attends to later tokens, so "
@@ -271,6 +254,22 @@ class HeadCall:
                 "call loss.fused_linear_cross_entropy on the last hidden states with your own targets."
             )
         return outputs
+
+    def _replace_forwards(self, model: nn.Module, job: _Job) -> list[tuple[nn.Module, Any]]:
+        """Replace the forwards of the model and its head; return those that other code had set on them."""
+        inner = self.inner
+        own_forwards = [(inner, inner.__dict__.get("forward")), (job.head, job.own_head_forward)]
+        self._model_forward = job.model_forward
+        self._head_forward = job.head.forward
+        job.head.__dict__["forward"] = self.head_forward
+        inner.__dict__["forward"] = self.forward
+
+        # Inside PEFT's disable_adapter(), a wrapper of prompt tuning holds the forward of its base model.
+        wrapper_forward = None if model is inner else model.__dict__.get("forward")
+        if wrapper_forward is not None and wrapper_forward == job.model_forward:
+            own_forwards.append((model, wrapper_forward))
+            model.__dict__["forward"] = self.forward
+        return own_forwards
 
     def _followed(self, job: _Job, *, again: bool) -> bool:
         """Return whether a pass used the right logit map; else choose a map, or full logits, for the next."""

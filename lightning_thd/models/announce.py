@@ -157,50 +157,22 @@ def enter(
     outer: Scope | None = getattr(RUN, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False) and kwargs.keys().isdisjoint(_OF_PACKS):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
-    # Name positional arguments. If the first is a batch, the call runs a whole training step: keep them.
-    if args and isinstance(args[0], torch.Tensor | None):
-        named = _by_name(model._thd_parameters, args, kwargs)
-        if named is not None:
-            args = ()
-            kwargs = named
-    elif args and not model._thd_own_class and hasattr(args[0], "hf_kwargs"):
-        refuse_batch(model)
+    if args:
+        args, kwargs = _named(model, args, kwargs)
 
-    # ``text`` is the config of the language model; None if this model is inside another one of the stack.
-    if outer is not None and outer.families:
+    if outer is None or not outer.families:  # the outermost model of the stack
+        text = _text_config(config)
+        families: tuple[type, ...] = (type(config), type(text))
+        masks: tuple[str, ...] = ()
+    else:
         text = None
         families = outer.families
         masks = outer.masks  # an outer model may pass its masks to an inner model
-        if type(config) not in families and not _gets_all_slots(outer, kwargs):
+        if type(config) not in families and not _gets_all_slots(outer, kwargs):  # such as a vision tower
             RUN.scope = Scope(None, outer, module=model, families=families)
             return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
-    else:
-        text = config
-        # get_text_config takes long, and a config without inner configs is its own text config.
-        kind: Any = type(config)
-        may_hold_others = (
-            torch.compiler.is_compiling()  # first, because the next function is cached, which tracing ignores
-            or kind_holds_text_config(kind)
-            or not TEXT_CONFIGS.isdisjoint(vars(config))
-        )
-        if may_hold_others:
-            text = config.get_text_config(decoder=True)
-        families = (type(config), type(text))
-        masks = ()
 
-    pack = kwargs.get(BOUNDARIES)
-    # A model inside another one usually gets the boundaries that the outer model has checked.
-    if pack is None or outer is None or outer.pack is not pack:
-        pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
-    if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
-        kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
-
-    may_be_misread = pack is None or kwargs.get("labels") is not None
-    if may_be_misread and text is not None and not torch.compiler.is_compiling():
-        refuse_noted(model, kwargs, pack)
-    if pack is not None:
-        kwargs = _checked_call(model, text, kwargs, pack)
-
+    pack, kwargs = _checked_call(model, outer, args, kwargs, text)
     mask_ndim = model.__dict__.get(PLAIN_MASKS)
     shows_all = pack is not None and mask_ndim is not None
     if pack is not None and mask_ndim is not None:
@@ -208,6 +180,33 @@ def enter(
 
     RUN.scope = Scope(pack, outer, module=model, families=families, masks=masks, shows_all=shows_all)
     return args, kwargs
+
+
+def _named(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a call with names for the positional ones; refuse a batch as the first of them.
+
+    If the class of a user takes a batch, the call runs a whole training step, whose arguments are kept.
+    """
+    if isinstance(args[0], torch.Tensor | None):
+        named = _by_name(model._thd_parameters, args, kwargs)
+        return (args, kwargs) if named is None else ((), named)
+    if not model._thd_own_class and hasattr(args[0], "hf_kwargs"):
+        refuse_batch(model)
+    return args, kwargs
+
+
+def _text_config(config: Any) -> Any:
+    """Return the config of the language model inside a model: often the model's own."""
+    # get_text_config takes long, and a config without inner configs is its own text config.
+    kind: Any = type(config)
+    may_hold_others = (
+        torch.compiler.is_compiling()  # first, because the next function is cached, which tracing ignores
+        or kind_holds_text_config(kind)
+        or not TEXT_CONFIGS.isdisjoint(vars(config))
+    )
+    return config.get_text_config(decoder=True) if may_hold_others else config
 
 
 def _gets_all_slots(outer: Scope, kwargs: dict[str, Any]) -> bool:
@@ -227,17 +226,34 @@ def _pack_of_call(
     return find_pack(outer, args, kwargs)
 
 
-def _checked_call(model: Any, text: Any, kwargs: dict[str, Any], pack: Boundaries) -> dict[str, Any]:
-    """Refuse a call that would mix sequences; return its arguments, without a cache and with inner labels.
+def _checked_call(
+    model: Any, outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], text: Any
+) -> tuple[Boundaries | None, dict[str, Any]]:
+    """Find the pack of a call, and refuse a call that would mix its sequences.
 
-    ``text`` is the language model's config, or None if the model is inside another one of the stack.
+    ``text`` is the language model's config, or None if the model is inside another one of the stack. Returns
+    the pack, or None for plain rows; and the arguments, on a pack without a cache and with inner labels.
     """
+    pack = kwargs.get(BOUNDARIES)
+    # A model inside another one usually gets the boundaries that the outer model has checked.
+    if pack is None or outer is None or outer.pack is not pack:
+        pack = _pack_of_call(outer, args, kwargs, outermost=text is not None)
+    if pack is not None and "cu_seq_lens_q" in kwargs and kwargs.get(BOUNDARIES) is not pack:
+        kwargs = {**kwargs, BOUNDARIES: pack}  # a layer that is recomputed gets them again
+
+    compiling = torch.compiler.is_compiling()
+    may_be_misread = pack is None or kwargs.get("labels") is not None
+    if may_be_misread and text is not None and not compiling:
+        refuse_noted(model, kwargs, pack)
+    if pack is None:
+        return None, kwargs
+
     refuse_call(model, kwargs)
-    if torch.compiler.is_compiling() or not model._thd_checked:
+    if compiling or not model._thd_checked:
         _refuse_wrong_layers(model, outermost=text is not None)
 
     if text is not None:
-        if not torch.compiler.is_compiling():
+        if not compiling:
             keep_frequencies(model)
         if text is not model.config and text._attn_implementation != NAME:
             raise ValueError(_other_attention(model, text._attn_implementation))
@@ -247,7 +263,7 @@ def _checked_call(model: Any, text: Any, kwargs: dict[str, Any], pack: Boundarie
 
     if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
         kwargs = {**kwargs, "use_cache": False}
-    return kwargs
+    return pack, kwargs
 
 
 def leave(model: Any, output: Any) -> Any:
