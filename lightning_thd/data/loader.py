@@ -516,7 +516,7 @@ class BatchMaker:
         if not samples:
             batch = self._like_others(batch)
 
-        largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
+        largest = max(int(batch.input_ids.max()), int(batch.prediction_rows.targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
                 f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
