@@ -15,21 +15,11 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
-from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
+from lightning_thd.attention.kernels import cpu, raw, te, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec, Window, cached_spec, make_spec
-from lightning_thd.attention.support import Backend, Kernel, Request, cached_choice, choose
+from lightning_thd.attention.support import RAW, Backend, Kernel, Request, cached_choice, choose
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
-
-_RAW: dict[Kernel, raw.RawKernel] = {
-    "cpu": cpu.CpuKernel(),
-    "torch": torch_cuda.AtenFlash(),
-    "flash2": flash.Flash2(),
-    "flash3": flash.Flash3(),
-    "flash4": flash.Flash4(),
-    "efficient": torch_cuda.AtenEfficient(),
-    "portable": portable.PortableKernel(),
-}
 
 
 def varlen_attention(
@@ -148,7 +138,7 @@ def _attend(
 
     if name == "te":
         raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
-    return raw.attend(_RAW[name], q, k, v, call, spec, sinks)
+    return raw.attend(RAW[name], q, k, v, call, spec, sinks)
 
 
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
@@ -240,8 +230,8 @@ def _bind(
     if call.exchange is not None:
         return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, call, spec, sinks, "auto"))
 
-    if call.keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
-        kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
+    if call.keys is not None:  # RAW has no "te", but "auto" always finds "torch" before it
+        kernel = RAW[choose("auto", describe(q, v, spec, sinks))]
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, call, spec, sinks))
 
     name = cached_choice(describe(q, v, spec, sinks))
@@ -282,7 +272,7 @@ def _attend_shard(
         return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, call, spec, sinks)
 
     def raw_kernel() -> raw.RawKernel:  # partial results are merged by their log-sum-exp
-        return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
+        return RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
     return context_parallel_attention(attend, raw_kernel, q, k, v, call.exchange, spec=spec, sinks=sinks)
 
@@ -317,7 +307,7 @@ def run(
         self_attention = call.cu_seqlens_q is call.cu_seqlens_kv
         attended: Tensor = te.attend(q, k, v, call, spec, self_attention=self_attention)
         return attended
-    return raw.attend(_RAW[name], q, k, v, call, spec, sinks)
+    return raw.attend(RAW[name], q, k, v, call, spec, sinks)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

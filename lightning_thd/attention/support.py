@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal
 
@@ -12,8 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
 from lightning_thd._pages import see
-from lightning_thd.attention.kernels import flash, raw, torch_cuda
+from lightning_thd.attention import trial
+from lightning_thd.attention.kernels import cpu, flash, portable, raw, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.warnings import THDWarning, warn
 
 Backend = Literal["auto", "cpu", "torch", "flash", "te", "efficient", "portable"]
 Kernel = Literal["cpu", "torch", "flash2", "flash3", "flash4", "te", "efficient", "portable"]
@@ -43,7 +45,7 @@ class Support:
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
     probe: str | None = None  # the module to import; None if torch is enough
     install: str = ""
-    verified: bool = True  # it has run on a GPU; if "auto" chooses another, a notice is printed once
+    verified: bool = True  # it has run on a GPU; another is tried first, see ``trial``
     slow: bool = False  # most calls have a faster kernel, so a notice is printed once if "auto" chooses it
 
 
@@ -138,6 +140,17 @@ SUPPORT: dict[Kernel, Support] = {
 }
 
 
+# The kernels whose results ranks merge, and which gather keys or apply sinks; Transformer Engine does not.
+RAW: dict[Kernel, raw.RawKernel] = {
+    "cpu": cpu.CpuKernel(),
+    "torch": torch_cuda.AtenFlash(),
+    "flash2": flash.Flash2(),
+    "flash3": flash.Flash3(),
+    "flash4": flash.Flash4(),
+    "efficient": torch_cuda.AtenEfficient(),
+    "portable": portable.PortableKernel(),
+}
+
 # The order in which "auto" tries kernels, per compute capability, from published speeds. On Hopper,
 # flash-attn 3 is 1.5 to 2.0 times as fast as flash-attn 2, which is also torch's kernel (Shah et al. 2024,
 # arXiv:2407.08608).
@@ -163,14 +176,26 @@ class Request:
     capability: int | None = None
 
 
-@lru_cache(maxsize=256)
+# The kernels that "auto" has chosen.
+_CHOICES: dict[Request, Kernel] = {}
+
+
 def cached_choice(request: Request) -> Kernel:
-    """Return the kernel that "auto" chooses for a request; results are cached."""
-    return choose("auto", request)
+    """Return the kernel that "auto" chooses for a request; results are cached once no trial is missing."""
+    kernel = _CHOICES.get(request)
+    if kernel is None:
+        kernel = choose("auto", request)
+        if trial.can_try(_device(request)):
+            _CHOICES[request] = kernel
+    return kernel
 
 
 def choose(backend: Backend, request: Request) -> Kernel:
-    """Return the first kernel of a backend that runs a request; "auto" tries all, the fastest first."""
+    """Return the first kernel of a backend that runs a request; "auto" tries all, the fastest first.
+
+    A kernel that never ran on a GPU for this package is passed over if its results are wrong here, and by
+    "auto" also while it cannot be tried: in code that is compiled, captured or watched by a dispatch mode.
+    """
     names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
     if backend not in names:
         raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
@@ -178,13 +203,13 @@ def choose(backend: Backend, request: Request) -> Kernel:
     for kernel in _FASTEST.get(request.capability or 0, _USUAL):
         row = SUPPORT[kernel]
         selected = backend in ("auto", row.backend)
-        if selected and why_not(kernel, request) is None and missing(kernel) is None:
-            if backend == "auto" and not torch.compiler.is_compiling():
-                if row.slow:
-                    _notice_slow(kernel, request)
-                if not row.verified:
-                    _notice_unverified(kernel)
-            return kernel
+        if not selected or why_not(kernel, request) is not None or missing(kernel) is not None:
+            continue
+        if not row.verified and not _passes_trial(kernel, request, backend):
+            continue
+        if row.slow and backend == "auto" and not torch.compiler.is_compiling():
+            _notice_slow(kernel, request)
+        return kernel
 
     raise ValueError(_reasons(backend, request))
 
@@ -203,6 +228,8 @@ def _reasons(backend: Backend, request: Request) -> str:
             lines.append(f"{name}: {reason}")
         elif install is not None:
             lines.append(f"{name}: would run it, but {install}")
+        elif not row.verified and not _passes_trial(kernel, request, backend):
+            lines.append(f"{name}: gives wrong results here, as a warning has said")
         else:
             lines.append(f"{name}: runs it")
     lines.append(see("kernels"))
@@ -229,14 +256,45 @@ def _notice_once(kernel: Kernel, capability: int) -> None:
     )
 
 
-@cache
-def _notice_unverified(kernel: Kernel) -> None:
-    """Print that a kernel of flash-attn has never run on a GPU for this package's tests."""
-    rank_zero_info(
-        f"Attention runs on flash-attn {kernel[-1]}, which this package has tested against a mock and not on "
-        "a GPU yet. check_packing(model) tells whether sequences are kept apart here. Without that package, "
-        "attention runs on torch's own kernel."
+def _passes_trial(kernel: Kernel, request: Request, backend: Backend) -> bool:
+    """Return whether a kernel that never ran on a GPU may run a request; if its trial fails, warn."""
+    if not trial.can_try(_device(request)):
+        return backend != "auto"
+    return _trial(kernel, replace(request, needs_lse=False, sinks=False))
+
+
+@lru_cache(maxsize=256)
+def _trial(kernel: Kernel, request: Request) -> bool:
+    """Try a kernel on a small pack, once for each kind of call, and say what came of it."""
+    name = f"flash-attn {kernel[-1]}"
+    sizes = (request.head_size, request.value_size)
+    found = trial.trouble(RAW[kernel], _device(request), request.dtype, sizes, request.spec)
+    if found is None:
+        _notice_tried(name)
+        return True
+
+    warn(
+        f"Attention does not run on {name} here: of a small pack, {found}. The next kernel of "
+        "`lightning-thd doctor` takes its place. This package has tested that release against a mock only: "
+        f"please report what it printed. {see('kernels')}",
+        THDWarning,
     )
+    return False
+
+
+@cache
+def _notice_tried(name: str) -> None:
+    """Print that a kernel runs which only its trial has shown to be right."""
+    rank_zero_info(
+        f"Attention runs on {name}, which this package had tested against a mock only. Here it has computed "
+        "a small pack and its gradients as the portable kernel does. backend='torch', or an environment "
+        "without that package, runs torch's own kernel."
+    )
+
+
+def _device(request: Request) -> torch.device:
+    """Return the device on which a request is tried."""
+    return torch.device(request.device)
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:

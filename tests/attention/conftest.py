@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from lightning_thd.attention import entry
+from lightning_thd.attention import entry, support
 from tests.attention import standins
 
 
@@ -12,6 +13,7 @@ from tests.attention import standins
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """CPU tensors pass for CUDA tensors, so that doubles of GPU libraries are chosen; none is installed."""
     monkeypatch.setattr(entry, "_device_type", lambda x: "cuda")
+    monkeypatch.setattr(support, "_device", lambda request: torch.device("cpu"))
     standins.forget()
     yield monkeypatch
     monkeypatch.undo()

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import available
+from lightning_thd.attention import support
 from lightning_thd.attention.kernels import cpu, flash, te
 from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
-from lightning_thd.attention.support import cached_choice
 from tests.signatures import recorded
 
 HALF = (torch.float16, torch.bfloat16)
@@ -487,7 +487,9 @@ def install_prebuilt(
 def forget() -> None:
     """Drop what was cached about the doubles."""
     available.cache_clear()
-    cached_choice.cache_clear()
+    support._CHOICES.clear()
+    support._trial.cache_clear()
+    support._notice_tried.cache_clear()
     flash.prebuilt_trouble.cache_clear()
     flash._INTERFACES.clear()
     te._module.cache_clear()

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.attention import entry, varlen_attention
 from lightning_thd.attention.kernels import raw, torch_cuda
 from lightning_thd.attention.spec import make_spec
-from lightning_thd.attention.support import Request, choose
+from lightning_thd.attention.support import Request, cached_choice, choose
 from lightning_thd.boundaries import KernelCall
+from lightning_thd.warnings import THDWarning
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
 
@@ -227,3 +234,98 @@ def test_a_prebuilt_kernel_that_does_not_load_says_so_in_one_line(on_cuda: pytes
     message = r"the prebuilt kernels-community/flash-attn2 did not load \(OSError\)$"
     with pytest.raises(ValueError, match=f"(?m){message}"):
         varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash")
+
+
+def off_by(error: float, place: int) -> Callable[[Callable[..., Any]], Any]:
+    """Return a change of a kernel: one of its results is too large."""
+
+    def change(right: Callable[..., Any]) -> Any:
+        @wraps(right)
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            results = list(right(*args, **kwargs))
+            results[place] = results[place] + error
+            return tuple(results)
+
+        return wrong
+
+    return change
+
+
+def without_window(right: Callable[..., Any]) -> Any:
+    @wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return right(*args, **{**kwargs, "window_size_left": -1})
+
+    return wrong
+
+
+def failing(right: Callable[..., Any]) -> Any:
+    @wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    return wrong
+
+
+HOPPER = Request(
+    device="cuda",
+    dtype=torch.bfloat16,
+    head_size=16,
+    value_size=16,
+    spec=make_spec(16, window=4_096),
+    capability=9,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (off_by(0.5, 0), "its output differs by"),
+        (off_by(0.5, 1), "its output differs by"),  # the log-sum-exp, which sinks read
+        (without_window, "its output differs by"),
+        (off_by(torch.nan, 0), "its output differs by nan"),
+        (failing, "it failed: RuntimeError: no kernel image is available"),
+    ],
+)
+def test_a_kernel_that_is_wrong_in_its_trial_is_replaced_with_a_warning(
+    on_cuda: pytest.MonkeyPatch, change: Callable[..., Any], found: str
+) -> None:
+    standins.install(on_cuda, "flash3")
+    module = sys.modules["flash_attn_interface"]
+    on_cuda.setattr(module, "_flash_attn_forward", standins.Operator(change(standins.flash3_forward)))
+    with pytest.warns(THDWarning, match=f"(?s)flash-attn 3 here.*{found}"):
+        assert cached_choice(HOPPER) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cached_choice(HOPPER) == "torch"
+        assert choose("auto", replace(HOPPER, sinks=True)) == "torch"  # the same trial
+
+
+def test_a_wrong_gradient_is_found_too(on_cuda: pytest.MonkeyPatch) -> None:
+    @wraps(standins.flash3_backward)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        results = standins.flash3_backward(*args, **kwargs)
+        kwargs["dk"].mul_(2)
+        return results
+
+    standins.install(on_cuda, "flash3")
+    module = sys.modules["flash_attn_interface"]
+    on_cuda.setattr(module, "_flash_attn_backward", standins.Operator(wrong))
+    with (
+        pytest.warns(THDWarning, match="its dk differs by"),
+        pytest.raises(ValueError, match=r"(?s)backend='flash' cannot run.*flash3.: gives wrong results here"),
+    ):
+        choose("flash", HOPPER)
+
+
+def test_a_kernel_waits_for_its_trial_where_operators_are_watched(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install(on_cuda, "flash3")
+    state = torch.get_rng_state()
+    with FlopCounterMode(display=False) as counter:
+        assert cached_choice(HOPPER) == "torch"
+    assert counter.get_total_flops() == 0
+    assert cached_choice(HOPPER) == "flash3"
+    assert torch.equal(torch.get_rng_state(), state)
+    with FlopCounterMode(display=False):
+        assert cached_choice(HOPPER) == "flash3"  # known by now
+        assert choose("flash", replace(HOPPER, head_size=32, value_size=32)) == "flash3"  # the user's choice
