@@ -60,11 +60,16 @@ def table(lines: Sequence[Line]) -> str:
             "| --- | --- | --- |",
         ]
         text += [
-            f"| {line.family} | {line.verdict} | {line.detail.replace('|', '/')} |"
+            f"| {line.family} | {line.verdict} | {_cell(line.detail)} |"
             for line in own
             if line.verdict != "exact"
         ]
     return "\n".join(text) + "\n"
+
+
+def _cell(detail: str) -> str:
+    """Write a reason without the signs that Markdown reads as a column or as a link."""
+    return detail.replace("|", "/").replace("][", "]\\[")
 
 
 def read_table(text: str) -> list[Line]:

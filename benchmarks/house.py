@@ -10,7 +10,8 @@
 - questions which variant a batch, plan or step is; files that know shared prefixes, or shards;
 - calls and files of this package in a plain training step of a one-layer model on one CPU.
 
-``--at`` takes the path of a checkout, or a commit of this repository; several stand side by side.
+``--at`` takes the path of a checkout, or a commit of this repository; several stand side by side, and
+"met" speaks of the last.
 ``--list`` names every place, ``--calls`` the calls of a step by file. Nothing here counts lines.
 """
 
@@ -135,6 +136,13 @@ def checkout_of(at: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+def verdict(what: str, number: int) -> tuple[str, str]:
+    """Return the goal of a count, and "yes" or "NO" as the other benchmarks' tables say it; or nothing."""
+    if what not in GOALS:
+        return "", ""
+    return f"<= {GOALS[what]}", "yes" if number <= GOALS[what] else "NO"
+
+
 def print_calls(counts: Counts) -> None:
     """Print the calls of a step by file."""
     steps = LAST_STEP - FIRST_STEP
@@ -158,10 +166,10 @@ def main(argv: list[str] | None = None) -> None:
         with checkout_of(at) as checkout:
             counts.append(count(checkout))
     width = max(map(len, counts[0].numbers))
-    print(" " * width, *(f"{at[-16:]:>16}" for at in columns), f"{'goal':>8}")
+    print(" " * width, *(f"{at[-16:]:>16}" for at in columns), f"{'goal':>8} {'met':>4}")
     for what in counts[0].numbers:
-        goal = f"<= {GOALS[what]}" if what in GOALS else ""
-        print(f"{what:{width}}", *(f"{each.numbers[what]:16,}" for each in counts), f"{goal:>8}")
+        goal, met = verdict(what, counts[-1].numbers[what])
+        print(f"{what:{width}}", *(f"{each.numbers[what]:16,}" for each in counts), f"{goal:>8} {met:>4}")
         if args.list:
             for place in counts[-1].places.get(what, []):
                 print(f"    {place}")

@@ -3,9 +3,21 @@
 import re
 import sys
 from pathlib import Path
+from posixpath import dirname, normpath, relpath
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "RESULTS.md"
+ROOT = RESULTS.parent.parent
+# Pages of the site that show a file of the repository. There, each page is a link.
+SHOWN = {
+    "benchmarks/FAMILIES.md": "families.md",
+    "benchmarks/GPU.md": "gpu.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "benchmarks/TRUST.md": "trust.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+ONLY_A_LINK = re.compile(r"\s*In the repository, read \[([\w./]+)\]\(\S+\)\.\s*")
 
 # A benchmark and the beginning of a row: these lines open the page.
 HEADLINES = (
@@ -51,7 +63,13 @@ TOPICS = {
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Put generated tables below two pages; every other page stays as it is."""
+    """Show files in place of links to them, and put generated tables on two pages."""
+    source = f"docs/{page.file.src_uri}"
+    only_a_link = ONLY_A_LINK.fullmatch(markdown)
+    if only_a_link:
+        source = only_a_link[1]
+        markdown = (ROOT / source).read_text()
+    markdown = within_site(markdown, source, page.file.src_uri)
     if page.file.src_uri == "changes.md":
         return f"{markdown}\n{replaced()}"
     if page.file.src_uri == "benchmarks.md":
@@ -75,11 +93,33 @@ def _whole(code: re.Match[str]) -> str:
     return f"<code>{words}</code>"
 
 
+def within_site(markdown: str, source: str, page: str) -> str:
+    """Point the links of a file at pages of the site; keep only the words of others.
+
+    Args:
+        markdown: the text of the file.
+        source: its path in the repository.
+        page: the path below ``docs`` of the page that shows it.
+    """
+    here = dirname(page) or "."
+
+    def changed(link: re.Match[str]) -> str:
+        words, target, anchor = link.groups("")
+        path = normpath(f"{dirname(source) or '.'}/{target}")
+        if path in SHOWN:
+            return f"[{words}]({relpath(SHOWN[path], here)}{anchor})"
+        if not path.startswith("docs/"):
+            return words
+        return f"[{words}]({relpath(path.removeprefix('docs/'), here)}{anchor})"
+
+    link = r"(?<!!)\[([^]\n]+)\]\((?!\w+:)([\w./-]+)(#[\w-]*)?\)"
+    return re.sub(link, changed, markdown)
+
+
 def replaced() -> str:
     """List the replaced functions, and what stops if a private name is gone."""
-    root = str(RESULTS.parent.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     from lightning_thd._patches import PATCHES
     from lightning_thd._private import PRIVATE
 

@@ -30,8 +30,8 @@ class PrivateNameGone(RuntimeError):
 
 
 _LIGHTNING = "lightning 2.6.6"
-_TORCH = "torch 2.13, 2.14"
-_TRANSFORMERS = "transformers 5.19, 5.23"
+_TORCH = "torch 2.11, 2.13, 2.14"
+_TRANSFORMERS = "transformers 5.19, 5.23, 5.24"
 
 PRIVATE: Final[dict[str, PrivateName]] = {
     # -- kernels

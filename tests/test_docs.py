@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,12 +172,41 @@ def test_documented_arguments_are_those_of_the_signature() -> None:
         assert sorted(listed) == sorted(parameters), name
 
 
-def test_options_and_hyphenated_names_of_inline_code_stay_on_one_line() -> None:
+def load_hooks() -> ModuleType:
+    """Import the hooks of the site, which are no part of a package."""
     spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     assert spec is not None
     assert spec.loader is not None
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
+    return hooks
+
+
+def test_the_site_shows_the_files_that_pages_only_link() -> None:
+    hooks = load_hooks()
+    for file, name in hooks.SHOWN.items():
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
+        shown = hooks.on_page_markdown((DOCS / name).read_text(), page=page)
+        title = (DOCS.parent / file).read_text().partition("\n")[0]
+        if name != "benchmarks.md":  # a page of its own, with the table below
+            assert shown.startswith(title), f"{name} does not show {file}"
+
+
+def test_links_out_of_the_pages_lead_to_pages_of_the_site() -> None:
+    hooks = load_hooks()
+    text = "[a](../benchmarks/GPU.md#speed), [b](../setup.cfg), [c](guides/lora.md), [d](https://x/y.md)"
+    assert hooks.within_site(text, "docs/index.md", "index.md") == (
+        "[a](gpu.md#speed), b, [c](guides/lora.md), [d](https://x/y.md)"
+    )
+    text = "[a](../../benchmarks/GPU.md), [b](../concepts/mfu.md#x)"
+    assert hooks.within_site(text, "docs/guides/lora.md", "guides/lora.md") == (
+        "[a](../gpu.md), [b](../concepts/mfu.md#x)"
+    )
+    assert hooks.within_site("[t](benchmarks/TRUST.md)", "SECURITY.md", "security.md") == "[t](trust.md)"
+
+
+def test_options_and_hyphenated_names_of_inline_code_stay_on_one_line() -> None:
+    hooks = load_hooks()
     block = '<pre id="a"><span></span><code>make test-imagined</code></pre>'
 
     html = hooks.on_page_content(f"<p><code>plan --memory x</code>, a-b</p>{block}")

@@ -111,6 +111,10 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
             lambda: THDDataModule([], batch_size=8),
             "has no batch_size=. A batch is a pack of at most capacity=",
         ),
+        (
+            lambda: THDDataModule([], capacity=8, step=4),
+            r"has no step=. What a step holds is global_batch=Packs\(n\) or global_batch=Sequences\(n\)",
+        ),
         (lambda: THDDataModule([]), "needs capacity=. It is the most tokens of a pack, for example"),
         (lambda: Stream("x", text_key="body"), r"has no text_key=. Pass it to THDDataModule\(Stream"),
         (

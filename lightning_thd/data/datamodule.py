@@ -33,6 +33,8 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing
 from lightning_thd.packing.planner import Planner, Tail
 
+# The answer to arguments that ask for the size of a step.
+_STEP = "What a step holds is global_batch=Packs(n) or global_batch=Sequences(n)"
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
@@ -131,6 +133,9 @@ class THDDataModule(LogsSources):
         capacity="It is the most tokens of a pack, for example capacity=8_192, or 'auto' for the largest.",
         batch_size="A batch is a pack of at most capacity= tokens, however many sequences these are. For "
         "steps of exactly n sequences, pass global_batch=Sequences(n).",
+        step=f"{_STEP}.",
+        steps=f"{_STEP}. Trainer(max_steps=...) limits the number of steps.",
+        tokens=f"A pack holds at most capacity= tokens. {_STEP}.",
         max_length="A pack holds at most capacity= tokens; oversize='truncate' cuts longer sequences.",
         shuffle="Every epoch has an order of its own, decided by seed=.",
         collate_fn="Sequences are collated into packs. Map your dataset to {'input_ids': ints} instead.",
