@@ -18,7 +18,7 @@ from lightning_thd._checks import choice, real_number
 from lightning_thd.flops.listen import projecting
 from lightning_thd.loss.arguments import CheckedRows, LossArgs, is_dtensor, local_hidden, plain
 from lightning_thd.loss.linear_nll import check_weighted, linear_nll, scalar_loss
-from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
+from lightning_thd.loss.tiles.divergence import Divergence, Kind, divergence_and_gradients
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
 
@@ -156,8 +156,8 @@ def _divergence_loss(
 
 def _head_teacher(
     student: LossArgs, teacher: LossArgs, checked: CheckedRows, token_weights: Tensor | float | None
-) -> Callable[[Head], Teacher]:
-    """Check a teacher's head, and return a function that makes the ``Teacher`` for a student's ``Head``."""
+) -> Callable[[Head], Head]:
+    """Check a teacher's head, and return a function that cuts it into the tiles of a student's ``Head``."""
     settings = checked.settings
     teacher = replace(teacher, tp_group=settings.tp_group)
     of_teacher, _ = check_weighted(teacher, token_weights, mean=False)
@@ -176,4 +176,4 @@ def _head_teacher(
         )
 
     matched = replace(of_teacher.settings, columns=settings.columns, start=settings.start)
-    return lambda head: Teacher(Head(of_teacher.operands, of_teacher.targets, matched, head.tile))
+    return lambda head: Head(of_teacher.operands, of_teacher.targets, matched, head.tile)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lightning_thd.loss.kernels import choice
-from lightning_thd.loss.tiles import products
+from lightning_thd.loss.tiles import products, trial
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -37,6 +37,7 @@ def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
         mock.patch.object(choice, "runs_triton", return_value=True),
         # a GPU widens no product of bf16 afterwards, nor does it compute rows again
         mock.patch.object(products, "cpu_multiplies_bf16", return_value=False),
+        mock.patch.dict(trial._VERDICTS, clear=True),
         _watched(rows, calls),
     ):
         yield calls

@@ -9,17 +9,22 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd._imports import installed
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
 from lightning_thd.loss.kernels import choice
+from lightning_thd.loss.tiles import trial
+from lightning_thd.warnings import THDWarning
 from tests.imagined.support import why_not
 from tests.loss.forced import kernels_forced
 from tests.loss.oracles import Case, relative, wide
@@ -213,3 +218,70 @@ def test_a_sample_of_the_kernels_in_tritons_interpreter(pytestconfig: pytest.Con
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
+
+
+def wrong(launch: Callable[..., None]) -> Callable[..., None]:
+    """Return a launch that doubles what the kernel wrote over the products."""
+
+    def run(z: Tensor, *rest: Any) -> None:
+        launch(z, *rest)
+        out = next(x for x in rest if isinstance(x, Tensor) and x.ndim == 2)
+        out.mul_(2)
+
+    return run
+
+
+def failing(launch: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    return run
+
+
+@pytest.mark.parametrize("change", [wrong, failing])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_are_wrong_in_their_trial_are_replaced_with_a_warning(
+    kind: str, change: Callable[..., Any]
+) -> None:
+    case = Case(dtype=torch.float32)
+    leaves, targets, taught = operands(case)
+    expected = whole(kind, case, wide(leaves), targets, taught)
+
+    def step() -> Tensor:
+        loss = fused(kind, leaves, targets, taught)
+        loss.backward()
+        return loss.detach()
+
+    with kernels_forced(interpreted=False) as calls:
+        rows = sys.modules["lightning_thd.loss.kernels.rows"]
+        broken = {name: change(getattr(rows, name)) for name in LAUNCHES[kind]}
+        with mock.patch.multiple(rows, **broken), pytest.warns(THDWarning, match="not used here: of 16 rows"):
+            loss = step()
+        calls.clear()
+        step()
+        assert calls == []
+
+    assert relative(loss, expected) < 2e-5
+
+
+def test_a_trial_takes_few_rows_once_and_waits_while_operators_are_watched() -> None:
+    leaves, targets, _ = operands(Case(dtype=torch.float32))
+    with kernels_forced(interpreted=False) as calls:
+        with FlopCounterMode(display=False):
+            fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+        in_watched = len(calls)
+        fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+        in_first = len(calls) - in_watched
+        fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+        assert [in_watched, in_first, len(calls) - in_watched - in_first] == [1, 2, 1]
+
+
+def test_rows_that_show_nothing_are_tried_a_few_times() -> None:
+    leaves, targets, _ = operands(Case(dtype=torch.float32, ignored=0.0))
+    with torch.no_grad():
+        leaves[0][0] = torch.nan
+    with kernels_forced(interpreted=False) as calls:
+        for _ in range(6):
+            assert fused_linear_cross_entropy(leaves[0], leaves[1], targets).isnan()
+        assert calls == ["nll"] * 6  # the kernels are not tried on such rows
+        assert [*trial._VERDICTS.values()] == [True]

@@ -7,8 +7,9 @@ student and teacher in a tile.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -19,9 +20,12 @@ from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, L
 from lightning_thd.loss.tiles.nll import Stash, halves, tiles_of_inputs
 from lightning_thd.loss.tiles.products import exponential, product
 from lightning_thd.loss.tiles.softmax import MAX, SUM, blank_statistics, merge_parts, merge_ranks
+from lightning_thd.loss.tiles.trial import few_rows, kernels_hold
 from lightning_thd.parallel.exchange import stacked
 
 Kind = Literal["kl", "reverse_kl", "jsd"]
+# Computes ``divergence_and_gradients`` in one way.
+DivergenceOfRows = Callable[..., tuple[Tensor, HeadGradients]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +136,42 @@ class Teacher:
 
 
 def divergence_and_gradients(
-    head: Head, teacher: Teacher, targets: Tensor, weights: Tensor, divergence: Divergence, *, needs: Needs
+    head: Head, teacher: Head, targets: Tensor, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
-    if by_kernels(head) and by_kernels(teacher.head):
-        return _divergence_by_kernels(head, teacher.head, targets, weights, divergence, needs=needs)
+    compute: DivergenceOfRows = _divergence_by_operators
+    if by_kernels(head) and by_kernels(teacher):
+        tried = [
+            partial(_loss_and_gradients, of_rows, teacher, targets, weights, divergence)
+            for of_rows in (_divergence_by_kernels, _divergence_by_operators)
+        ]
+        options = (divergence, teacher.settings.logit_map, teacher.bias is None)
+        if kernels_hold(divergence.kind, head, options, *tried):
+            compute = _divergence_by_kernels
+    return compute(head, teacher, targets, weights, divergence, needs=needs)
 
+
+def _loss_and_gradients(
+    compute: DivergenceOfRows,
+    teacher: Head,
+    targets: Tensor,
+    weights: Tensor,
+    divergence: Divergence,
+    few: Head,
+) -> tuple[Tensor, ...]:
+    """Return the loss and the gradients of the hidden states of a head of the first rows."""
+    rows = slice(0, len(few.hidden))
+    taught = few_rows(teacher)
+    loss, of_rows = compute(few, taught, targets[rows], weights[rows], divergence, needs=(True, False, False))
+    assert of_rows.hidden is not None
+    return loss, of_rows.hidden
+
+
+def _divergence_by_operators(
+    head: Head, teacher: Head, targets: Tensor, weights: Tensor, divergence: Divergence, *, needs: Needs
+) -> tuple[Tensor, HeadGradients]:
+    """Compute ``divergence_and_gradients`` with torch's operators."""
+    taught = Teacher(teacher)
     group = head.settings.tp_group
     logit_map = head.settings.logit_map
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.settings.accumulator)
@@ -145,12 +179,12 @@ def divergence_and_gradients(
     stash = Stash(head)
 
     for rows in head.row_tiles:
-        lse = _open(stash, teacher, rows)[:, None]
+        lse = _open(stash, taught, rows)[:, None]
         inner_and_pivot = losses.new_zeros(2, rows.stop - rows.start)
         if divergence.couples_columns:
             sums_of_rows = InnerSums(losses[rows])
             for columns in head.column_tiles:
-                t = teacher.logprobs(columns).to(losses.dtype)
+                t = taught.logprobs(columns).to(losses.dtype)
                 s = stash.logits(columns) - lse
                 losses[rows] += divergence.of_teacher(s, t)
                 divergence.add_of_student(s, t, sums_of_rows)
@@ -160,7 +194,7 @@ def divergence_and_gradients(
 
         sums.open(rows)
         for columns in head.column_tiles:
-            t = teacher.logprobs(columns).to(losses.dtype)
+            t = taught.logprobs(columns).to(losses.dtype)
             z = stash.logits(columns)
             s = z - lse
             if not divergence.couples_columns:

@@ -6,6 +6,8 @@ loop: a tile of the weight is read and widened once a pass, and its gradient is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 
 import torch
@@ -18,6 +20,7 @@ from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
     TARGET,
+    TOTAL,
     WEIGHTED,
     RowGradients,
     blank_statistics,
@@ -25,6 +28,7 @@ from lightning_thd.loss.tiles.softmax import (
     merge_parts,
     update_statistics,
 )
+from lightning_thd.loss.tiles.trial import kernels_hold
 
 # Largest relative error of rounding to bf16, which keeps eight significant bits.
 _ROUNDING = 2.0**-8
@@ -36,10 +40,34 @@ _ENTROPY_ERROR = 8e-3
 def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
     """Compute the statistics ``[5, R]`` of all rows; ``entropy`` fills WEIGHTED, ``total`` TOTAL."""
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.settings.accumulator)
+    fill = _fill_by_operators
     if by_kernels(head):
-        _fill_by_kernels(stats, head, targets, entropy=entropy, total=total)
-        return stats
+        tried = [
+            partial(_outputs, of_rows, targets, entropy, total)
+            for of_rows in (_fill_by_kernels, _fill_by_operators)
+        ]
+        if kernels_hold("log-probabilities", head, (entropy, total), *tried):
+            fill = _fill_by_kernels
+    fill(stats, head, targets, entropy=entropy, total=total)
+    return stats
 
+
+def _outputs(
+    fill: Callable[..., None], targets: Tensor, entropy: bool, total: bool, few: Head
+) -> tuple[Tensor, ...]:
+    """Return what follows from the statistics of a head of the first rows: lse, and the terms of the rest."""
+    stats = blank_statistics(few.hidden, len(few.hidden), few.settings.accumulator)
+    fill(stats, few, targets[: len(few.hidden)], entropy=entropy, total=total)
+    outputs = [stats[MAX] + stats[SUM].log(), stats[TARGET]]
+    if entropy:
+        outputs.append(stats[WEIGHTED] / stats[SUM])
+    if total:
+        outputs.append(stats[TOTAL])
+    return tuple(outputs)
+
+
+def _fill_by_operators(stats: Tensor, head: Head, targets: Tensor, *, entropy: bool, total: bool) -> None:
+    """Compute ``softmax_statistics`` with torch's operators."""
     first = head.scratch()
     second = head.scratch()
     for columns in head.column_tiles:
@@ -49,8 +77,6 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.settings.start - columns.start
             update_statistics(stats[:, rows], z, e, local, entropy=entropy, total=total)
-
-    return stats
 
 
 def gradients(
@@ -64,8 +90,35 @@ def gradients(
 ) -> HeadGradients:
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     if exact is None and by_kernels(head):
-        return _gradients_by_kernels(head, targets, lse, factors, needs=needs)
+        tried = [
+            partial(_hidden_gradients, of_rows, targets, lse, factors)
+            for of_rows in (_gradients_by_kernels, _gradients_by_operators)
+        ]
+        if kernels_hold("log-probabilities", head, factors.slope is None, *tried):
+            return _gradients_by_kernels(head, targets, lse, factors, needs=needs)
+    return _gradients_by_operators(head, targets, lse, factors, needs=needs, exact=exact)
 
+
+def _hidden_gradients(
+    compute: Callable[..., HeadGradients], targets: Tensor, lse: Tensor, factors: RowGradients, few: Head
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the hidden states of a head of the first rows."""
+    rows = slice(0, len(few.hidden))
+    of_rows = compute(few, targets[rows], lse[rows], factors.at(rows), needs=(True, False, False))
+    assert of_rows.hidden is not None
+    return (of_rows.hidden,)
+
+
+def _gradients_by_operators(
+    head: Head,
+    targets: Tensor,
+    lse: Tensor,
+    factors: RowGradients,
+    *,
+    needs: Needs,
+    exact: Tensor | None = None,
+) -> HeadGradients:
+    """Compute ``gradients`` with torch's operators."""
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first = head.scratch()
     second = head.scratch()

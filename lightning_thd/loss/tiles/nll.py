@@ -8,8 +8,9 @@ Legend: R rows, H hidden size, V vocabulary, c x v one tile. ``z`` are logits, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ from lightning_thd.loss.tiles.softmax import (
     targets_here,
     update_statistics,
 )
+from lightning_thd.loss.tiles.trial import kernels_hold
+
+# Computes ``nll_and_gradients`` in one way.
+NllOfRows = Callable[..., tuple[Tensor, HeadGradients]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +83,39 @@ def nll_and_gradients(
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over rows, and gradients; ``seen`` ``[R]`` gets the summands."""
+    compute: NllOfRows = _nll_by_operators
     if by_kernels(head):
-        return _nll_by_kernels(head, targets, weights, needs, penalties=penalties, seen=seen)
+        tried = [
+            partial(_losses_and_gradients, of_rows, targets, weights, penalties)
+            for of_rows in (_nll_by_kernels, _nll_by_operators)
+        ]
+        if kernels_hold("nll", head, penalties, *tried):
+            compute = _nll_by_kernels
+    return compute(head, targets, weights, needs, penalties=penalties, seen=seen)
 
+
+def _losses_and_gradients(
+    compute: NllOfRows, targets: Tensor, weights: Tensor, penalties: Penalties, few: Head
+) -> tuple[Tensor, ...]:
+    """Return the loss of each row of a head of the first rows, and the gradients of its hidden states."""
+    count = len(few.hidden)
+    losses = weights.new_zeros(count)
+    needs = (True, False, False)
+    _, gradients = compute(few, targets[:count], weights[:count], needs, penalties=penalties, seen=losses)
+    assert gradients.hidden is not None
+    return losses, gradients.hidden
+
+
+def _nll_by_operators(
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    needs: Needs,
+    *,
+    penalties: Penalties,
+    seen: Tensor | None,
+) -> tuple[Tensor, HeadGradients]:
+    """Compute ``nll_and_gradients`` with torch's operators."""
     loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
