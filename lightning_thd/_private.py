@@ -40,7 +40,10 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     ),
     "torch._C._are_functorch_transforms_active": PrivateName("_modes.py", _TORCH, "attention on a CPU"),
     "torch.utils._python_dispatch.TorchDispatchMode": PrivateName(
-        "_modes.py", _TORCH, 'CUDAGraphCallback, or capacity="auto" on ranks that share layers'
+        "_modes.py",
+        _TORCH,
+        'CUDAGraphCallback, capacity="auto" on ranks that share layers, or the fp32 run of check_packing for a '
+        "model with an autocast inside",
     ),
     "torch._C._distributed_c10d._create_work_from_future": PrivateName(
         "cuda_graph/recording.py", _TORCH, 'collectives in CUDAGraphCallback(backend="recording")'

@@ -3,14 +3,17 @@
 The probe runs packs of random tokens and changes one sequence at a time. A change in another sequence's
 logits is a leak, and so is a gradient of one sequence's logits at another's inputs. A sequence must give the
 same result in its own pack, and with transformers' eager attention. A trailing pad must not change gradients.
+Two more checks look for leaks only: one in training mode, and one in a longer pack.
 Legend: T slots in a pack, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -34,12 +37,15 @@ from lightning_thd.models.probe_model import (
     logits_of,
     lowered_limits,
     no_zero_weights,
+    positions_of,
     refuse_without_forward,
+    seed_generators,
     undisturbed,
     working_dtype,
 )
 from lightning_thd.models.probe_port import Port, Reference
 from lightning_thd.models.probe_report import PackingLeakError, PackingReport
+from lightning_thd.models.probe_training import as_in_training, kept_values
 
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
@@ -48,8 +54,16 @@ LENGTHS = (7, 1, 16, 3, 8)
 # only by the order of sums in expert kernels. Error checks compare different shapes, which round differently.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
+# A right model leaks exactly 0 in half precision too, because the same operators compute the slots that did
+# not change. Only kernels that sort tokens by expert may round these slots differently, by the resolution of
+# the dtype. So a leak above the bound of fp32 is measured again in fp32, and only a model that cannot run in
+# fp32 is judged by this bound.
 _HALF_LEAK = 1e-2
 _HALF_ERROR = 5e-2
+# Slots of the longer pack: more for models that are small enough for a CPU, or on a GPU.
+_FAR = 512
+_FAR_IF_LARGE = 128
+_LARGE = 30_000_000  # parameters
 _PAD = 5  # slots of the trailing pad
 _MANY = 300_000_000  # parameters; up to this number, two sets of gradients or an fp32 copy should fit
 
@@ -77,9 +91,13 @@ def check_packing(
 ) -> PackingReport:
     """Check whether any sequence of a pack sees another, and whether a port equals what it was ported from.
 
-    During the check the model is in ``eval()``, and parameters that are all zero hold small noise. Batch
-    norms that average over the pack in the model's present mode fail the check. For S sequences the check
-    takes about S + 6 forward passes of ``sum(lengths)`` tokens, and S + 3 backward passes with ``grad``.
+    During the check the model is in ``eval()``, and parameters that are all zero, or all one value whose size
+    is below 1e-3, hold small noise. Leaks are also looked for in ``train()`` without dropout and, if
+    ``lengths`` is left out, in a pack of about 500 tokens, or of 128 for a large model on a CPU. Batch norms
+    that average over the pack in the model's present mode fail the check. Not looked at are longer packs, and
+    what is behind a gate that is nearly closed in another way, such as a buffer of zeros or a sigmoid of -20.
+    For S sequences the check takes about S + 9 forward passes of ``sum(lengths)`` tokens, three of the longer
+    pack, and S + 3 backward passes with ``grad``.
 
     Args:
         model: a Hugging Face model, or any model that ``forward`` can call.
@@ -101,8 +119,9 @@ def check_packing(
             ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
 
     Returns:
-        The report, which prints as a table. If a model in half precision differs without a leak and
-        ``tolerance`` is None, a second run in fp32 decides, unless it fails or there are over 3e8 weights.
+        The report, which prints as a table. If a model in half precision leaks between 1e-6 and 1e-2, or
+        differs without a leak and ``tolerance`` is None, a second run in fp32 decides, unless it fails or
+        there are over 3e8 weights in half precision.
 
     Raises:
         PackingLeakError: if a check fails and ``raise_on_leak``; it names the first wrong module, if found.
@@ -120,7 +139,8 @@ def check_packing(
     port: Port | None = None
     if reference is not None:
         port = Port(model, reference)
-    if tuple(lengths) == LENGTHS:
+    are_default = tuple(lengths) == LENGTHS
+    if are_default:
         lengths = _default_lengths(model, run, vocab_size, seed, port, thorough=thorough)
 
     norms = averaging_norms(model)
@@ -134,10 +154,13 @@ def check_packing(
             probe.add_a_pad()
         if port is not None:
             probe.compare_with_reference(port)
+        probe.look_in_training(modes)
+        if are_default:
+            probe.look_further(vocab_size, seed)
         return probe
 
     with ExitStack() as changes:
-        changes.enter_context(undisturbed(model, grad=grad))
+        modes = changes.enter_context(undisturbed(model, grad=grad))
         if port is not None:
             changes.enter_context(port.undisturbed(grad=grad))
         if port is None or port.shares_weights:
@@ -146,9 +169,13 @@ def check_packing(
             changes.enter_context(lowered_limits(model))
 
         batch = random_pack(model, vocab_size, lengths, seed)
-        report = _judged(measure(), tolerance)
-        if not report.ok and not report.leaks and tolerance is None:
-            report = _without_rounding(model, measure) or report
+        probe = measure()
+        report = _judged(probe, tolerance)
+        may_be_rounding = not report.ok and not report.leaks and tolerance is None
+        if report.may_leak or may_be_rounding:
+            report = _without_rounding(model, measure, report, tolerance, rounded=probe.is_half)
+        elif probe.is_half and not report.leaks:
+            report = replace(report, leak_tolerance=_LEAK[torch.float32])
 
     if raise_on_leak and not report.ok:
         raise PackingLeakError(report)
@@ -196,17 +223,34 @@ def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
     return probe.report(tolerance, module=probe.culprit(report))
 
 
-def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> PackingReport | None:
-    """Measure a model in fp32, because rounding may route tokens to other experts; None if it cannot run."""
-    with in_fp32(model, most=_MANY) as precise:
-        if not precise:
-            return None
-        try:
-            probe = measure()
-        except Exception:  # a kernel may exist only in half precision; keep the first measurement
-            return None
-        probe.skipped.append("rounding of half precision: differs, so measured in fp32")
-        return _judged(probe, None)
+def _without_rounding(
+    model: nn.Module,
+    measure: Callable[[], _Probe],
+    half: PackingReport,
+    tolerance: float | None,
+    *,
+    rounded: bool,
+) -> PackingReport:
+    """Measure a model in fp32, because rounding may route tokens to other experts, and return its report.
+
+    If the model cannot run in fp32, the report of half precision stays, and says which leak was not judged.
+    """
+    found = f"a leak of {half.largest_leak:.1e}" if half.may_leak else "differs"
+    probe: _Probe | None = None
+    with in_fp32(model, most=_MANY, rounded=rounded) as precise:
+        if precise:
+            try:
+                probe = measure()
+            except Exception:  # a kernel may exist only in half precision; keep the first measurement
+                probe = None
+        if probe is not None and not probe.is_half:
+            probe.skipped.append(f"rounding of half precision: {found}, so measured in fp32")
+            return _judged(probe, tolerance)
+
+    if not half.may_leak:
+        return half
+    reason = f"whether {found} is rounding of half precision: the model did not run in fp32"
+    return replace(half, skipped=(*half.skipped, reason))
 
 
 class _Probe:
@@ -228,6 +272,7 @@ class _Probe:
             "gradient_error": None,
         }
         self.worst: dict[str, int] = {}  # the sequence at which each number was measured
+        self.leaking: str | None = None  # the first module that leaks in training mode or in a longer pack
         self.skipped: list[str] = []
 
         self._measure()
@@ -241,15 +286,14 @@ class _Probe:
             self.measured[name] = error
             self.worst[name] = index
 
+    @property
+    def is_half(self) -> bool:
+        """Return whether the model computes in half precision."""
+        return self.dtype not in _LEAK
+
     def changed(self, index: int) -> THDBatch:
         """Return the pack with every token of one sequence replaced."""
-        ids = self.batch.input_ids.clone()
-        slots = slots_of(self.batch, index)
-        ids_of_pack = torch.unique(ids)
-        # Each token becomes the next larger id of the pack, the largest becomes the smallest: no id is new.
-        rank = torch.searchsorted(ids_of_pack, ids[slots])
-        ids[slots] = ids_of_pack[(rank + 1) % len(ids_of_pack)]
-        return self.batch.replace(input_ids=ids)
+        return with_others(self.batch, [index])
 
     def alone(self, index: int) -> THDBatch:
         """Return one sequence as its own pack."""
@@ -314,6 +358,94 @@ class _Probe:
         self.keep("gradient_error", (packed_grad[slots] - alone_grad).abs().max().item() / largest, index)
         packed_grad[slots] = 0  # what is left reaches other sequences
         self.keep("gradient_leak", packed_grad.abs().max().item() / largest, index)
+
+    def look_in_training(self, modes: dict[nn.Module, bool]) -> None:
+        """Look for leaks in training mode, where layers may take other branches."""
+        if kept_values(self.model) > _MANY:
+            self.skipped.append(f"training mode: {kept_values(self.model):,} values of buffers to restore")
+            return
+
+        with warnings.catch_warnings(), as_in_training(self.model, modes, most=_MANY), torch.no_grad():
+            warnings.simplefilter("ignore")  # such as that checkpoints without gradients do nothing
+            try:
+                leak = self._leak_between("training_leak", self.batch)
+            except Exception as error:  # the model may need targets, or refuse its dropout
+                self.skipped.append(f"training mode: {type(error).__name__} in train()")
+                return
+
+            if not leak <= _LEAK[torch.float32] and self._is_random():
+                self.measured["training_leak"] = None
+                self.skipped.append("training mode: it draws random numbers beside dropout")
+
+    def _is_random(self) -> bool:
+        """Return whether the logits of a pack depend on the random state."""
+        logits: list[Tensor] = []
+        for seed in range(2):
+            seed_generators(self.model, seed)
+            logits.append(self.logits(self.batch))
+        return not torch.equal(*logits)
+
+    def look_further(self, vocab_size: int | None, seed: int) -> None:
+        """Look for leaks over more slots: between long sequences, or many short ones if positions may end."""
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        on_cpu = self.batch.input_ids.device.type == "cpu"
+        slots = _FAR_IF_LARGE if on_cpu and size > _LARGE else _FAR
+        if slots <= len(self.batch.input_ids):
+            return
+
+        # A position beyond a table ends a process on a GPU, and is an error on a CPU.
+        longest = (slots - 17) // 2
+        positions = positions_of(self.model)
+        if positions is not None:
+            longest = min(longest, positions)
+        elif not on_cpu:
+            longest = 0
+
+        lengths: tuple[int, ...]
+        choices: list[tuple[int, ...]] = []
+        checked = [length for length in LENGTHS if length in self.batch.lengths]
+        while longest > max(LENGTHS):
+            lengths = (longest, checked[0], 16, longest)
+            choices.append(lengths * max(slots // sum(lengths), 1))
+            longest //= 2
+        choices.append(tuple(checked) * (slots // sum(checked)))
+
+        for lengths in choices:
+            try:
+                with torch.no_grad():
+                    self._leak_between("far_leak", random_pack(self.model, vocab_size, lengths, seed))
+            except Exception:
+                continue
+            self.measured["far_lengths"] = lengths
+            return
+        self.skipped.append("packs of more tokens: the model did not run on them")
+
+    def _leak_between(self, name: str, batch: THDBatch) -> float:
+        """Change every second sequence of a batch, then the others; keep and return the largest leak."""
+
+        def run(batch: THDBatch) -> Tensor:
+            seed_generators(self.model, 0)
+            return self.logits(batch)
+
+        whole = run(batch)
+        scale = max(whole.abs().max().item(), torch.finfo(torch.float32).tiny)
+        num_sequences = len(batch.lengths)
+        for start in range(2):
+            others = list(range(start, num_sequences, 2))
+            changed = with_others(batch, others)
+            moved = (run(changed) - whole).abs().amax(-1)
+            for index in others:
+                moved[slots_of(batch, index, rows=len(moved))] = 0
+            leak = moved.max().item() / scale
+            self.keep(name, leak, start)
+            if self.leaking is None and not leak <= _LEAK.get(self.dtype, _HALF_LEAK):
+                is_kept = torch.ones(len(batch.input_ids), dtype=torch.bool)
+                for index in others:
+                    is_kept[slots_of(batch, index)] = False
+                rows = is_kept.nonzero()[:, 0]
+                runs = (partial(run, batch), partial(run, changed))
+                self.leaking = first_leaking_module(self.model, *runs, rows, rows)
+        return float(self.measured[name])
 
     def compare_with_stock(self, *, has_reference: bool) -> None:
         """Run every sequence under stock eager attention, shortest first."""
@@ -464,6 +596,8 @@ class _Probe:
         with torch.no_grad():
             if report.leak > report.leak_tolerance:
                 return self._first_to_leak(self.worst["leak"])
+            if self.leaking is not None:
+                return self.leaking
             if report.same and report.matches_stock and not report.matches_reference:
                 assert self.port is not None
                 alone = self.alone(self.worst["port_error"])
@@ -508,6 +642,18 @@ def slots_of(batch: THDBatch, index: int, rows: int | None = None) -> slice:
         return slice(index, index + 1)
     start = sum(batch.lengths[:index])
     return slice(start, start + batch.lengths[index])
+
+
+def with_others(batch: THDBatch, indices: Sequence[int]) -> THDBatch:
+    """Return a batch with every token of some of its sequences replaced."""
+    ids = batch.input_ids.clone()
+    ids_of_pack = torch.unique(ids)
+    for index in indices:
+        slots = slots_of(batch, index)
+        # Each token becomes the next larger id of the pack, the largest becomes the smallest: no id is new.
+        rank = torch.searchsorted(ids_of_pack, ids[slots])
+        ids[slots] = ids_of_pack[(rank + 1) % len(ids_of_pack)]
+    return batch.replace(input_ids=ids)
 
 
 def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int], seed: int) -> THDBatch:

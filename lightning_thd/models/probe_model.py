@@ -6,35 +6,51 @@ Legend: T slots of a run, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lightning_thd._find import has_parameters
+from lightning_thd._find import has_parameters, text_config
+from lightning_thd._modes import watch_operators
+from lightning_thd._private import PrivateNameGone
 from lightning_thd.models.pack import NOTES
 from lightning_thd.models.switching import choose_attention
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, grad: bool) -> Generator[None]:
-    """Run the model in eval mode, uncompiled, with gradients if ``grad``; restore modes and random state."""
+def undisturbed(model: nn.Module, *, grad: bool) -> Generator[dict[nn.Module, bool]]:
+    """Run the model in eval mode, uncompiled, with gradients if ``grad``; restore modes and random state.
+
+    Yields the modes in which the modules were given.
+    """
     training = {module: module.training for module in model.modules()}
-    devices = sorted({x.device.index or 0 for x in model.parameters() if x.is_cuda})
+    devices = _gpus(model)
     model.eval()
     try:
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-            # torch.manual_seed would seed all GPUs, also those that are initialised later.
-            for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)):
-                generator.manual_seed(0)
+            seed_generators(model, 0)
             with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
-                yield
+                yield training
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def seed_generators(model: nn.Module, seed: int) -> None:
+    """Seed the CPU's random numbers and those of the model's GPUs."""
+    # torch.manual_seed would seed all GPUs, also those that are initialised later.
+    for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in _gpus(model))):
+        generator.manual_seed(seed)
+
+
+def _gpus(model: nn.Module) -> list[int]:
+    """List the GPUs that hold the model's parameters."""
+    return sorted({x.device.index or 0 for x in model.parameters() if x.is_cuda})
 
 
 def refuse_without_forward(module: nn.Module, argument: str, *, otherwise: str = "") -> None:
@@ -51,29 +67,38 @@ def refuse_without_forward(module: nn.Module, argument: str, *, otherwise: str =
 
 
 # Every batch norm of torch, the lazy ones included.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float64, torch.float32, *_HALF)
 _NOISE = 0.02  # standard deviation of transformers' usual initialisation
+# Equal values below this size are taken as a gate that is nearly closed, such as a LayerScale of 1e-6.
+_CLOSED = 1e-3
 
 
 @contextmanager
 def no_zero_weights(model: nn.Module) -> Generator[None]:
-    """Fill unsharded parameters that are all zero with small noise inside this context."""
+    """Fill unsharded parameters that are all zero, or all one value near zero, with small noise."""
     unsharded = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
     writable = [p for p in unsharded if p.numel() and not (p.is_meta or p.is_inference())]
-    zeros = [p for p in writable if not p.detach().any()]
+    closed: list[tuple[nn.Parameter, float]] = []
+    for parameter in writable:
+        least, largest = (bound.item() for bound in parameter.detach().aminmax())
+        if least == largest and abs(least) < _CLOSED:
+            closed.append((parameter, least))
+
     with torch.no_grad():
-        for seed, parameter in enumerate(zeros):
+        for seed, (parameter, value) in enumerate(closed):
             generator = torch.Generator(parameter.device).manual_seed(seed)
             parameter.normal_(0.0, _NOISE, generator=generator)
+            if value:  # a root or a logarithm may be taken of it
+                parameter.abs_().mul_(1.0 if value > 0 else -1.0)
 
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter in zeros:
-                parameter.zero_()
+            for parameter, value in closed:
+                parameter.fill_(value)
 
 
 def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
@@ -86,14 +111,17 @@ def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
 
 
 @contextmanager
-def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
-    """Compute in fp32 without autocast inside this context; yield False if this is impossible or needless."""
+def in_fp32(model: nn.Module, *, most: int, rounded: bool) -> Generator[bool]:
+    """Compute in fp32 inside this context; yield False if this is impossible or needless.
+
+    Weights in half precision are copied, autocast is left, and what the model itself casts to half precision,
+    by an autocast of its own too, stays in fp32.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in _HALF]
     devices = {tensor.device.type for tensor in tensors} - {"meta"}
     plain = all(type(x) in (nn.Parameter, Tensor) and not (x.is_meta or x.is_inference()) for x in halves)
-    rounded = bool(halves) or any(torch.is_autocast_enabled(device) for device in devices)
-    if not rounded or not plain or sum(tensor.numel() for tensor in halves) > most:
+    if not (rounded or halves) or not plain or sum(tensor.numel() for tensor in halves) > most:
         yield False
         return
 
@@ -103,15 +131,31 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
 
+        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        if not sharded:  # FSDP2 keeps the buffers into which it casts
+            with suppress(PrivateNameGone):
+                stack.enter_context(watch_operators(_without_halves))
+
         try:
             torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets bfloat16
+            torch.clear_autocast_cache()  # of weights in half precision
             for tensor in halves:
                 tensor.data = tensor.data.float()
             yield True
         finally:
             torch.set_default_dtype(default)
+            torch.clear_autocast_cache()  # of weights in fp32
             for tensor, data in zip(halves, held, strict=True):
                 tensor.data = data
+
+
+def _without_halves(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator with fp32 in place of each half precision that it is asked for."""
+
+    def widened(value: Any) -> Any:
+        return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+    return operator(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
 
 
 def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -119,7 +163,7 @@ def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
+        if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
     }
 
 
@@ -240,6 +284,18 @@ def attention_configs(model: nn.Module) -> list[Any]:
         if attention is not None and (attention == attention_of_model or config is root):
             configs[id(config)] = config
     return list(configs.values())
+
+
+# Names under which configs of transformers hold how many positions a model has.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """Return how many positions a sequence may have, by the model's config; None if that is unknown."""
+    config = text_config(getattr(model, "config", None))
+    sizes = [getattr(config, name, None) for name in _POSITIONS]
+    known = [size for size in sizes if type(size) is int and size > 0]
+    return min(known) // 2 if known else None  # half, because some models count from above zero
 
 
 # ---- The first module that leaks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightning_thd._pages import see
@@ -11,6 +12,7 @@ _SOFTMAX = 1e-5
 # A port's largest error in fp32. A window that is one key too small changes a logit by more than this.
 _PORT = 2e-5
 _HALF = 1e-2  # tolerances from here on are those of half precision
+_LEAK_OF_FP32 = 1e-6  # a larger leak in half precision is measured again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +28,15 @@ class PackingReport:
         gradient_leak: largest gradient that reaches an input of another sequence, if asked for.
         error: largest difference between a sequence's logits in the pack and in a pack of its own.
         gradient_error: the same for the gradients of the sequence's inputs, if asked for.
-        leak_tolerance: largest ``leak`` and ``gradient_leak`` that pass.
+        leak_tolerance: largest ``leak``, ``gradient_leak``, ``training_leak`` and ``far_leak`` that pass.
         tolerance: largest ``error``, ``gradient_error`` and ``pad_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest change of a parameter's gradient by a trailing pad, relative to that gradient.
         port_error: largest difference of a logit from ``reference=``, if it was given.
         port_gradient: largest difference of a weight's gradient from that of ``reference=``.
+        training_leak: ``leak`` in ``train()`` without dropout; None if the model did not run in it.
+        far_leak: ``leak`` in a pack of more tokens, if ``lengths`` were left out.
+        far_lengths: the lengths of the sequences of that pack.
         batch_norms: names of the batch norms that average over a pack in the mode of the given model.
         skipped: the checks that were skipped, and why.
         module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
@@ -52,6 +57,9 @@ class PackingReport:
     pad_error: float | None = None
     port_error: float | None = None
     port_gradient: float | None = None
+    training_leak: float | None = None
+    far_leak: float | None = None
+    far_lengths: tuple[int, ...] = ()
     batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     module: str | None = None
@@ -59,8 +67,19 @@ class PackingReport:
     @property
     def leaks(self) -> bool:
         """Return whether a sequence sees another sequence."""
-        # Written so that NaN counts as a leak.
-        return not (self.leak <= self.leak_tolerance and (self.gradient_leak or 0.0) <= self.leak_tolerance)
+        return not self.largest_leak <= self.leak_tolerance  # written so that NaN counts as a leak
+
+    @property
+    def may_leak(self) -> bool:
+        """Return whether half precision allows a leak that fp32 would not."""
+        return not self.leaks and self.leak_tolerance >= _HALF and self.largest_leak > _LEAK_OF_FP32
+
+    @property
+    def largest_leak(self) -> float:
+        """Return the largest of all leaks; NaN if one is NaN."""
+        leaks = [self.leak, self.gradient_leak, self.training_leak, self.far_leak]
+        measured = [leak for leak in leaks if leak is not None]
+        return max(measured, key=lambda leak: math.inf if math.isnan(leak) else leak)
 
     @property
     def same(self) -> bool:
@@ -107,6 +126,8 @@ class PackingReport:
             ("leak into other sequences", self.leak, self.leak_tolerance),
             ("packed against alone", self.error, self.tolerance),
             ("gradient leak", self.gradient_leak, self.leak_tolerance),
+            ("leak in training mode", self.training_leak, self.leak_tolerance),
+            ("leak in a longer pack", self.far_leak, self.leak_tolerance),
             ("gradient against alone", self.gradient_error, self.tolerance),
             ("against stock eager", self.reference_error, self.reference_tolerance),
             ("gradient with trailing pad", self.pad_error, self.tolerance),
@@ -119,6 +140,12 @@ class PackingReport:
                 lines.append(f"  {name:<27} {value:.1e} (allowed {allowed:.0e})")
 
         lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
+        modes = "eval()" if self.training_leak is None else "eval() and train()"
+        longest = max(*self.lengths, *self.far_lengths)
+        slots = max(sum(self.lengths), sum(self.far_lengths))
+        lines.append(
+            f"  looked at                   up to {slots} tokens in a pack, {longest} in a sequence; {modes}"
+        )
         lines += [f"  not looked at               {check}" for check in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
         return "\n".join(lines)
@@ -131,6 +158,11 @@ class PackingLeakError(RuntimeError):
         self.report = report
         if report.leaks:
             fault = "lets sequences of a pack see each other"
+            if max(report.leak, report.gradient_leak or 0.0) <= report.leak_tolerance:
+                is_training = not (report.training_leak or 0.0) <= report.leak_tolerance
+                fault += (
+                    " in training mode" if is_training else f" in a pack of {sum(report.far_lengths)} tokens"
+                )
         elif not report.same:
             fault = "differs between packed and alone"
         elif report.batch_norms:

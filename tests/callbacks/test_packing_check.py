@@ -15,6 +15,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.packing_check import PackingCheck
 from lightning_thd.models import PackingLeakError, register_thd
 from tests.models.families import build
+from tests.models.test_probe import Nearly
 from tests.tiny import quiet_trainer
 
 register_thd()
@@ -61,6 +62,15 @@ def test_a_leaking_model_does_not_start() -> None:
     with pytest.raises(PackingLeakError, match="MambaMixer"):
         fit(module, callback)
     assert module.steps == 0
+
+
+def test_a_small_leak_in_mixed_precision_stops_the_run() -> None:
+    module = Module(Nearly(1e-3))
+    trainer = quiet_trainer(
+        max_steps=1, callbacks=[PackingCheck(model="net.lm", vocab_size=32)], precision="bf16-mixed"
+    )
+    with pytest.raises(PackingLeakError, match=r"first wrong module is leaking \(Mixing\)"):
+        trainer.fit(module, DataLoader(torch.arange(3, 11).view(1, 8), num_workers=0))
 
 
 def test_no_model_to_probe() -> None:

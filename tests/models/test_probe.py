@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -206,6 +207,197 @@ def test_weights_of_zero_hide_no_leak_and_are_zero_again() -> None:
     nn.init.zeros_(headless.lm_head.weight)
     assert check_packing(headless).ok
     assert not headless.lm_head.weight.any()
+
+
+class Mixing(nn.Module):
+    """A layer of causal attention over the whole pack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).view(1, -1, 3, 2, 8).unbind(2)
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return out.transpose(1, 2).flatten(2)[0]
+
+
+class Nearly(Own):
+    """A model that leaks through a gate."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = gate
+        self.leaking = Mixing()
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        out = super().forward(batch)
+        leaked: Tensor = self.gate * self.leaking(out)
+        return out + leaked
+
+
+def in_bf16(model: nn.Module, batch: THDBatch) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch)
+
+
+@pytest.mark.parametrize("gate", [1e-2, 1e-3, 1e-4, 0.0])
+def test_a_small_leak_in_half_precision_is_measured_in_fp32(gate: float) -> None:
+    model = Nearly(gate)
+    reports = [check_packing(model, 32, forward=in_bf16, raise_on_leak=False)]
+    with torch.autocast("cpu", torch.bfloat16):
+        reports.append(check_packing(model, 32, raise_on_leak=False))
+        assert model.mix(torch.ones(1, 16)).dtype == torch.bfloat16, "no cast of the fp32 run is left"
+    reports.append(check_packing(Nearly(gate).to(torch.bfloat16), 32, raise_on_leak=False))
+
+    for report in reports:
+        assert report.leaks == (gate > 0), report
+        assert report.leak_tolerance == 1e-6
+        assert "differs, so measured in fp32" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2", "qwen3_next", "mixtral", "gpt_oss"])
+def test_right_models_leak_nothing_in_half_precision(name: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        report = check_packing(build(name, "thd"))
+    assert report.leak_tolerance == 1e-6
+    assert report.leak == 0 or FAMILIES[name].experts
+
+
+def test_a_small_leak_that_cannot_be_measured_in_fp32_is_said() -> None:
+    def only_in_half(model: Any, batch: THDBatch) -> Any:
+        assert model.mix.weight.dtype == torch.bfloat16
+        return model(batch)
+
+    report = check_packing(Nearly(1e-2).to(torch.bfloat16), 32, forward=only_in_half)
+    assert (report.ok, report.leak_tolerance) == (True, 1e-2)
+    assert any("the model did not run in fp32" in reason for reason in report.skipped)
+
+
+class InTraining(Own):
+    """A model that does something else while it trains."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.branch = branch
+        self.register_buffer("average", torch.zeros(16))
+        self.calls = 0
+        self.seen: list[float] = []
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        out = super().forward(batch)
+        if not self.training:
+            return out
+        if self.branch == "mean":
+            out = out - out.mean(0)
+        elif self.branch == "batch norm":
+            self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+            out = out / out.std(0)
+        elif self.branch == "shift":
+            out = out + out.roll(1, 0)
+        elif self.branch == "state":
+            self.calls += 1
+            self.seen.append(out.sum().item())
+            self.average += out.detach().mean(0)
+            self.new = out
+        elif self.branch == "noise":
+            out = out + torch.rand(int(out.sum().abs() * 100) % 7 + 2).sum()
+        elif self.branch == "error":
+            raise RuntimeError
+        dropped: Tensor = F.dropout(self.dropout(out), 0.3, self.training)
+        return dropped
+
+
+@pytest.mark.parametrize("branch", ["mean", "batch norm", "shift"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_leak_only_in_training_is_found(branch: str, training: bool) -> None:
+    model = InTraining(branch).train(training)
+    with pytest.raises(
+        PackingLeakError, match="see each other in training mode; the first wrong module is the"
+    ):
+        check_packing(model, 32, lengths=(3, 5))
+    assert not model.average.any()
+    assert model.dropout.training == model.training == training
+
+
+def test_the_run_in_training_leaves_no_trace() -> None:
+    model = InTraining("state")
+    report = check_packing(model, 32)
+    assert report.training_leak == 0
+    assert "in a sequence; eval() and train()" in str(report)
+    assert (model.calls, model.seen, hasattr(model, "new")) == (0, [], False)
+    assert not model.average.any()
+
+
+@pytest.mark.parametrize(
+    ("branch", "reason"),
+    [("noise", "draws random numbers beside dropout"), ("error", "RuntimeError in train")],
+)
+def test_a_run_in_training_that_cannot_be_compared_is_said(branch: str, reason: str) -> None:
+    report = check_packing(InTraining(branch), 32)
+    assert report.training_leak is None
+    assert any(reason in text for text in report.skipped)
+    assert "in a sequence; eval()\n" in str(report)
+
+
+class Far(Own):
+    """A model that leaks only over many slots."""
+
+    def __init__(self, leak: str | None, positions: int = 4_096) -> None:
+        super().__init__()
+        self.kind = leak
+        self.positions = nn.Embedding(positions, 16)
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        out = super().forward(batch) + self.positions(batch.position_ids)
+        slots = len(out)
+        if self.kind == "dilated" and slots > 64:
+            out = torch.cat([out[:64], out[64:] + out[:-64]])
+        elif self.kind == "branch" and slots >= 400:
+            out = out + out.cumsum(0)
+        return out
+
+
+@pytest.mark.parametrize("positions", [4_096, 40, 17])
+def test_a_leak_over_many_slots_is_found(positions: int) -> None:
+    for kind in ("dilated", "branch"):
+        with pytest.raises(
+            PackingLeakError, match=r"see each other in a pack of \d+ tokens; .* the model itself"
+        ):
+            check_packing(Far(kind, positions), 32)
+    report = check_packing(Far(None, positions), 32)
+    assert report.far_leak == 0
+    assert sum(report.far_lengths) > 400
+    assert max(report.far_lengths) == {4_096: 247, 40: 30, 17: 16}[positions]
+    assert f"up to {sum(report.far_lengths)} tokens in a pack, {max(report.far_lengths)} in a seq" in str(
+        report
+    )
+    assert check_packing(Far("branch"), 32, lengths=(3, 5)).far_lengths == ()  # only what was asked for
+
+
+class Scaled(Gated):
+    """A model whose leak is behind a gate that is nearly closed."""
+
+    def __init__(self, leak: str | None, gate: float) -> None:
+        super().__init__(leak)
+        self.gate = nn.Parameter(torch.full((16,), gate))
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        x: Tensor = self.embed(batch.input_ids)
+        return x + self.gate.log().exp() * self.out(self.after(x))  # the noise is no negative number
+
+
+@pytest.mark.parametrize("gate", [1e-6, 9e-4])
+def test_a_gate_that_is_nearly_closed_hides_no_leak(gate: float) -> None:
+    for leak in ("shift", None):
+        model = Scaled(leak, gate)
+        before = model.gate.detach().clone()
+        report = check_packing(model, vocab_size=32, raise_on_leak=False)
+        assert report.ok == (leak is None)
+        assert leak is None or report.leak > 1e-4
+        assert torch.equal(model.gate, before)
 
 
 class Averaging(Own):
