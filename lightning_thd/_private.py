@@ -42,7 +42,7 @@ PRIVATE: Final[dict[str, PrivateName]] = {
     "torch.utils._python_dispatch.TorchDispatchMode": PrivateName(
         "_modes.py",
         _TORCH,
-        'CUDAGraphCallback, capacity="auto" on ranks that share layers, or the fp32 run of check_packing for a '
+        'CUDAGraphCallback, capacity="auto" on ranks that share layers, or check_packing in fp32 of a '
         "model with an autocast inside",
     ),
     "torch._C._distributed_c10d._create_work_from_future": PrivateName(
