@@ -63,7 +63,7 @@ _HALF_ERROR = 5e-2
 # Slots of the longer pack: more for models that are small enough for a CPU, or on a GPU.
 _FAR = 512
 _FAR_IF_LARGE = 128
-_LARGE = 30_000_000  # parameters
+_LARGE = 5_000_000  # parameters
 _PAD = 5  # slots of the trailing pad
 _MANY = 300_000_000  # parameters; up to this number, two sets of gradients or an fp32 copy should fit
 
