@@ -138,13 +138,13 @@ def in_fp32(model: nn.Module, *, most: int, rounded: bool) -> Generator[bool]:
 
         try:
             torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets bfloat16
-            torch.clear_autocast_cache()  # of weights in half precision
+            torch.clear_autocast_cache()  # weights in half precision may be in it
             for tensor in halves:
                 tensor.data = tensor.data.float()
             yield True
         finally:
             torch.set_default_dtype(default)
-            torch.clear_autocast_cache()  # of weights in fp32
+            torch.clear_autocast_cache()  # weights in fp32 may be in it
             for tensor, data in zip(halves, held, strict=True):
                 tensor.data = data
 
