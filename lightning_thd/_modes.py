@@ -33,6 +33,18 @@ def transform_test() -> Callable[[], bool]:
     return active
 
 
+def may_compare_here(device: Any) -> bool:
+    """Return whether code may read results on a torch device, to compare two ways of computing them.
+
+    It may not while it is compiled or captured, or while a mode or transform sees its operators.
+    """
+    import torch  # this module loads without torch
+
+    if torch.compiler.is_compiling() or operators_are_watched() or transform_test()():
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def watch_operators(call: Call) -> Any:
     """Return a context in which ``call(operator, args, kwargs)`` runs instead of each operator."""
     return _mode_class()(call)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
+from lightning_thd._modes import may_compare_here
 from lightning_thd._pages import see
 from lightning_thd.attention import trial
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, torch_cuda
@@ -185,7 +186,7 @@ def cached_choice(request: Request) -> Kernel:
     kernel = _CHOICES.get(request)
     if kernel is None:
         kernel = choose("auto", request)
-        if trial.can_try(_device(request)):
+        if may_compare_here(_device(request)):
             _CHOICES[request] = kernel
     return kernel
 
@@ -258,7 +259,7 @@ def _notice_once(kernel: Kernel, capability: int) -> None:
 
 def _passes_trial(kernel: Kernel, request: Request, backend: Backend) -> bool:
     """Return whether a kernel that never ran on a GPU may run a request; if its trial fails, warn."""
-    if not trial.can_try(_device(request)):
+    if not may_compare_here(_device(request)):
         return backend != "auto"
     return _trial(kernel, replace(request, needs_lse=False, sinks=False))
 

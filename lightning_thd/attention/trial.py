@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_thd._modes import operators_are_watched, transform_test
 from lightning_thd.attention.kernels import portable, raw
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
@@ -27,15 +26,6 @@ _WINDOW = 11  # the largest side of a window in the trial
 _TOLERANCE = 0.05
 # What a package of another release may raise.
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
-
-
-def can_try(device: torch.device) -> bool:
-    """Return whether the running code may read a device, and no mode or transform sees its operators."""
-    if torch.compiler.is_compiling():
-        return False
-    if operators_are_watched() or transform_test()():
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def trouble(

@@ -11,10 +11,9 @@ from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from lightning_thd._modes import operators_are_watched, transform_test
+from lightning_thd._modes import may_compare_here
 from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.warnings import THDWarning, warn
 
@@ -48,7 +47,8 @@ def kernels_hold(kind: str, head: Head, options: Hashable, by_kernels: Run, by_o
     known = _VERDICTS.get(key)
     if known is not None:
         return known
-    if not _may_read(head.hidden):
+    holds_values = type(head.hidden) in (Tensor, nn.Parameter)  # fake tensors do not
+    if not holds_values or not may_compare_here(device):
         return True
 
     few = few_rows(head)
@@ -83,15 +83,6 @@ def _trouble(few: Head, by_kernels: Run, wanted: tuple[Tensor, ...]) -> str | No
         if not float(error) < _TOLERANCE:  # a NaN is an error
             return f"a result differs by {float(error):.2g} of the largest value"
     return None
-
-
-def _may_read(hidden: Tensor) -> bool:
-    """Return whether the running code may read values, and no mode or transform sees its operators."""
-    if operators_are_watched() or transform_test()():
-        return False
-    if type(hidden) not in (Tensor, nn.Parameter):  # such as fake tensors, which have no values
-        return False
-    return not hidden.is_cuda or not torch.cuda.is_current_stream_capturing()
 
 
 def few_rows(head: Head) -> Head:
