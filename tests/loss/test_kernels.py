@@ -285,3 +285,13 @@ def test_rows_that_show_nothing_are_tried_a_few_times() -> None:
             assert fused_linear_cross_entropy(leaves[0], leaves[1], targets).isnan()
         assert calls == ["nll"] * 6  # the kernels are not tried on such rows
         assert [*trial._VERDICTS.values()] == [True]
+
+
+def test_a_batch_without_targets_is_no_trial() -> None:
+    leaves, targets, _ = operands(Case(dtype=torch.float32))
+    with kernels_forced(interpreted=False):
+        loss = fused_linear_cross_entropy(leaves[0], leaves[1], torch.full_like(targets, -100))
+        assert loss == 0.0
+        (gradient,) = torch.autograd.grad(loss, leaves[:1])
+        assert gradient.count_nonzero() == 0
+        assert not trial._VERDICTS

@@ -48,7 +48,7 @@ def kernels_hold(kind: str, head: Head, options: Hashable, by_kernels: Run, by_o
     if known is not None:
         return known
     holds_values = type(head.hidden) in (Tensor, nn.Parameter)  # fake tensors do not
-    if not holds_values or not may_compare_here(device):
+    if not len(head.hidden) or not holds_values or not may_compare_here(device):
         return True
 
     few = few_rows(head)
