@@ -41,6 +41,13 @@ _Resolved: TypeAlias = tuple[SeqStats, OnHost | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
+_OF_MODEL_FLOPS = (
+    "device/mfu",
+    "device/tflops_per_gpu",
+    "device/flops_per_sec",
+    "flops_per_sec",
+    "packing/attention_fraction",
+)
 _OF_REAL_TOKENS = ("packing/fill", "packing/attention_fraction", "device/real_items_per_sec")
 # An interval's steps are combined into at most this many sums of work, so that ranks gather few numbers.
 _BINS = 32
@@ -118,6 +125,7 @@ class Interval:
     padded_real: int = 0  # real tokens of the rows whose padding is known
     padded_slots: int = 0  # slots of the rows whose padding is known
     room: int = 0  # the capacity of the packs, plus the slots of padded rows
+    hides_pairs: int = 0  # above 0 if the FLOPs hold pairs of slots that no sequence has
 
     def __add__(self, other: Interval) -> Interval:
         names = [each.name for each in fields(self) if each.name != "peak"]
@@ -131,7 +139,7 @@ class _Step:
 
     microbatches: int
     calls: list[AttentionCall]
-    products: tuple[int, int] | None
+    products: tuple[int, int, int] | None
 
 
 class Meter:
@@ -161,7 +169,9 @@ class Meter:
 
         self.steps: list[list[Seen]] = [[]]  # the microbatches of each step; the last step is running
         self._calls: list[list[AttentionCall]] = [[]]  # those that ``pattern`` leaves out, step by step
-        self._products: list[tuple[int, int] | None] = [None]  # those of each step, if they were counted
+        self.hides_pairs = False  # whether the FLOPs of such a model hold pairs that no sequence has
+        self._has_hidden = False  # whether those of some rank did at the last reduction
+        self._products: list[tuple[int, int, int] | None] = [None]  # those of each step, if they were counted
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
         self._left_out: list[Seen] = []  # microbatches that the rates leave out
@@ -193,6 +203,7 @@ class Meter:
         """Count with the FLOPs that are known of a stage by now."""
         self.model = flops.model(stage)
         self.pattern = flops.pattern
+        self.hides_pairs = flops.hides_pairs
 
     def add(self, batch: Any, calls: Sequence[AttentionCall] = ()) -> int:
         """Count a batch's microbatches in the running step and return their number.
@@ -204,10 +215,11 @@ class Meter:
         self._calls[-1].extend(calls)
         return len(seen)
 
-    def end_step(self, products: tuple[int, int] | None = None) -> None:
+    def end_step(self, products: tuple[int, int, int] | None = None) -> None:
         """End the running step after the optimizer's update, and begin the next.
 
-        ``products`` are its counted FLOPs forward and backward, for models of which ``model`` cannot tell.
+        ``products`` are its counted FLOPs forward, backward and run again by checkpointing, for models of
+        which ``model`` cannot tell.
         """
         self._products[-1] = products
         self._products.append(None)
@@ -218,13 +230,13 @@ class Meter:
     def last_flops(self) -> int:
         """Return this rank's model FLOPs of the step that ended last; 0 while they are unknown."""
         step = self.steps[-2]
-        if self.model is None or not step:
+        if self.model is None or not step or self.hides_pairs:
             return 0
         resolved = resolve(step)
         counts = count_table(resolved, self.model).sum(axis=0).tolist()
         by_config = count(self.model, from_ints(counts, self.model), work=self.work).model
         outside = self._extra(resolved, [_Step(len(step), self._calls[-2], self._products[-2])])
-        return int(by_config + round(outside.sum()))
+        return int(by_config + round(outside[:, :2].sum()))
 
     def leave_out(self) -> None:
         """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
@@ -251,6 +263,7 @@ class Meter:
         self.totals["samples"] += everything.stats.sequences
         self.totals["lengths"] += everything.stats.slots
         self.unknown_padding = self.unknown_padding or new.unknown_slots > 0
+        self._has_hidden = new.hides_pairs > 0
         self.padded = [self.padded[0] + new.padded_real, self.padded[1] + new.padded_slots]
 
         flops = everything.flops
@@ -304,9 +317,13 @@ class Meter:
             if self.model is not None and self.model.tokens == "real":
                 metrics.pop("device/mfu", None)
 
+        if closed.hides_pairs:  # the device computes these pairs, but no model needs them
+            for key in _OF_MODEL_FLOPS:
+                metrics.pop(key, None)
+
         metrics |= loads
         metrics |= self.totals
-        if self._total_flops is not None and everything.flops is not None:
+        if self._total_flops is not None and everything.flops is not None and not self._has_hidden:
             metrics["total_flops"] = sum(self._total_flops.values()) - self._total_flops["recompute"]
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
@@ -360,6 +377,7 @@ class Meter:
                 stats.slots if isinstance(lengths, Rows | Dense) else max(self.capacity, stats.slots)
                 for stats, lengths in seen
             ),
+            int(self.hides_pairs),
             # The FLOPs of some steps can exceed int64, so sums are sent as the 64 bits of floats.
             *np.array([*extra_of_steps.sum(0), *extra_left_out.sum(0)]).view(np.int64).tolist(),
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
@@ -378,7 +396,7 @@ class Meter:
         Args:
             microbatches: their number in each step.
             table: the counts of each microbatch, ``[microbatches, counts]``.
-            extra: the FLOPs of each step that ``model`` does not count, ``[steps, 2]``.
+            extra: the FLOPs of each step that ``model`` does not count, ``[steps, 3]``.
         """
         steps = len(microbatches)
         if not steps:
@@ -405,8 +423,8 @@ class Meter:
         return [_Step(len(step), calls, products) for step, calls, products in by_step if step]
 
     def _extra(self, resolved: list[_Resolved], steps: list[_Step]) -> FloatArray:
-        """Return each step's FLOPs that ``model`` does not count: (linear, attention), ``[steps, 2]``."""
-        extra = np.zeros((len(steps), 2))
+        """Return each step's FLOPs that ``model`` lacks: (linear, attention, recompute), ``[steps, 3]``."""
+        extra = np.zeros((len(steps), 3))
         if self.pattern is None or self.model is None:
             return extra
 
@@ -417,21 +435,24 @@ class Meter:
             batches = resolved[start : start + step.microbatches]
             start += step.microbatches
 
-            extra[i, 1] = flops_of_calls(step.calls, self.pattern.convention, training=training, host=host)
+            convention = self.pattern.convention
+            extra[i, 1:] = flops_of_calls(step.calls, convention, training=training, host=host)
             for _, lengths in batches:
                 held = getattr(lengths, "held", ())  # only lengths with shared prefixes have it
-                extra[i, 1] += self.pattern.flops(lengths or (), held, training=training)
+                extra[i, 1:] += self.pattern.flops(lengths or (), held, training=training)
 
             if step.products is not None:
                 stats = combine(stats for stats, _ in batches)
                 share = stats.real_tokens / stats.slots if self.model.tokens == "real" else 1.0
-                flops = sum(step.products) if training else step.products[0]
-                extra[i, 0] = flops * share - count(self.model, stats, work=self.work).linear
+                forward, backward, again = step.products
+                estimate = count(self.model.of_kind("linear"), stats, work=self.work)
+                extra[i, 0] = (forward + backward * training) * share - estimate.linear
+                extra[i, 2] += again * training * share - estimate.recompute
         return extra
 
     def state(self) -> dict[str, Any]:
         """Return the totals for a checkpoint."""
-        return {"totals": dict(self.totals), "flops": self._total_flops}
+        return {"totals": dict(self.totals), "flops": None if self._has_hidden else self._total_flops}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the totals from a checkpoint."""
@@ -463,16 +484,16 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
-    unknown_slots, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
-    floats = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
-    extra = floats[:, :4].sum(axis=0)  # linear and attention, of measured and of left-out steps
-    works = floats[:, 4:]
+    unknown_slots, padded_real, padded_slots, room, hides_pairs = totals[2 * counts + 4 : 2 * counts + 9]
+    floats = np.array([row[2 * counts + 9 :] for row in rows], dtype=np.int64).view(np.float64)
+    extra = floats[:, :6].sum(axis=0)  # linear, attention, recompute, of measured and of left-out steps
+    works = floats[:, 6:]
 
     measured = from_ints(totals[:counts], model)
     left_out = from_ints(totals[counts : 2 * counts], model)
     return Interval(
-        measured=Counted(measured, number, _flops(model, measured, work, extra[:2])),
-        left_out=Counted(left_out, left_out_number, _flops(model, left_out, work, extra[2:])),
+        measured=Counted(measured, number, _flops(model, measured, work, extra[:3])),
+        left_out=Counted(left_out, left_out_number, _flops(model, left_out, work, extra[3:])),
         seconds=_seconds_by_rate(rows, counts) or seconds,
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=float(works.max(axis=0).sum()),
@@ -481,6 +502,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
         padded_real=padded_real,
         padded_slots=padded_slots,
         room=room,
+        hides_pairs=hides_pairs,
     )
 
 
@@ -500,11 +522,12 @@ def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
 
 
 def _flops(model: FlopsModel | None, stats: SeqStats, work: Work, extra: FloatArray) -> FlopsBreakdown | None:
-    """Return the FLOPs of some counts, with those (linear, attention) that the model does not count."""
+    """Return the FLOPs of some counts, with those (linear, attention, recompute) that the model lacks."""
     if model is None:
         return None
-    linear, attention = extra.tolist()
-    return count(model, stats, work=work) + FlopsBreakdown(linear=round(linear), attention=round(attention))
+    linear, attention, recompute = map(round, extra.tolist())
+    outside = FlopsBreakdown(linear=linear, attention=attention, recompute=recompute)
+    return count(model, stats, work=work) + outside
 
 
 def count_table(seen: list[_Resolved], model: FlopsModel | None) -> IntArray:

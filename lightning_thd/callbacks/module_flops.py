@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -20,16 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_thd._find import is_compiled_in_place, is_compiled_wrapper, outermost_models
 from lightning_thd._static import in_backward, only_looking
 from lightning_thd.callbacks.own_model import OwnModel
+from lightning_thd.callbacks.own_model import Policy as Policy
 from lightning_thd.callbacks.seen import Seen
 from lightning_thd.flops.backward import layers_of_module, share_of_experts, weights_by_layer
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.pairs import AttentionPattern
-from lightning_thd.flops.terms import Basis, Causal, Recompute, Tokens, lone, matmul
+from lightning_thd.flops.terms import Basis, Causal, Tokens, lone, matmul
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.warnings import MeasureWarning, warn
-
-Policy: TypeAlias = Recompute | Literal["auto"]
 
 _MAX_WATCHED = 3  # The steps of a stage are watched until one has calls, but at most so many.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
@@ -63,9 +62,11 @@ class ModuleFlops:
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
         self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
+        recompute: Policy = conventions.get("recompute", "auto")
+        if given is not None and recompute != "auto":
+            given = replace(given, recompute=recompute)
         self._models[""] = self._find({}) if given is None else given
-        own_conventions = {name: value for name, value in conventions.items() if name != "recompute"}
-        self._own = OwnModel(module, **own_conventions)
+        self._own = OwnModel(module, **conventions)
 
     def model(self, stage: str) -> FlopsModel | None:
         """Return the model that counts the FLOPs of a stage; None while it is unknown."""
@@ -79,9 +80,14 @@ class ModuleFlops:
         return self._own.pattern if self._models[""] is None else None
 
     @property
-    def products(self) -> tuple[int, int] | None:
-        """Return the counted FLOPs of the last ended step, forward and backward, of such a model."""
+    def products(self) -> tuple[int, int, int] | None:
+        """Return the counted FLOPs of the last ended step, of such a model; see ``OwnModel.products``."""
         return self._own.products if self._models[""] is None else None
+
+    @property
+    def hides_pairs(self) -> bool:
+        """Return whether the counted FLOPs of such a model hold pairs of slots that no sequence has."""
+        return self._own.hides_pairs and self._models[""] is None
 
     def calls(self) -> list[AttentionCall]:
         """Return attention calls since the last time that ``pattern`` does not count, of such a model."""

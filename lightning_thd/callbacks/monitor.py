@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -83,7 +83,8 @@ class THDThroughputMonitor(Callback):
             torch's FLOP counter counts a step.
         causal: the query-key pairs of a causal layer: "half" of the square, "exact", or the "full" square.
         tokens: count the FLOPs of "real" tokens, or of "slots", padding included.
-        recompute: the activation checkpointing, for HFU; "auto" finds it in the model.
+        recompute: the activation checkpointing, for HFU; "auto" finds it in the model. If the model has no
+            transformers config, counted steps show it, and "full" is one forward more if they show none.
         every_n_steps: optimizer steps between two logs; None means the Trainer's ``log_every_n_steps``.
         warmup_steps: the number of first optimizer steps that the rates leave out.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
@@ -401,11 +402,7 @@ class THDThroughputMonitor(Callback):
 
         if not microbatches and not self._warned:
             self._warned = True
-            warn(
-                f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
-                f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}.",
-                MeasureWarning,
-            )
+            warn(_why_uncounted(batch), MeasureWarning)
 
         if stage != "train" and self._flops is not None:  # each batch of an evaluation is a step
             self._flops.end(stage, meter.steps[-1])
@@ -568,6 +565,29 @@ class StepMarks:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._steps = 0
         return means
+
+
+def _why_uncounted(batch: Any) -> str:
+    """Return a warning that says what a batch lacks to be counted."""
+    lost = "it is missing from tokens/s, FLOP/s and MFU"
+    if not isinstance(batch, Mapping):
+        return (
+            f"A batch of type {type(batch).__name__} has no sequence lengths, so {lost}. "
+            f"The monitor can count {_COUNTABLE}."
+        )
+
+    keys = ", ".join(map(repr, batch)) or "none"
+    ids = batch.get("input_ids")
+    if ids is not None:
+        return (
+            f"'input_ids' of the batch is {described(ids)}, so {lost}. The monitor reads a tensor of integer "
+            f"token ids there, [B, N] or [T]. The keys of the batch are {keys}."
+        )
+    return (
+        f"The batch has no token ids under 'input_ids', so {lost}. Its keys are {keys}. Rename the key of "
+        "the token ids to 'input_ids' in the collate function. Real tokens are then counted by "
+        f"attention_mask, position_ids or lengths beside it. {see('padding')}"
+    )
 
 
 def _capacity_of(trainer: Trainer, stage: str) -> int:

@@ -5,24 +5,29 @@ product has neither a row for each slot nor one for each sequence, as those of e
 grow with the slots, all steps are counted. In counted steps, compiled code runs uncompiled and graphs wait; a
 model that would need that in every step is not counted. Our attention is counted by its windows from the
 lengths of every batch. Calls with other offsets than the batch's, such as cross-attention, are kept in every
-step.
+step. What activation checkpointing runs again is counted in the same steps, for HFU. If products
+multiply all slots of a row by each other, as attention written by hand does, only HFU is logged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_thd._find import holds_compiled_code
+from lightning_thd._pages import see
 from lightning_thd.batch.noted import unnoted
 from lightning_thd.boundaries import Boundaries
-from lightning_thd.callbacks.seen import Seen, microbatches, resolve
+from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.pairs import AttentionPattern
+from lightning_thd.flops.squares import hidden_pairs
+from lightning_thd.flops.terms import Recompute
 from lightning_thd.flops.torch_counter import (
     TRIALS,
     CallListener,
@@ -31,9 +36,14 @@ from lightning_thd.flops.torch_counter import (
     counted,
     counted_layers,
 )
-from lightning_thd.stats import combine
+from lightning_thd.stats import SeqStats, combine
 from lightning_thd.warnings import MeasureWarning, warn
 
+Policy: TypeAlias = Recompute | Literal["auto"]
+
+# Policies under which checkpointing runs products or attention again, if no counted step shows it.
+_REPEAT_PRODUCTS: tuple[Policy, ...] = ("full", "early_stop")
+_REPEAT_ATTENTION: tuple[Policy, ...] = ("full", "early_stop", "selective")
 _MOST_STEPS = 4  # a counted step is slow; if steps disagree, a mean of so many is used
 
 
@@ -43,13 +53,17 @@ class OwnModel:
     Attributes:
         model: the FLOPs of everything but our attention; None before the first counted step.
         pattern: the FLOPs of our attention on the batches' own sequences.
-        products: FLOPs of all products of the last ended step, if ``model`` cannot tell them, else None.
+        products: FLOPs of all products of the last ended step (forward, backward, run again by
+            checkpointing), if ``model`` cannot tell them, else None.
+        hides_pairs: whether products compute pairs of slots that no sequence has.
     """
 
-    def __init__(self, module: nn.Module, **conventions: Any) -> None:
+    def __init__(self, module: nn.Module, *, recompute: Policy = "auto", **conventions: Any) -> None:
         self._module = module
         self._name = type(module).__name__
         self._conventions = conventions
+        self._recompute: Policy = recompute
+        self._repeats = False  # whether some counted call was run again by checkpointing
         self.model: FlopsModel | None = None
         self.pattern: AttentionPattern | None = None
         self._active: CallListener | None = None  # what listens to the running step
@@ -62,7 +76,10 @@ class OwnModel:
         # Whether steps of different lengths agreed, so that no more are counted. None if they cannot agree,
         # because products do not grow with the slots: then every step is counted.
         self._agree: bool | None = False
-        self.products: tuple[int, int] | None = None
+        self.products: tuple[int, int, int] | None = None
+        self.hides_pairs = False
+        self._warned_of_pairs = False
+        self._row_lengths: list[set[int]] = []  # different ones of counted steps
 
         self._gave_up = False  # whether the steps cannot be counted, after a warning
         self._is_whole = True  # whether a counter was on in the whole running step
@@ -98,8 +115,10 @@ class OwnModel:
         if self._active is None:
             return []
 
+        self._repeats = self._repeats or self._active.repeats
         others: list[AttentionCall] = []
         for call in self._active.calls[self._taken :]:
+            call = replace(call, again=self._again(call.forward, call.again, _REPEAT_ATTENTION))
             if self._is_own(call):
                 self._own_calls.append(call)
             else:
@@ -125,7 +144,8 @@ class OwnModel:
             return True
 
         sequences = [_sequences(seen) for seen in step]
-        counted_step = counted(active, [stats for stats, _ in resolve(step)], sequences)
+        stats = [stats for stats, _ in resolve(step)]
+        counted_step = counted(active, stats, sequences)
         # Ranks that share a pack run a shard each, and the FLOPs are those of the pack.
         shards = max((call.shards for call in own_calls), default=1)
         every_step_is_counted = self._agree is None
@@ -134,9 +154,13 @@ class OwnModel:
         if self._gave_up:
             return True
         self._note_calls(active, len(step))
+        if shards == 1:
+            shapes = [_shape(seen) for seen in step]
+            self._look_for_pairs(counted_step, list(zip(stats, shapes, strict=True)))
 
-        forward, backward = counted_step.flops
-        self.products = (shards * forward, shards * backward)
+        forward, backward, again = counted_step.flops
+        again = self._again(forward, again, _REPEAT_PRODUCTS)
+        self.products = (shards * forward, shards * backward, shards * again)
         return not every_step_is_counted  # else all steps are equally slow, and have to be rated
 
     def stop(self) -> None:
@@ -154,6 +178,44 @@ class OwnModel:
         self._steps = []
         self._agree = False
         self._gave_up = False
+        self._repeats = False
+        self.hides_pairs = False
+        self._row_lengths = []
+
+    def _again(self, forward: int, counted: int, policies: tuple[Policy, ...]) -> int:
+        """Return the FLOPs that checkpointing runs again: the counted ones, or those of the user's policy."""
+        if self._repeats:
+            return 0 if self._recompute == "none" else counted
+        return forward if self._recompute in policies else 0
+
+    def _look_for_pairs(self, step: Counted, microbatches: list[tuple[SeqStats, tuple[int, int]]]) -> None:
+        """Find products that multiply slots which no sequence has in common; warn once of them."""
+        lengths = {length for _, (_, length) in microbatches}
+        if lengths not in self._row_lengths and self._agree is not None:
+            self._row_lengths.append(lengths)
+        if self._agree and len(self._row_lengths) > 1:
+            # Pairs grow with the square of a row. These products do not, so their sizes are alike by chance.
+            self.hides_pairs = False
+            return
+
+        hidden = hidden_pairs(
+            step.squares,
+            microbatches,
+            sum(step.flops[:2]),
+            causal=self._conventions.get("causal", "half"),
+            tokens=self._conventions.get("tokens", "real"),
+        )
+        if hidden is None:
+            return
+        self.hides_pairs = True
+        if not self._warned_of_pairs:
+            self._warned_of_pairs = True
+            warn(
+                f"device/mfu, TFLOP/s and total_flops of {self._name} are not logged, because the model "
+                f"FLOPs of this step would be {hidden.times:.2f} times too high: {hidden.reason} device/hfu "
+                f"is logged, because the device computes these pairs. {see('pairs')}",
+                MeasureWarning,
+            )
 
     def _give_up(self, reason: str) -> None:
         """Log no FLOPs from now on, and warn why."""
@@ -203,7 +265,9 @@ class OwnModel:
         if self._agree is None:  # all steps are counted
             return True
         if self._agree:
-            return False
+            # Pairs of slots grow with the square of a row, which rows of one length do not show.
+            lengths = {_shape(each)[1] for each in seen}
+            return self.hides_pairs and lengths not in self._row_lengths
         if any(step.other_rows(self._shards) for step in self._steps):
             return len(self._steps) < TRIALS
         if len(self._steps) >= _MOST_STEPS:
@@ -239,7 +303,12 @@ class OwnModel:
         except ValueError as err:
             self._give_up(str(err))
             return
-        self.model = FlopsModel(name=self._name, layers=layers, **self._conventions)
+        model = FlopsModel(name=self._name, layers=layers, **self._conventions)
+        if not self._repeats and self._recompute != "auto":
+            model = model.with_recompute(self._recompute)
+        elif self._repeats and self._recompute != "none":
+            model = replace(model, recompute="full")
+        self.model = model
         convention = self._conventions.get("causal", "half")
         self.pattern = AttentionPattern.of(own_calls, microbatches, convention)
 
@@ -248,6 +317,16 @@ def _sequences(seen: Seen) -> int:
     """Return the number of a microbatch's sequences, without a read of the device."""
     stats, lengths = seen
     return len(lengths) if isinstance(lengths, tuple) else stats.sequences
+
+
+def _shape(seen: Seen) -> tuple[int, int]:
+    """Return a microbatch's number of rows, and the slots of each; a pack is one row."""
+    stats, lengths = seen
+    if isinstance(lengths, Rows):
+        return lengths.shape
+    if isinstance(lengths, Dense) and lengths:
+        return len(lengths), lengths[0]
+    return 1, stats.slots
 
 
 def _places(batch: Any) -> Iterable[int]:

@@ -33,6 +33,7 @@ class AttentionCall:
     shards: int = 1  # the number of ranks that share the pack
     q_lengths: tuple[int, ...] | None = None  # on the host, if they are known there
     kv_lengths: tuple[int, ...] | None = None
+    again: int = 0  # FLOPs of a pair that activation checkpointing runs again
 
     @classmethod
     def of(cls, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, call: KernelCall, spec: Any) -> AttentionCall:

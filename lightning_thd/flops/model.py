@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd.flops.backward import layers_of_module
 from lightning_thd.flops.families.registry import read_config, register
+from lightning_thd.flops.squares import hidden_pairs
 from lightning_thd.flops.terms import (
     Basis,
     Causal,
@@ -24,6 +25,7 @@ from lightning_thd.flops.terms import (
 )
 from lightning_thd.flops.torch_counter import StepCounter, call_terms, counted, counted_layers
 from lightning_thd.stats import COUNTS, SeqStats, Vision, Window
+from lightning_thd.warnings import MeasureWarning, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,9 +134,15 @@ class FlopsModel:
             run()
         finally:
             counter.stop()
-        layers, _ = counted_layers([counted(counter, [stats], [stats.sequences])], name=name)
-        calls = Layer(path="", terms=call_terms(counter.calls, stats), recomputable=False)
-        return FlopsModel(name=name, layers=(*layers, calls), tokens="slots")
+        step = counted(counter, [stats], [stats.sequences])
+        layers, _ = counted_layers([step], name=name)
+        layers = (*layers, Layer(path="", terms=call_terms(counter.calls, stats)))
+
+        packs = [(stats, (1, stats.slots))]
+        hidden = hidden_pairs(step.squares, packs, sum(step.flops[:2]), causal="half", tokens="slots")
+        if hidden is not None:
+            warn(f"FLOPs of {name} are {hidden.times:.2f} times too high: {hidden.reason}", MeasureWarning)
+        return FlopsModel(name=name, layers=layers, tokens="slots").with_recompute("auto")
 
     register = staticmethod(register)
 
@@ -173,6 +181,28 @@ class FlopsModel:
         layers, policy_of_module = layers_of_module(self.layers, module)
         policy = policy_of_module if self.recompute == "none" else self.recompute
         return replace(self, layers=layers, recompute=policy)
+
+    def with_recompute(self, recompute: Recompute | Literal["auto"]) -> FlopsModel:
+        """Return a copy of a counted model with a policy of checkpointing; counted repetitions replace it.
+
+        "auto" is what the counted steps ran again. If they ran nothing again, another policy repeats whole
+        forwards, because the layers are unknown.
+        """
+        if any(term.again for layer in self.layers for term in layer.terms):
+            return replace(self, recompute="none" if recompute == "none" else "full")
+        layers = tuple(
+            replace(layer, terms=tuple(replace(term, again=None) for term in layer.terms))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, recompute="none" if recompute == "auto" else recompute)
+
+    def of_kind(self, kind: Kind) -> FlopsModel:
+        """Return a copy with only the terms of one kind."""
+        layers = tuple(
+            replace(layer, terms=tuple(term for term in layer.terms if term.kind == kind))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
         """Return the FLOPs of each column of ``FlopsBreakdown`` that the table has."""

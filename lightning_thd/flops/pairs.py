@@ -61,48 +61,54 @@ class AttentionPattern:
     """What the attention calls on a batch's own sequences cost, by their windows.
 
     Attributes:
-        costs: by (left, right), the FLOPs of a pair forward and backward, over all layers of one microbatch.
+        costs: by (left, right), the FLOPs of a pair over all layers of one microbatch: forward, backward, and
+            run again by checkpointing.
         convention: how the pairs of causal calls are counted.
     """
 
-    costs: dict[tuple[int, int], tuple[Fraction, Fraction]]
+    costs: dict[tuple[int, int], tuple[Fraction, Fraction, Fraction]]
     convention: Causal
 
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], microbatches: int, convention: Causal) -> AttentionPattern:
         """Add up calls on their microbatches' own sequences."""
-        costs: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
+        costs: dict[tuple[int, int], tuple[Fraction, Fraction, Fraction]] = {}
+        nothing = (Fraction(0), Fraction(0), Fraction(0))
         for call in calls:
-            forward, backward = costs.get((call.left, call.right), (Fraction(0), Fraction(0)))
+            forward, backward, again = costs.get((call.left, call.right), nothing)
             forward += Fraction(call.forward, microbatches)
             backward += Fraction(call.backward, microbatches)
-            costs[call.left, call.right] = forward, backward
+            again += Fraction(call.again, microbatches)
+            costs[call.left, call.right] = forward, backward, again
         return cls(costs, convention)
 
-    def flops(self, lengths: Sequence[int], held: Sequence[int], *, training: bool) -> float:
-        """Return the FLOPs of one microbatch.
+    def flops(self, lengths: Sequence[int], held: Sequence[int], *, training: bool) -> tuple[float, float]:
+        """Return the FLOPs of one microbatch, and those that checkpointing runs again.
 
         ``held`` are the first tokens of each sequence that another one computes; () without shared prefixes.
         """
-        total = 0.0
-        for (left, right), (forward, backward) in self.costs.items():
+        total = recomputed = 0.0
+        for (left, right), (forward, backward, again) in self.costs.items():
             options: Any = {"left": left, "right": right, "convention": self.convention}
             pairs = visible_pairs(lengths, lengths, **options)
             if held:
                 pairs -= visible_pairs(held, held, **options)
             flops_of_pair = forward + backward if training else forward
             total += float(flops_of_pair) * pairs
-        return total
+            if training:
+                recomputed += float(again) * pairs
+        return total, recomputed
 
 
 def flops_of_calls(
     calls: Sequence[AttentionCall], convention: Causal, *, training: bool, host: dict[int, list[int]]
-) -> float:
-    """Return the FLOPs of calls on other sequences than the batch's; reads offsets that ``host`` lacks.
+) -> tuple[float, float]:
+    """Return the FLOPs of calls on other sequences than the batch's, and those that checkpointing runs again.
 
-    ``host`` holds lengths by the ``id`` of their offsets. The calls keep the offsets, so no id is reused.
+    ``host`` holds lengths by the ``id`` of their offsets; offsets that it lacks are read. The calls keep the
+    offsets, so no id is reused.
     """
-    total = 0.0
+    total = recomputed = 0.0
     pairs_of: dict[tuple[int, int, int, int], float] = {}  # layers call with the same offsets
     for call in calls:
         key = (id(call.cu_seqlens_q), id(call.cu_seqlens_kv), call.left, call.right)
@@ -114,7 +120,9 @@ def flops_of_calls(
             )
         flops_of_pair = call.forward + call.backward if training else call.forward
         total += flops_of_pair * pairs_of[key]
-    return total
+        if training:
+            recomputed += call.again * pairs_of[key]
+    return total, recomputed
 
 
 def _lengths(offsets: Tensor, host: dict[int, list[int]]) -> Sequence[int]:

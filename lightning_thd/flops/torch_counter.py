@@ -30,11 +30,13 @@ from lightning_thd._static import in_backward
 from lightning_thd._trees import tree_leaves, tree_map
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
 from lightning_thd.flops.pairs import visible_pairs
+from lightning_thd.flops.squares import Square, note_square
 from lightning_thd.flops.terms import Basis, Kind, Layer, Term
 from lightning_thd.stats import SeqStats, combine
 from lightning_thd.warnings import MeasureWarning, warn
 
 _Cost: TypeAlias = tuple[int, int]  # FLOPs of the forward pass, and of the backward pass
+_Passes: TypeAlias = tuple[int, int, int]  # FLOPs forward, backward, and run again by checkpointing
 _Key: TypeAlias = Hashable  # what a call computes: equal for a call and its repetition
 
 # Functions of torch that multiply matrices, by the name under which the mode shows them.
@@ -72,11 +74,18 @@ class Tally:
 
     forward: int = 0
     backward: int = 0
+    again: int = 0  # forward FLOPs that activation checkpointing runs again
 
-    def add(self, cost: _Cost) -> None:
+    def add(self, passes: _Passes) -> None:
         """Add the FLOPs of a call."""
-        self.forward += cost[0]
-        self.backward += cost[1]
+        self.forward += passes[0]
+        self.backward += passes[1]
+        self.again += passes[2]
+
+    @property
+    def passes(self) -> _Passes:
+        """Return the FLOPs forward, backward, and run again by checkpointing."""
+        return self.forward, self.backward, self.again
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +99,17 @@ class Counted:
     rows: dict[tuple[int, int], Tally]  # calls of scaled_dot_product_attention, by batch rows and row length
     unknown: frozenset[str] = field(default_factory=frozenset)
     missed_calls: bool = False  # whether some code ran compiled or from a graph: its products are missing
+    squares: dict[int, Square] = field(default_factory=dict)  # by the number of rows multiplied by each other
 
     @property
-    def flops(self) -> tuple[int, int]:
-        """Return the FLOPs of all products forward and backward."""
+    def flops(self) -> _Passes:
+        """Return the FLOPs of all products forward, backward, and run again by checkpointing."""
         tallies = self.products.values()
-        return sum(each.forward for each in tallies), sum(each.backward for each in tallies)
+        return (
+            sum(each.forward for each in tallies),
+            sum(each.backward for each in tallies),
+            sum(each.again for each in tallies),
+        )
 
     def other_rows(self, shards: int = 1) -> bool:
         """Return whether a product has neither a row for each slot nor one for each sequence.
@@ -115,6 +129,7 @@ class CallListener:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.missed_calls = False  # whether code ran compiled or from a graph, whose calls it cannot see
+        self.repeats = False  # whether checkpointing ran a call again
         self._quiet = 0  # above 0 inside a function that reported its FLOPs
         self._repeats = _Repeats()
 
@@ -130,9 +145,9 @@ class CallListener:
     def attention(self, call: AttentionCall) -> Iterator[None]:
         """Keep a call of attention, and ignore the products of its kernel."""
         key = ("attention", *(tuple(x.shape) for x in (call.cu_seqlens_q, call.cu_seqlens_kv)), call.forward)
-        forward, backward = self._of_phase((call.forward, call.backward), key)
-        if (forward or backward) and not self._quiet:
-            self.calls.append(replace(call, forward=forward, backward=backward))
+        forward, backward, again = self._of_phase((call.forward, call.backward), key)
+        if (forward or backward or again) and not self._quiet:
+            self.calls.append(replace(call, forward=forward, backward=backward, again=again))
         with self.ignoring():
             yield
 
@@ -149,16 +164,17 @@ class CallListener:
         finally:
             self._quiet -= 1
 
-    def _of_phase(self, cost: _Cost, key: _Key, weights: Sequence[Tensor] = ()) -> _Cost:
+    def _of_phase(self, cost: _Cost, key: _Key, weights: Sequence[Tensor] = ()) -> _Passes:
         """Return which FLOPs of a call count, by the pass in which Python runs it."""
         forward, backward = cost
         gradients = torch.is_grad_enabled()
         if not in_backward():
             self._repeats.note(key, weights, gradients=gradients)
-            return (forward, backward) if gradients else (forward, 0)
+            return forward, (backward if gradients else 0), 0
         if gradients:  # activation checkpointing runs a layer again, for HFU
-            return (0, backward) if self._repeats.is_first(key, weights) else (0, 0)
-        return 0, forward  # the backward of an autograd.Function multiplies by itself what autograd would
+            self.repeats = True
+            return 0, (backward if self._repeats.is_first(key, weights) else 0), forward
+        return 0, forward, 0  # the backward of an autograd.Function multiplies by itself what autograd would
 
 
 class _Repeats:
@@ -201,6 +217,7 @@ class StepCounter(TorchFunctionMode, CallListener):
         self.products: dict[tuple[str, int], Tally] = defaultdict(Tally)
         self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
         self.unknown: set[str] = set()
+        self.squares: dict[int, Square] = defaultdict(Square)
         self._costs: dict[str, _Cost] = {}  # FLOPs of products seen before, by name and arguments
         self._uncompiled: Any = None  # torch's switch that runs compiled code uncompiled
 
@@ -231,8 +248,8 @@ class StepCounter(TorchFunctionMode, CallListener):
         forward = 2 * hidden.numel() * weight.shape[0]
         backward = forward * (hidden.requires_grad + weight.requires_grad)
         rows = hidden.numel() // max(1, hidden.shape[-1])
-        cost = self._of_phase((forward, backward), ("head", tuple(hidden.shape)), [weight])
-        self.products["head", rows].add(cost)
+        passes = self._of_phase((forward, backward), ("head", tuple(hidden.shape)), [weight])
+        self.products["head", rows].add(passes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a function of torch, then call it as if there were no mode."""
@@ -245,9 +262,17 @@ class StepCounter(TorchFunctionMode, CallListener):
             return self._run_backward(*_of_backward(*args, **kwargs))
         if func is torch.autograd.backward:  # torch 2.13 shows it, also inside Tensor.backward
             return self._run_backward(*args, **kwargs)
-        if not self._quiet:
-            self._see(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        if self._quiet:
+            return func(*args, **kwargs)
+
+        call = self._see(func, name, args, kwargs)
+        out = func(*args, **kwargs)
+        if call is not None:  # a checkpoint stops by an error before the last product that it need not repeat
+            for tally, passes in call.parts:
+                tally.again += passes[2]
+            forward, backward, _ = call.parts[0][1]
+            note_square(self.squares, call.name, call.args, call.tensors, out, forward + backward)
+        return out
 
     def _run_backward(
         self,
@@ -269,37 +294,43 @@ class StepCounter(TorchFunctionMode, CallListener):
         with self:
             torch.autograd.backward(edges, grad_tensors, retain_graph, create_graph, inputs=targets)
 
-    def _see(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        """Count a function of torch if it multiplies; note it if it does and no formula is known."""
+    def _see(self, func: Any, name: str, args: Any, kwargs: Any) -> _Call | None:
+        """Count a function of torch if it multiplies; note it if it does and no formula is known.
+
+        Return it if it does, without its FLOPs that checkpointing runs again.
+        """
         operator = getattr(func, "overloadpacket", func)
         is_of_ops = isinstance(operator, type(torch.ops.aten.mm))
         if is_of_ops:
             namespace, _, name = str(operator).partition(".")
             if namespace.lstrip("_") not in _PLAIN and operator not in flop_registry:
                 self.unknown.add(f"{namespace}::{name}")
-                return
+                return None
         if name == "scaled_dot_product_attention":
-            self._see_rows(*args, **kwargs)
-        elif name in _NO_FORMULA:
+            return self._see_rows(*args, **kwargs)
+        if name in _NO_FORMULA:
             self.unknown.add(name)
         elif name in _COUNTED or (is_of_ops and operator in flop_registry):
-            self._add(name, func, args, kwargs)
+            return self._add(name, func, args, kwargs)
+        return None
 
-    def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
+    def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> _Call:
         """Count ``scaled_dot_product_attention`` as torch does: all pairs, also those that a mask hides."""
         heads = query.shape[-3] if query.dim() > 2 else 1
         rows = prod(query.shape[:-3])
         forward, backward = pair_flops(heads, query, key, value)
         pairs = rows * query.shape[-2] * key.shape[-2]
         shapes = ("rows", *(tuple(x.shape) for x in (query, key, value)))
-        cost = self._of_phase((forward * pairs, backward * pairs), shapes)
-        self.rows[rows, query.shape[-2]].add(cost)
+        passes = self._of_phase((forward * pairs, backward * pairs), shapes)
+        tally = self.rows[rows, query.shape[-2]]
+        tally.add((*passes[:2], 0))
+        return _Call("scaled_dot_product_attention", [(tally, passes)])
 
-    def _add(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+    def _add(self, name: str, func: Any, args: Any, kwargs: Any) -> _Call | None:
         """Count a product; its FLOPs are computed once for all calls with equal shapes."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not tensors:
-            return
+            return None
         # A string, because some arguments (lists, einsum's equation with tensors) have no hash.
         key = repr((name, tree_map(_key, (args, kwargs))))
         cost = self._costs.get(key)
@@ -315,7 +346,38 @@ class StepCounter(TorchFunctionMode, CallListener):
         first = tensors[0]
         rows = first.numel() // max(1, first.shape[-1]) if first.dim() else 1
         weights = [x for x in tensors if isinstance(x, nn.Parameter)]
-        self.products[name, rows].add(self._of_phase(cost, key, weights))
+        passes = self._of_phase(cost, key, weights)
+        parts = [(self.products[name, rows], passes)]
+        if name == "multi_head_attention_forward":
+            parts = self._without_pairs(cost, passes, *args, **kwargs)
+        for tally, of_part in parts:
+            tally.add((*of_part[:2], 0))
+        return _Call(name, parts, args, tensors)
+
+    def _without_pairs(
+        self, cost: _Cost, passes: _Passes, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> list[tuple[Tally, _Passes]]:
+        """Divide the FLOPs of torch's whole attention layer into those of its weights and of its pairs."""
+        length, size = query.shape[0], query.shape[-1]
+        rows = query.shape[1] if query.dim() == 3 else 1
+        forward = 4 * size * rows * length * key.shape[0]
+        backward = 2 * forward if cost[1] else 0
+        # The pass that runs decides which of them count, as for the whole.
+        pairs_of = {0: 0, cost[0]: forward, cost[1]: backward}
+        of_pairs = pairs_of[passes[0]], pairs_of[passes[1]], pairs_of[passes[2]]
+        rest = passes[0] - of_pairs[0], passes[1] - of_pairs[1], passes[2] - of_pairs[2]
+        tallies = self.products["multi_head_attention_forward", rows * length], self.rows[rows, length]
+        return list(zip(tallies, (rest, of_pairs), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A product that is about to run: where it is counted, with its FLOPs by pass."""
+
+    name: str
+    parts: list[tuple[Tally, _Passes]]
+    args: Any = ()
+    tensors: Sequence[Tensor] = ()
 
 
 def _switch_back(uncompiled: Any) -> None:
@@ -449,8 +511,8 @@ def call_terms(calls: Sequence[AttentionCall], stats: SeqStats) -> tuple[Term, .
             pairs = visible_pairs(q_lengths, kv_lengths, left=call.left, right=call.right, convention="exact")
             share = Fraction(int(pairs), max(1, stats.sum_squares))
 
-        forward, backward = costs.get((basis, window), (Fraction(0), Fraction(0)))
-        costs[basis, window] = forward + call.forward * share, backward + call.backward * share
+        rates = [call.forward * share, call.backward * share, call.again * share]
+        costs[basis, window] = _sum(costs.get((basis, window), _NONE), rates)
 
     return tuple(
         replace(_term("counted_attention", "attention", basis, *cost), window=window)
@@ -465,10 +527,11 @@ def counted(counter: StepCounter, stats: Sequence[SeqStats], sequences: Sequence
         slots=tuple(of_microbatch.slots for of_microbatch in stats),
         sequences=tuple(sequences),
         # Copies, because the counter goes on counting.
-        products={key: Tally(tally.forward, tally.backward) for key, tally in counter.products.items()},
+        products={key: replace(tally) for key, tally in counter.products.items()},
         rows=dict(counter.rows),
         unknown=frozenset(counter.unknown),
         missed_calls=counter.missed_calls,
+        squares={size: replace(square) for size, square in counter.squares.items() if square.names},
     )
 
 
@@ -487,7 +550,7 @@ def counted_layers(
             f"a part of {name} ran compiled or from a CUDA graph in a counted step, and so showed no "
             "products. Pass flops_model=. If the step calls torch.compiler.set_stance, call it before."
         )
-    total, _ = first.flops
+    total = first.flops[0]
     if not total or not first.stats.slots:
         raise ValueError(
             f"torch counted {total} FLOPs of matmuls in {name} on {first.stats.slots} slots. Run a whole "
@@ -506,18 +569,20 @@ def counted_layers(
         agree = len(steps) >= TRIALS
     terms: list[Term] = []
     bases: tuple[tuple[Basis, _Rates], ...] = (("token", per_slot), ("sequence", per_sequence))
-    for basis, (forward, backward) in bases:
-        if forward or backward:
-            terms.append(_term("counted", "linear", basis, forward * shards, backward * shards))
+    for basis, rates in bases:
+        if any(rates):
+            terms.append(_term("counted", "linear", basis, *(rate * shards for rate in rates)))
     terms += _row_terms(first)
-    return (Layer(path="", terms=tuple(terms), recomputable=False),), agree
+    return (Layer(path="", terms=tuple(terms)),), agree
 
 
 # A few steps whose products have rows of some other number agree by chance: half of the tokens, rounded up in
 # every sequence, are half of the slots whenever all lengths are even. So many steps hardly do.
 TRIALS = 8
 
-_Rates: TypeAlias = tuple[Fraction, Fraction]  # FLOPs forward and backward of a slot, or of a sequence
+# FLOPs of a slot, of a sequence or of a pair: forward, backward, and run again by checkpointing.
+_Rates: TypeAlias = tuple[Fraction, Fraction, Fraction]
+_NONE: _Rates = (Fraction(0), Fraction(0), Fraction(0))
 _SAME = Fraction(1, 10**9)  # two counts are equal within this share of them
 
 
@@ -560,16 +625,22 @@ def linear_fit(
         "by lengths. To count nothing, pass flops_model=."
     )
     slots = sum(point.slots for point in points)
-    forward = sum(point.flops[0] for point in points)
-    backward = sum(point.flops[1] for point in points)
+    sums = [sum(flops) for flops in zip(*(point.flops for point in points), strict=True)]
     # Whole numbers, because the count of every step replaces this estimate, whose sum must not be rounded.
-    return (Fraction(forward // slots), Fraction(backward // slots)), (Fraction(0), Fraction(0)), None
+    forward, backward, again = (Fraction(flops // slots) for flops in sums)
+    return (forward, backward, again), _NONE, None
 
 
 def _divided(flops: Sequence[int], number: int) -> _Rates:
-    """Divide FLOPs forward and backward by a number."""
-    forward, backward = flops
-    return Fraction(forward, number), Fraction(backward, number)
+    """Divide FLOPs of each pass by a number."""
+    forward, backward, again = flops
+    return Fraction(forward, number), Fraction(backward, number), Fraction(again, number)
+
+
+def _sum(first: Sequence[Fraction | int], second: Sequence[Fraction | int]) -> _Rates:
+    """Add FLOPs of each pass."""
+    forward, backward, again = (Fraction(one + other) for one, other in zip(first, second, strict=True))
+    return forward, backward, again
 
 
 def _solve(first: _Point, other: _Point) -> tuple[_Rates, _Rates] | None:
@@ -578,7 +649,7 @@ def _solve(first: _Point, other: _Point) -> tuple[_Rates, _Rates] | None:
     determinant = first.slots * other.sequences - other.slots * first.sequences
     if determinant == 0:
         return None
-    flops = list(zip(first.flops, other.flops, strict=True))  # both steps' forward, then backward
+    flops = list(zip(first.flops, other.flops, strict=True))  # both steps' forward, then the other passes
     of_slots = [one * other.sequences - two * first.sequences for one, two in flops]
     of_sequences = [first.slots * two - other.slots * one for one, two in flops]
     return _divided(of_slots, determinant), _divided(of_sequences, determinant)
@@ -590,7 +661,7 @@ class _Point:
     def __init__(self, step: Counted) -> None:
         self.slots = step.stats.slots
         self.sequences = sum(step.sequences)
-        self.flops = step.flops  # forward and backward
+        self.flops = step.flops
 
     def fits(self, per_slot: _Rates, per_sequence: _Rates) -> bool:
         """Return whether FLOPs per slot and per sequence give this step's FLOPs."""
@@ -600,15 +671,15 @@ class _Point:
         )
 
 
-def _by_rows(step: Counted) -> tuple[_Cost, _Cost]:
+def _by_rows(step: Counted) -> tuple[_Passes, _Passes]:
     """Divide a step's FLOPs into those of slots and those of products with one row for each sequence."""
     by_slot = Tally()
     by_sequence = Tally()
     for (_, rows), tally in step.products.items():
         one_row_each = rows in step.sequences and rows not in step.slots
         part = by_sequence if one_row_each else by_slot
-        part.add((tally.forward, tally.backward))
-    return (by_slot.forward, by_slot.backward), (by_sequence.forward, by_sequence.backward)
+        part.add(tally.passes)
+    return by_slot.passes, by_sequence.passes
 
 
 def _nonlinear(steps: Sequence[Counted]) -> str:
@@ -634,32 +705,30 @@ def _differ(one: Fraction, other: Fraction) -> bool:
 
 def _per_slot(step: Counted) -> defaultdict[str, _Rates]:
     """Return the FLOPs per slot of each function; 0 for functions that the step did not call."""
-    per_slot: defaultdict[str, _Rates] = defaultdict(lambda: (Fraction(0), Fraction(0)))
+    per_slot: defaultdict[str, _Rates] = defaultdict(lambda: _NONE)
     for (function, _), tally in step.products.items():
-        forward, backward = per_slot[function]
-        forward += Fraction(tally.forward, step.stats.slots)
-        backward += Fraction(tally.backward, step.stats.slots)
-        per_slot[function] = forward, backward
+        per_slot[function] = _sum(per_slot[function], _divided(tally.passes, step.stats.slots))
     return per_slot
 
 
 def _row_terms(step: Counted) -> list[Term]:
     """Return a term for attention in padded rows, whose pairs torch counts as if no mask hid any."""
-    forward = backward = Fraction(0)
+    rates = _NONE
     for (rows, length), tally in step.rows.items():
         # In a call over all slots, a slot has ``length`` keys, padding included, but at most a batch row's
         # length, which a decoder's rows may exceed. In other calls, a slot has the keys of its sequence.
         pairs = Fraction(max(step.stats.sum_squares, 1))
         if rows * length >= min(step.slots):
             pairs = min(Fraction(length), Fraction(max(step.slots), rows)) * step.stats.slots
-        forward += tally.forward / pairs
-        backward += tally.backward / pairs
+        rates = _sum(rates, [flops / pairs for flops in tally.passes])
     if not step.rows:
         return []
-    return [_term("counted_attention", "attention", "pair", forward, backward)]
+    return [_term("counted_attention", "attention", "pair", *rates)]
 
 
-def _term(name: str, kind: Kind, basis: Basis, forward: Fraction, backward: Fraction) -> Term:
+def _term(
+    name: str, kind: Kind, basis: Basis, forward: Fraction, backward: Fraction, again: Fraction
+) -> Term:
     """Return a term whose backward pass is not divided into gradients of activations and of weights."""
     return Term(
         name=name,
@@ -668,6 +737,7 @@ def _term(name: str, kind: Kind, basis: Basis, forward: Fraction, backward: Frac
         forward=_whole_if_possible(forward),
         input_grad=_whole_if_possible(backward),
         weight_grad=0,
+        again=_whole_if_possible(again),
     )
 
 

@@ -290,6 +290,27 @@ def test_batches_that_tell_nothing_warn_and_are_no_error(tmp_path: Path) -> None
     assert memory.rows == []
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"idx": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
+            r"no token ids under 'input_ids'.*keys are 'idx', 'attention_mask'.*Rename the key",
+        ),
+        ({"input_ids": torch.ones(2, 4)}, r"'input_ids' of the batch is a Tensor of torch.float32 \[2, 4\]"),
+    ],
+)
+def test_a_dict_that_cannot_be_counted_names_its_keys(batch: dict[str, torch.Tensor], message: str) -> None:
+    monitor = THDThroughputMonitor(peak=1e12)
+    monitor.watch(torch.nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=message), monitor.step(batch):
+        pass
+    renamed = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}
+    with monitor.step(renamed):
+        pass
+    assert monitor.finish()["train/lengths"] == 8
+
+
 def test_an_unknown_device_has_no_mfu_and_says_how_to_set_a_peak(tmp_path: Path) -> None:
     clock = Clock()
     with pytest.warns(UserWarning, match=r"No peak FLOP/s is known for 'cpu' in torch.float32.*='measure'"):

@@ -1,0 +1,181 @@
+"""Products of activations -> those that multiply all slots of a row by each other, as attention by hand does.
+
+T slots of a pack, N slots of a padded row. Such a product computes T x T pairs, and a mask then hides those
+that no sequence has. torch's counter cannot know the mask, so the pairs are compared with the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_thd.flops.terms import Causal, Tokens
+from lightning_thd.stats import SeqStats
+
+_Shape: TypeAlias = tuple[int, ...]
+
+# Products of two tensors that may make attention's scores, or multiply the scores by values.
+_OF_PAIRS = frozenset(
+    {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "addbmm", "einsum", "inner"}
+    | {"cdist"}
+)
+_MOST_NODES = 16  # of autograd's graph behind a weight that is computed from parameters, such as a cast one
+
+
+@dataclass(slots=True)
+class Square:
+    """The products of a step that multiply n rows by n rows."""
+
+    flops: int = 0  # forward and backward, also of products that use the n x n result
+    names: set[str] = field(default_factory=set)  # the functions that made such results
+    has_rows: bool = False  # whether a result had more dimensions than n x n
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenPairs:
+    """The pairs of slots that products compute although no sequence has them."""
+
+    names: tuple[str, ...]  # the functions that compute them
+    slots: int  # those of a row, each multiplied by each
+    times: float  # FLOPs of the step with these pairs, over those without them
+
+    @property
+    def reason(self) -> str:
+        """Return a sentence that says what was counted, and one that says what to do."""
+        return (
+            f"{', '.join(self.names)} multiplies all {self.slots:,} x {self.slots:,} slots of a row, and a "
+            "mask hides the pairs that no sequence has. Call varlen_attention(q, k, v, batch.boundaries) or "
+            "F.scaled_dot_product_attention, whose pairs are counted by sequence, or pass flops_model=."
+        )
+
+
+def note_square(
+    squares: dict[int, Square], name: str, args: Any, tensors: Sequence[Tensor], out: Any, flops: int
+) -> None:
+    """Note a product of activations that multiplies rows by each other, or uses what such one made."""
+    if name not in _OF_PAIRS or not isinstance(out, Tensor):
+        return
+    shapes = [tuple(x.shape) for x in tensors]
+    made = _made_square(name, args, shapes, tuple(out.shape))
+    used = 0 if made else max(map(_last_square, shapes), default=0)
+    if max(made, used) < 2 or any(map(_is_weight, tensors)):
+        return
+
+    square = squares[made or used]
+    square.flops += flops
+    if made:
+        square.names.add(name.strip("_"))
+        square.has_rows = square.has_rows or out.dim() > 2
+
+
+def hidden_pairs(
+    squares: Mapping[int, Square],
+    microbatches: Sequence[tuple[SeqStats, tuple[int, int]]],
+    flops: int,
+    *,
+    causal: Causal,
+    tokens: Tokens,
+) -> HiddenPairs | None:
+    """Compare a step's products with its lengths; None if all computed pairs are pairs of a sequence.
+
+    Args:
+        squares: the products that multiply n rows by n rows, by n.
+        microbatches: the counts of each one, with its shape (rows, slots of a row).
+        flops: the FLOPs of all products of the step, forward and backward.
+        causal: which pairs of a sequence count.
+        tokens: whether FLOPs are those of "real" tokens or of all "slots".
+    """
+    total = _share(microbatches, tokens) * flops
+    wanted = total
+    hiding: dict[int, Square] = {}
+    for slots, square in squares.items():
+        # A matrix of B x B rows, such as that of a contrastive loss, may by chance look like N x N slots.
+        of_slots = [
+            (stats, rows)
+            for stats, (rows, length) in microbatches
+            if length == slots and (square.has_rows or rows != slots)
+        ]
+        computed = sum(rows * slots * slots for _, rows in of_slots)
+        squared = sum(stats.sum_squares for stats, _ in of_slots)
+        if not square.names or squared >= computed:
+            continue
+
+        hiding[slots] = square
+        diagonal = sum(stats.real_tokens for stats, _ in of_slots)
+        pairs = {"half": squared / 2, "exact": (squared + diagonal) / 2, "full": squared}[causal]
+        wanted -= square.flops * (_share(microbatches, tokens) - pairs / computed)
+    if not hiding:
+        return None
+    names = sorted({name for square in hiding.values() for name in square.names})
+    return HiddenPairs(names=tuple(names), slots=max(hiding), times=total / wanted)
+
+
+def _share(microbatches: Sequence[tuple[SeqStats, tuple[int, int]]], tokens: Tokens) -> float:
+    """Return which share of the slots' FLOPs counts."""
+    slots = sum(stats.slots for stats, _ in microbatches)
+    return 1.0 if tokens == "slots" else sum(stats.real_tokens for stats, _ in microbatches) / slots
+
+
+def _made_square(name: str, args: Any, shapes: Sequence[_Shape], out: _Shape) -> int:
+    """Return n if a product's result has n rows of one factor by n rows of the other, else 0."""
+    if name == "einsum":
+        return _square_of_einsum(args, shapes)
+    if name == "inner":
+        of_left = out[: len(shapes[0]) - 1]
+        return max({*of_left} & {*out[len(of_left) :]}, default=0)
+    return _last_square(out)
+
+
+def _square_of_einsum(args: Any, shapes: Sequence[_Shape]) -> int:
+    """Do as ``_made_square``, for an equation of two factors such as ``"qhd,khd->hqk"``."""
+    equation = args[0] if args and isinstance(args[0], str) else ""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    factors = inputs.split(",")
+    if len(factors) != 2 or len(shapes) != 2:
+        return 0
+
+    left, right = (_sizes(letters, shape) for letters, shape in zip(factors, shapes, strict=True))
+    of_left = {size for letter, size in left.items() if letter in output and letter not in right}
+    of_right = {size for letter, size in right.items() if letter in output and letter not in left}
+    return max(of_left & of_right, default=0)
+
+
+def _sizes(letters: str, shape: _Shape) -> dict[str, int]:
+    """Return the size of each letter of an einsum's factor, without the dimensions of its dots."""
+    before, dots, after = letters.partition("...")
+    sizes = dict(zip(before, shape, strict=False))
+    if dots and after:
+        sizes |= zip(after, shape[-len(after) :], strict=False)
+    return sizes
+
+
+def _last_square(shape: _Shape) -> int:
+    """Return n for a shape that ends in n x n, else 0."""
+    return shape[-1] if len(shape) > 1 and shape[-1] == shape[-2] else 0
+
+
+def _is_weight(x: Tensor) -> bool:
+    """Return whether a tensor is a parameter, a view of one, or computed from parameters only."""
+    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+        return True
+
+    nodes: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            return x.grad_fn is not None
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # a leaf
+            if not isinstance(node.variable, nn.Parameter):
+                return False
+            continue
+
+        inputs = [each for each, _ in node.next_functions]
+        # A row of a table, and a product with something that needs no gradient, are made of the batch.
+        is_product = "mm" in node.name().lower()
+        if node.name().startswith(("Embedding", "Index")) or (is_product and None in inputs):
+            return False
+        nodes += [each for each in inputs if each is not None]
+    return False
