@@ -58,7 +58,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(1)
         x = x + self.out(varlen_attention(q, k, v, batch.boundaries).flatten(1))
         if self.squared:  # products that grow with the square of the slots
-            x = x + torch.matmul(torch.matmul(x, x.T) / x.shape[0], x)
+            keys = x[::2]  # all slots by all slots would be pairs of sequences, which is another message
+            x = x + torch.matmul(torch.matmul(x, keys.T) / x.shape[0], keys)
         return x + self.mlp(x)
 
 

@@ -302,12 +302,13 @@ def test_batches_that_tell_nothing_warn_and_are_no_error(tmp_path: Path) -> None
 )
 def test_a_dict_that_cannot_be_counted_names_its_keys(batch: dict[str, torch.Tensor], message: str) -> None:
     monitor = THDThroughputMonitor(peak=1e12)
-    monitor.watch(torch.nn.Linear(4, 4))
+    model = torch.nn.Linear(4, 4)
+    monitor.watch(model)
     with pytest.warns(UserWarning, match=message), monitor.step(batch):
         pass
     renamed = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}
     with monitor.step(renamed):
-        pass
+        model(torch.ones(2, 4, 4)).sum().backward()
     assert monitor.finish()["train/lengths"] == 8
 
 
