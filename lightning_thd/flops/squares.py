@@ -22,7 +22,7 @@ _OF_PAIRS = frozenset(
     {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "addbmm", "einsum", "inner"}
     | {"cdist"}
 )
-_MOST_NODES = 16  # of autograd's graph behind a weight that is computed from parameters, such as a cast one
+_MOST_NODES = 16  # A weight that is computed from parameters, such as a cast one, has fewer autograd nodes.
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class Square:
     """The products of a step that multiply n rows by n rows."""
 
     flops: int = 0  # forward and backward, also of products that use the n x n result
+    is_used: bool = False  # whether a product used it, as that of attention's weights and values does
     names: set[str] = field(default_factory=set)  # the functions that made such results
     has_rows: bool = False  # whether a result had more dimensions than n x n
 
@@ -60,12 +61,13 @@ def note_square(
         return
     shapes = [tuple(x.shape) for x in tensors]
     made = _made_square(name, args, shapes, tuple(out.shape))
-    used = 0 if made else max(map(_last_square, shapes), default=0)
+    used = max(map(_last_square, shapes), default=0)
     if max(made, used) < 2 or any(map(_is_weight, tensors)):
         return
 
     square = squares[made or used]
     square.flops += flops
+    square.is_used = square.is_used or used == (made or used)
     if made:
         square.names.add(name.strip("_"))
         square.has_rows = square.has_rows or out.dim() > 2
@@ -100,7 +102,7 @@ def hidden_pairs(
         ]
         computed = sum(rows * slots * slots for _, rows in of_slots)
         squared = sum(stats.sum_squares for stats, _ in of_slots)
-        if not square.names or squared >= computed:
+        if not square.names or not square.is_used or squared >= computed:
             continue
 
         hiding[slots] = square
