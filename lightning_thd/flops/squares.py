@@ -160,8 +160,8 @@ def _last_square(shape: _Shape) -> int:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """Return whether a tensor is a parameter, a view of one, or computed from parameters only."""
-    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+    """Return whether a tensor is a parameter, or computed from parameters only, such as a view of one."""
+    if isinstance(x, nn.Parameter):
         return True
 
     nodes: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
