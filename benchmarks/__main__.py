@@ -2,8 +2,9 @@
 
 ``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do: where
 others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may, and
-then the file names the parts. ``--only packing loss`` runs some and writes nothing; ``--again packing loss``
-puts them in the place of what the file holds of them, each with its time. A GPU's findings are in GPU.md.
+then the file names the parts. ``--only packing loss`` runs some and writes nothing; on a busy machine it
+warns. ``--again packing loss`` puts them in the place of what the file holds of them, each with its time. A
+GPU's findings are in GPU.md.
 """
 
 from __future__ import annotations
@@ -184,11 +185,15 @@ def kept() -> dict[str, Run]:
     }
 
 
-def too_busy(seconds: float = 5.0) -> str:
-    """Say why nothing should be measured now; empty where the machine is quiet."""
+def others_now(seconds: float = 5.0) -> float:
+    """Return how many cores other processes keep busy now; NaN where nothing is known."""
     load = Load()
     time.sleep(seconds)
-    others = load.others()
+    return load.others()
+
+
+def too_busy(others: float) -> str:
+    """Say why nothing should be written now; empty where the machine is quiet."""
     if not others > QUIET:  # NaN, where nothing is known, is let through
         return ""
     return (
@@ -211,9 +216,12 @@ def main(argv: list[str] | None = None) -> int:
         run_here(*arguments.child)
         return 0
     writes = not arguments.only
-    if writes and not arguments.loaded and (busy := too_busy()):
+    others = others_now()
+    if writes and not arguments.loaded and (busy := too_busy(others)):
         print(busy, file=sys.stderr)
         return 1
+    if others > QUIET:
+        print(f"{others:.1f} cores of other work: read ratios and CPU seconds only.")
     runs = kept() if arguments.again else {}
     new: list[Run] = []
     for name in arguments.only or arguments.again or NAMES:

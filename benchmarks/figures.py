@@ -81,12 +81,17 @@ def dates() -> dict[str, str]:
     """Return the days of the tables, and the processor of the CPU's rows."""
     parts = json.loads((HERE / "results.json").read_text())
     days = sorted(part["when"][:10] for part in parts if part["when"])
-    gpu_days = re.findall(r"^H[12]00: ([\d-]{10})", (HERE / "GPU.md").read_text(), re.M)
+    on_gpu = gpu_days().values()
     return {
         "cpu": _span(days[0], days[-1]),
-        "gpu": _span(min(gpu_days), max(gpu_days)),
+        "gpu": _span(min(on_gpu), max(on_gpu)),
         "machine": parts[0]["machine"].partition(", Python")[0],
     }
+
+
+def gpu_days() -> dict[str, str]:
+    """Return the day of the run on each machine of GPU.md."""
+    return dict(re.findall(r"^(H[12]00): ([\d-]{10})", (HERE / "GPU.md").read_text(), re.M))
 
 
 def _span(first: str, last: str) -> str:
@@ -165,13 +170,14 @@ def headline() -> str:
 def fair() -> str:
     """Compare the speed on GPUs with padded rows and with the fair peer."""
     h200, h100 = one_b("H200"), one_b("H100")
+    days = gpu_days()
     padded = times(h200["packs"] / h200["padded"])
     flat, flat_graphs = (times(h200[way] / h200["flattened"]) for way in ("packs", "graphs"))
     other, other_graphs = (times(h100[way] / h100["flattened"]) for way in ("packs", "graphs"))
     return (
-        f"On an H200, 1B parameters train at **{h200['packs']:,.0f} tokens/s**: {padded} padded rows, and "
-        f"{flat} flattened rows with flash-attn 2 ({flat_graphs} with CUDA graphs); on an H100, {other} "
-        f"({other_graphs})."
+        f"On an H200 ({days['H200']}), 1B parameters train at **{h200['packs']:,.0f} tokens/s**: {padded} "
+        f"padded rows, and {flat} flattened rows with flash-attn 2 ({flat_graphs} with CUDA graphs); on an "
+        f"H100 ({days['H100']}), {other} ({other_graphs})."
     )
 
 
@@ -375,7 +381,7 @@ def gpu_short() -> list[tuple[float, str]]:
             lines.append((share, text))
     ours_ms, liger_ms = (gpu_number("H100", LIGER, "ms", nth) for nth in (0, 1))
     if liger_ms / ours_ms < MISSED:
-        text = f"Loss on an H100: {times(liger_ms / ours_ms)} Liger. Changed since, not measured again."
+        text = f"Loss on an H100, before its Triton kernels: {times(liger_ms / ours_ms)} Liger."
         lines.append((liger_ms / ours_ms, text))
     small, goal = (gpu_number("H100", SMALL, unit) for unit in ("with graphs", "missed"))
     if small / goal < MISSED:

@@ -52,7 +52,9 @@ def test_load_counts_the_work_of_others(tmp_path: Path, monkeypatch: pytest.Monk
     assert load.others() == pytest.approx((11.0 - 4.0) / 10.0)
 
 
-def test_results_are_written_on_a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_written_on_a_quiet_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     busy = [0.6]
 
     class Busy:
@@ -67,6 +69,8 @@ def test_results_are_written_on_a_quiet_machine(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(harness.time, "sleep", lambda _: None)
     assert harness.main([]) == 1
     assert not (tmp_path / "RESULTS.md").exists()
+    assert harness.main(["--only", "one"]) == 0
+    assert "0.6 cores of other work: read ratios and CPU seconds only." in capsys.readouterr().out
     busy[0] = 0.4
     assert harness.main([]) == 0
     assert "2 of 2 goals are met" in (tmp_path / "RESULTS.md").read_text()
