@@ -4,8 +4,8 @@
 calls it when a model is built or switched, so every model with "thd" is prepared there, or refused.
 
 A model with "thd" first gets a class that announces its packs (``adapt`` with the adapter of ``announce``),
-then the models around it get "thd" (``spread_thd`` in ``prepare``), and its layers come last (``prepare_layers``).
-``watch_switching`` is for a model without "thd", which may be switched to it later.
+then the models around it get "thd" (``spread_thd`` in ``prepare``), and then its layers are prepared
+(``prepare_layers``). ``watch_switching`` is for a model without "thd", which may be switched to it later.
 """
 
 from __future__ import annotations
