@@ -578,8 +578,8 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         "8 bytes": COMPUTED,
         "10 bytes": _ours("loss_counts", "traffic of a logit, scalar loss, 32"),
         "18 bytes": _ours("loss_counts", "traffic of a logit, distillation, kl"),
-        "386 bytes": _peers("loss_counts", "traffic of a logit, distillation, jsd"),
-        "120 launches": _ours("loss_counts", "launches, scalar loss, 32"),
+        "410 bytes": _peers("loss_counts", "traffic of a logit, distillation, jsd"),
+        "115 launches": _ours("loss_counts", "launches, scalar loss, 32"),
         "412 launches": _ours("loss_counts", "launches, distillation, jsd"),
     },
     "docs/guides/streams.md": {
