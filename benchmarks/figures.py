@@ -580,7 +580,7 @@ CITED: dict[str, dict[str, Callable[[], float | str] | str]] = {
         "18 bytes": _ours("loss_counts", "traffic of a logit, distillation, kl"),
         "410 bytes": _peers("loss_counts", "traffic of a logit, distillation, jsd"),
         "115 launches": _ours("loss_counts", "launches, scalar loss, 32"),
-        "412 launches": _ours("loss_counts", "launches, distillation, jsd"),
+        "371 launches": _ours("loss_counts", "launches, distillation, jsd"),
     },
     "docs/guides/streams.md": {
         "12 ms": _ours("streams", "plan, 4096 ranks x 16"),
