@@ -25,7 +25,16 @@ _WINDOW = 11  # the largest side of a window in the trial
 # Half precision rounds results by 2^-8 or less of their size. Errors of a mask or a scale are far larger.
 _TOLERANCE = 0.05
 # What a package of another release may raise.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def trouble(

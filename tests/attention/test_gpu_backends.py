@@ -267,6 +267,14 @@ def failing(right: Callable[..., Any]) -> Any:
     return wrong
 
 
+def refusing(right: Callable[..., Any]) -> Any:
+    @wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("head size 16 is not supported")
+
+    return wrong
+
+
 HOPPER = Request(
     device="cuda",
     dtype=torch.bfloat16,
@@ -285,6 +293,7 @@ HOPPER = Request(
         (without_window, "its output differs by"),
         (off_by(torch.nan, 0), "its output differs by nan"),
         (failing, "it failed: RuntimeError: no kernel image is available"),
+        (refusing, "it failed: ValueError: head size 16 is not supported"),
     ],
 )
 def test_a_kernel_that_is_wrong_in_its_trial_is_replaced_with_a_warning(

@@ -238,7 +238,14 @@ def failing(launch: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.parametrize("change", [wrong, failing])
+def refusing(launch: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        raise ValueError("type fp8e4nv is not supported")
+
+    return run
+
+
+@pytest.mark.parametrize("change", [wrong, failing, refusing])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_are_wrong_in_their_trial_are_replaced_with_a_warning(
     kind: str, change: Callable[..., Any]

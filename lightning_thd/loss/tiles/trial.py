@@ -22,7 +22,16 @@ Run = Callable[[Head], tuple[Tensor, ...]]
 _ROWS = 16
 # Gradients are rounded to bf16, by 2^-8 of their size. A wrong kernel is off by more.
 _TOLERANCE = 0.02
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _VERDICTS: dict[Hashable, bool] = {}
 # Rows without a target, or with a NaN in their hidden states, show nothing. After so many of them, trust.
 _TRIES = 4
