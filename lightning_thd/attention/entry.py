@@ -132,13 +132,18 @@ def _attend(
         out: Tensor = _attend_shard(q, k, v, call, spec, sinks, backend)
         return out
 
-    name = choose(backend, describe(q, v, spec, sinks))
+    request = describe(q, v, spec, sinks)
     if call.keys is None:
-        return run(name, q, k, v, call, spec, sinks)
+        return run(choose(backend, request), q, k, v, call, spec, sinks)
+    return raw.attend(_gathering_kernel(backend, request), q, k, v, call, spec, sinks)
 
+
+def _gathering_kernel(backend: Backend, request: Request) -> raw.RawKernel:
+    """Return the kernel of a call whose keys are gathered; "auto" finds one before Transformer Engine."""
+    name = choose(backend, request)
     if name == "te":
         raise ValueError("backend='te' gathers no keys of shared prefixes. Use backend='auto'.")
-    return raw.attend(RAW[name], q, k, v, call, spec, sinks)
+    return RAW[name]
 
 
 def _check_slots(q: Any, k: Any, boundaries: Boundaries) -> None:
@@ -191,6 +196,7 @@ def bind(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Bound:
     """Check a call once for all layers of a kind; return a function for tensors of its shapes."""
     q_cast, k_cast, v_cast = _autocast(q, k, v)
@@ -200,7 +206,7 @@ def bind(
         _check_sinks(sinks, q_cast)
 
     spec = cached_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks)
+    bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks, backend)
     if LISTENERS and not torch.compiler.is_compiling():
         bound = _reporting(bound, call, spec)
     if not casts:
@@ -224,17 +230,24 @@ def _reporting(attend: Bound, call: KernelCall, spec: AttentionSpec) -> Bound:
 
 
 def _bind(
-    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: KernelCall,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    backend: Backend,
 ) -> Bound:
     """Return the function of a checked call, with the fewest layers of Python around its kernel."""
     if call.exchange is not None:
-        return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, call, spec, sinks, "auto"))
+        return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, call, spec, sinks, backend))
 
-    if call.keys is not None:  # RAW has no "te", but "auto" always finds "torch" before it
-        kernel = RAW[choose("auto", describe(q, v, spec, sinks))]
+    request = describe(q, v, spec, sinks)
+    if call.keys is not None:
+        kernel = _gathering_kernel(backend, request)
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, call, spec, sinks))
 
-    name = cached_choice(describe(q, v, spec, sinks))
+    name = cached_choice(request) if backend == "auto" else choose(backend, request)
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, call, spec).heads_first
 

@@ -191,16 +191,20 @@ def cached_choice(request: Request) -> Kernel:
     return kernel
 
 
+def check_backend(backend: object) -> None:
+    """Raise if a user's choice is no backend."""
+    names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
+    if backend not in names:
+        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
+
+
 def choose(backend: Backend, request: Request) -> Kernel:
     """Return the first kernel of a backend that runs a request; "auto" tries all, the fastest first.
 
     A kernel that never ran on a GPU for this package is passed over if its results are wrong here, and by
     "auto" also while it cannot be tried: in code that is compiled, captured or watched by a dispatch mode.
     """
-    names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
-    if backend not in names:
-        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
-
+    check_backend(backend)
     for kernel in _FASTEST.get(request.capability or 0, _USUAL):
         row = SUPPORT[kernel]
         selected = backend in ("auto", row.backend)
@@ -288,8 +292,8 @@ def _notice_tried(name: str) -> None:
     """Print that a kernel runs which only its trial has shown to be right."""
     rank_zero_info(
         f"Attention runs on {name}, which this package had tested against a mock only. Here it has computed "
-        "a small pack and its gradients as the portable kernel does. backend='torch', or an environment "
-        "without that package, runs torch's own kernel."
+        "a small pack and its gradients as the portable kernel does. prepare(model, backend='torch') of "
+        "lightning_thd.models, or an environment without that package, runs torch's own kernel."
     )
 
 

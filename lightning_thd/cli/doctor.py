@@ -107,7 +107,10 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Collect the versions, kernels and known problems of this machine; change and send nothing."""
+    """Collect the versions, kernels and known problems of this machine.
+
+    On a GPU, prebuilt kernels are downloaded if the package ``kernels`` is installed.
+    """
     capability = None  # the major number, such as 9 of an H100
     problems = []
     if torch.cuda.is_available():

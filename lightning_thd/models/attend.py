@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from lightning_thd._pages import see
 from lightning_thd._static import RUN
 from lightning_thd.attention.entry import Bound, attend_call, bind
+from lightning_thd.attention.support import Backend
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
 from lightning_thd.models.masks import UnreadMask, lost_window, shows_all
-from lightning_thd.models.pack import CAUSAL, READY, WINDOW_NOTE, Scope, current_pack, current_scope
+from lightning_thd.models.pack import BACKEND, CAUSAL, READY, WINDOW_NOTE, Scope, current_pack, current_scope
 
 # The layer's own attributes on which the choice of a kernel depends.
-_OF_LAYER: Final = ("is_causal", "sliding_window", WINDOW_NOTE, "is_cross_attention")
+_OF_LAYER: Final = ("is_causal", "sliding_window", WINDOW_NOTE, "is_cross_attention", BACKEND)
 _UNSET: Final = -1  # `sliding_window` was not passed; None would mean no window
 # transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
@@ -67,13 +68,20 @@ class _Options(NamedTuple):
     window: int | None  # keys that a query sees, itself included
     scaling: float | None
     softcap: float | None
+    backend: Backend
 
     def of_kernel(self) -> dict[str, Any]:
         """Return the options of ``varlen_attention``; a window extends to both sides if not causal."""
         sides: int | tuple[int, int] | None = self.window
         if self.window is not None and not self.causal:
             sides = (self.window - 1, self.window - 1)
-        return {"causal": self.causal, "window": sides, "scale": self.scaling, "softcap": self.softcap}
+        return {
+            "causal": self.causal,
+            "window": sides,
+            "scale": self.scaling,
+            "softcap": self.softcap,
+            "backend": self.backend,
+        }
 
 
 def thd_attention(
@@ -221,7 +229,8 @@ def _attend_first(
     window = mask.window
     if window is None:
         window = _window(module, layer.sliding_window, causal=causal)
-    options = _Options(causal, window, layer.scaling, layer.softcap)
+    backend = module.__dict__.get(BACKEND, "auto")
+    options = _Options(causal, window, layer.scaling, layer.softcap, backend)
 
     # A layer of a vision tower (``families/qwen_vl.py``) attends to images, by the offsets of the images.
     if offsets.cu_seq_lens_q is not None and pack is None and hasattr(type(module), "_thd_tower"):

@@ -31,6 +31,7 @@ WINDOW_NOTE: Final = "_thd_window"
 CONSTRUCTION_NOTE: Final = "_thd_construction"
 NOTES: Final = (WINDOW_NOTE, CONSTRUCTION_NOTE)
 READY: Final = "_thd_ready"  # marks every module of a prepared model
+BACKEND: Final = "_thd_backend"  # the kernel that the user chose for a module of a prepared model
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"
 

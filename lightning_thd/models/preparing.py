@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from lightning_thd._versions import warn_of_newer
+from lightning_thd.attention.support import Backend, check_backend
 from lightning_thd.models.adapted import adapt
 from lightning_thd.models.announce import Announcing, stock_models_around
 from lightning_thd.models.layers import prepare_layers
 from lightning_thd.models.offload import offload_inputs
+from lightning_thd.models.pack import BACKEND
 from lightning_thd.models.refusals import (
     is_tower,
     keeps_own_attention,
@@ -40,7 +42,13 @@ from lightning_thd.models.tiles import tile_mlps
 from lightning_thd.models.unswitchable import watch_switching
 
 
-def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | None = None) -> nn.Module:
+def prepare(
+    model: nn.Module,
+    *,
+    mlp_tile: int | None = None,
+    offload: bool | None = None,
+    backend: Backend | None = None,
+) -> nn.Module:
     """Prepare the models with "thd" in a module to run on packs.
 
     A model is prepared when it is built with ``attn_implementation="thd"`` or switched to it. Losses,
@@ -56,6 +64,9 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
             ranks. Later calls without it keep it.
         offload: inputs of checkpointed layers wait in pinned CPU memory for their backward pass, copied on a
             side stream of a GPU. Call ``model.gradient_checkpointing_enable()`` first.
+        backend: the attention kernel of all layers: "torch", "flash", "te", "efficient", "portable" or "cpu",
+            as in ``varlen_attention``. A call that it cannot run raises. "auto" is the fastest that supports
+            a call, as if nothing was chosen. Later calls without it keep it.
 
     Returns:
         ``model`` itself.
@@ -63,14 +74,18 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
     Raises:
         ValueError: a model holds a layer that would mix the sequences of a pack, or no model has "thd"; or
             ``mlp_tile`` is below 1, differs from an earlier call's, or finds no MLP that can run in tiles; or
-            ``offload`` finds no checkpointed layer. Either of them needs a model of transformers.
+            ``offload`` finds no checkpointed layer; or ``backend`` is not known. Each of these three needs a
+            model of transformers.
     """
     models: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
-    if not models and (mlp_tile is not None or offload):
-        option = f"mlp_tile={mlp_tile}" if mlp_tile is not None else f"offload={offload}"
+    if backend is not None:
+        check_backend(backend)
+    options = {"mlp_tile": mlp_tile, "offload": offload or None, "backend": backend}
+    chosen = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    if not models and chosen:
         raise ValueError(
-            f"{option} is for models of transformers, but {type(model).__name__} holds none. Pass the model "
-            "after it is built, as at the end of configure_model, or leave the option out."
+            f"{chosen[0]} is for models of transformers, but {type(model).__name__} holds none. Pass the "
+            "model after it is built, as at the end of configure_model, or leave the option out."
         )
 
     asked = [inner for inner in models if mentions_thd(inner.config)]
@@ -99,7 +114,17 @@ def prepare(model: nn.Module, *, mlp_tile: int | None = None, offload: bool | No
 
     tile_mlps(asked, mlp_tile)
     offload_inputs(asked, offload)
+    _choose_backend(asked, backend)
     return model
+
+
+def _choose_backend(models: Iterable[nn.Module], backend: Backend | None) -> None:
+    """Note a user's attention kernel in all layers of models; None keeps what an earlier call has noted."""
+    for model in models:
+        chosen = model.__dict__.get(BACKEND) if backend is None else backend
+        if chosen is not None:
+            for module in model.modules():
+                module.__dict__[BACKEND] = chosen
 
 
 def prepare_if_asked(module: nn.Module | None) -> None:
