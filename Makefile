@@ -22,7 +22,7 @@ help: ## list the targets
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first and by its exact version: a range would bring the newest build and gigabytes of CUDA.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,cli,plots]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,accelerate,cli,plots]'
 	touch $@
 
 # What the tests need beside it: every optional package that installs without a GPU.
