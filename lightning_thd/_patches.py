@@ -18,7 +18,7 @@ class Patch(NamedTuple):
 
 
 PATCHES: Final[dict[str, Patch]] = {
-    "attention chosen": Patch("PreTrainedModel.get_correct_attn_implementation", "models/preparing.py"),
+    "attention chosen": Patch("PreTrainedModel.get_correct_attn_implementation", "models"),
     "adapted classes": Patch(
         '__class__ of models with "thd" and of their layers, by a subclass', "models/adapted.py"
     ),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Case(NamedTuple):
-    name: str  # the private name
+    name: str  # the private name, or an argument's
     package: str  # whose source is rewritten
     feature: str  # a function below
     works: bool  # whether the feature works all the same; else it raises an error that says the name
@@ -34,6 +34,10 @@ CASES = (
     Case("_load_pretrained_model", "transformers.modeling_utils", "late_weights", works=False),
     Case("_combined_loader_states_to_load", "lightning.pytorch", "streams", works=False),
     Case("_worker_info", "torch.utils.data", "streams_of_workers", works=True),
+    # The method that chooses a model's attention is public: with another argument, or gone.
+    Case("requested_attention", "transformers.modeling_utils", "built", works=False),
+    Case("requested_attention", "transformers.modeling_utils", "switched", works=False),
+    Case("get_correct_attn_implementation", "transformers", "packs", works=False),
 )
 
 
@@ -99,6 +103,26 @@ def _trainer(steps: int, *callbacks: Any) -> Any:
     return L.Trainer(max_steps=steps, callbacks=list(callbacks), accelerator="cpu", **off)
 
 
+def built() -> None:
+    """Build a model with "thd" without calling it."""
+    from tests.tiny import tiny_llama
+
+    tiny_llama()
+
+
+def switched() -> None:
+    """Build a model with another attention, and switch it to "thd"."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from lightning_thd.models import register_thd
+
+    register_thd()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.set_attn_implementation("thd")
+
+
 def packs() -> None:
     """Compare packed logits with those of each sequence by itself."""
     import torch
@@ -156,7 +180,7 @@ def streams_of_workers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.feature}")
 @pytest.mark.parametrize("part", ["import", "monitor", "feature"])
 def test_a_renamed_private_name_stops_only_what_needs_it(case: Case, part: str) -> None:
     subject = {"import": "", "monitor": "monitor", "feature": case.feature}[part]

@@ -28,7 +28,7 @@ from lightning_thd import THDDataModule, THDThroughputMonitor, causal_lm_loss
 
 HERE = Path(__file__).parent
 STEPS, CAPACITY, ROWS = 40, 4_096, 8
-# One chart above the other. A phone that shows 400 of these 600 pixels still has letters of 8.
+# One chart above the other: 400 pixels of a phone show all 600, with letters of 8.
 PHONE = (600, 735)
 # The cards of the page, as TensorBoard filters them.
 CARDS = "packing/fill|train/loss"

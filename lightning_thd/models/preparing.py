@@ -162,8 +162,11 @@ def _announce_around(model: Any) -> None:
 def watch_attention(base: Any) -> None:
     """Prepare every model of class ``base`` (PreTrainedModel) that is built with "thd" or switched to it."""
     choose: Callable[..., str] = base.get_correct_attn_implementation
-    if list(inspect.signature(choose).parameters)[:2] != ["self", "requested_attention"]:
-        raise TypeError("get_correct_attn_implementation takes other arguments")
+    names = list(inspect.signature(choose).parameters)
+    if names[:2] != ["self", "requested_attention"]:
+        raise TypeError(
+            f"get_correct_attn_implementation takes {', '.join(names)}; wanted requested_attention first"
+        )
 
     @functools.wraps(choose)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:

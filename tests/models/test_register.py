@@ -105,3 +105,20 @@ def test_what_cannot_be_registered_or_prepared_is_named() -> None:
         prepare(build("llama", "eager"))
     layer = nn.Linear(2, 2)
     assert prepare(layer) is layer
+
+
+def test_a_model_is_refused_when_it_is_built_or_switched_to_thd() -> None:
+    class Model:
+        def get_correct_attn_implementation(self, name: str | None, later: bool = False) -> str:
+            return name or "sdpa"
+
+    def refusal() -> None:
+        raise ValueError("not with this release")
+
+    register._refuse_models(Model, refusal)
+    assert Model().get_correct_attn_implementation("eager", later=True) == "eager"
+    assert Model().get_correct_attn_implementation(None) == "sdpa"
+    with pytest.raises(ValueError, match="not with this release"):
+        Model().get_correct_attn_implementation("thd", later=True)
+
+    register._refuse_models(object, refusal)  # without such a method, the call of a model raises
