@@ -227,13 +227,13 @@ def note_first_steps(
     if trainer is None or module is None:
         return []
 
-    weighs = _weighs_microbatches(job_of(trainer), global_batch) and module.automatic_optimization
+    weighs = weighs_microbatches(job_of(trainer), global_batch) and module.automatic_optimization
     looks = {"training_step": warn_of_scale} if weighs else {}
     names = [name for name in _STEPS.get(stage, ()) if is_overridden(name, module)]
     return [ModuleStep(module, name, looks.get(name)) for name in names]
 
 
-def _weighs_microbatches(job: Job, global_batch: Packs | Sequences | None) -> bool:
+def weighs_microbatches(job: Job, global_batch: Packs | Sequences | None) -> bool:
     """Return whether a step may have several microbatches, so that a loss must say what each weighs."""
     return isinstance(global_batch, Sequences) or job.whole_steps or job.ranks * job.accumulate > 1
 

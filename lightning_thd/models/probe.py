@@ -3,7 +3,8 @@
 The probe runs packs of random tokens and changes one sequence at a time. A change in another sequence's
 logits is a leak, and so is a gradient of one sequence's logits at another's inputs. A sequence must give the
 same result in its own pack, and with transformers' eager attention. A trailing pad must not change gradients.
-Two more checks look for leaks only: one in training mode, and one in a longer pack.
+Two more checks look for leaks only: one in training mode, and one in a longer pack. A loss that is given too
+is checked as ``probe_loss`` says.
 Legend: T slots in a pack, V vocabulary.
 """
 
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import flags, host_ints, instance, real_number, whole_number
+from lightning_thd._checks import described, flags, host_ints, instance, real_number, whole_number
 from lightning_thd._find import text_config
+from lightning_thd._pages import see
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.pack import packed
 from lightning_thd.models.preparing import prepare_if_asked
+from lightning_thd.models.probe_loss import LossFinding, LossFunction, Tokens, look_at_loss
 from lightning_thd.models.probe_model import (
     attention_configs,
     averaging_norms,
@@ -46,6 +49,7 @@ from lightning_thd.models.probe_model import (
 from lightning_thd.models.probe_port import Port, Reference
 from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 from lightning_thd.models.probe_training import as_in_training, kept_values
+from lightning_thd.warnings import THDWarning, warn
 
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
@@ -88,8 +92,9 @@ def check_packing(
     seed: int = 0,
     thorough: bool = True,
     reference: Reference | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> PackingReport:
-    """Check whether any sequence of a pack sees another, and whether a port equals what it was ported from.
+    """Check whether any sequence of a pack sees another, whether a port is exact, and your loss right.
 
     During the check the model is in ``eval()``, and parameters that are all zero, or all one value whose size
     is below 1e-3, hold small noise. Leaks are also looked for in ``train()`` without dropout and, if
@@ -117,6 +122,11 @@ def check_packing(
         reference: what the model was ported from: a module, or a function of one row of ids ``[1, L]`` that
             returns logits. It runs every sequence without packing. A module runs with the weights of
             ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
+        loss_fn: your own loss, ``loss_fn(model, batch)``. About 50 more forward passes of 23 to 52 tokens,
+            in ``train()`` without dropout, change single labels and measure which logits are scored, and what
+            a target weighs. Refused are labels that are not shifted, or shifted twice, or scored across two
+            documents; means of means; and denominators that count padding or ignored targets. A loss that
+            reads no scale of the batch is warned about.
 
     Returns:
         The report, which prints as a table. If a model in half precision leaks between 1e-6 and 1e-2, or
@@ -139,6 +149,10 @@ def check_packing(
     port: Port | None = None
     if reference is not None:
         port = Port(model, reference)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is {described(loss_fn)}; wanted a function of model and batch that returns the loss."
+        )
     are_default = tuple(lengths) == LENGTHS
     if are_default:
         lengths = _default_lengths(model, run, vocab_size, seed, port, thorough=thorough)
@@ -177,9 +191,85 @@ def check_packing(
         elif probe.is_half and not report.leaks:
             report = replace(report, leak_tolerance=_LEAK[torch.float32])
 
+        if loss_fn is not None:
+            report = _with_loss(report, model, loss_fn, probe, modes)
+
     if raise_on_leak and not report.ok:
         raise PackingLeakError(report)
     return report
+
+
+def _with_loss(
+    report: PackingReport,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    probe: _Probe,
+    modes: dict[nn.Module, bool],
+) -> PackingReport:
+    """Check a loss on random tokens, and return the report with what was found."""
+    if not report.ok:  # a target that sees other documents weighs what they hold
+        return replace(report, skipped=(*report.skipped, "the loss: the model has to be right first"))
+    ids = torch.unique(probe.batch.input_ids).cpu()
+    are_next = probe.width > int(ids.max())  # a classifier has fewer logits than there are tokens
+    labels = ids if are_next else torch.arange(probe.width)
+    tokens = Tokens(ids=ids, labels=labels, are_next=are_next)
+    finding = look_at_loss(model, loss_fn, tokens, embedding=embedding_of(model), modes=modes, most=_MANY)
+    return with_finding(report, finding, "loss_fn")
+
+
+def check_step(
+    report: PackingReport,
+    module: nn.Module,
+    step: LossFunction,
+    tokens: Tokens,
+    *,
+    model: nn.Module,
+    what: str,
+    several: bool,
+) -> PackingReport:
+    """Check the loss of a module's step, and return the report of the module's model with what was found.
+
+    A step that fails on small packs is not checked, because it may need what only its own data has.
+
+    Args:
+        report: the report of the model, which passed.
+        module: the module, which holds the model.
+        step: a function of module and batch that returns the loss.
+        tokens: the ids and labels of the packs.
+        model: the model.
+        what: the name of the step in messages.
+        several: whether an optimizer step may have several microbatches.
+    """
+    with undisturbed(module, grad=False) as modes, no_zero_weights(module):
+        try:
+            finding = look_at_loss(
+                module,
+                step,
+                tokens,
+                embedding=embedding_of(model),
+                modes=modes,
+                most=_MANY,
+                several=several,
+            )
+        except Exception as error:
+            reason = f"the loss: it raised {type(error).__name__} on a small pack"
+            finding = LossFinding(skipped=(reason,))
+    report = with_finding(report, finding, what)
+    if not report.ok:
+        raise PackingLeakError(report)
+    return report
+
+
+def with_finding(report: PackingReport, finding: LossFinding, what: str) -> PackingReport:
+    """Return a report with what was found of a loss that messages call ``what``, and warn of doubts."""
+    for advice in finding.advice:
+        warn(f"{what} {advice}. {see('losses')}", THDWarning)
+    return replace(
+        report,
+        loss=finding.kind,
+        loss_fault=None if finding.fault is None else f"{what} {finding.fault}",
+        skipped=(*report.skipped, *finding.skipped),
+    )
 
 
 def _default_lengths(
@@ -265,6 +355,7 @@ class _Probe:
         self.port: Port | None = None
         self.inputs: Tensor | None = None  # the embedding's output in the latest run with gradients
         self.dtype = torch.float32
+        self.width = 0  # the size of a row of logits
         self.measured: dict[str, Any] = {
             "leak": 0.0,
             "error": 0.0,
@@ -322,6 +413,7 @@ class _Probe:
             whole = self.logits(self.batch)
             inputs = self.inputs
             self.dtype = working_dtype(self.model, whole)
+            self.width = whole.shape[-1]
             scale = whole.detach().abs().max().item()
             if scale == 0:
                 raise ValueError(

@@ -110,6 +110,13 @@ def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
     return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
 
 
+def is_in_half(model: nn.Module, device: str) -> bool:
+    """Return whether a model has weights in half precision, or runs under an autocast to it."""
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return True
+    return any(parameter.dtype in _HALF for parameter in model.parameters())
+
+
 @contextmanager
 def in_fp32(model: nn.Module, *, most: int, rounded: bool) -> Generator[bool]:
     """Compute in fp32 inside this context; yield False if this is impossible or needless.

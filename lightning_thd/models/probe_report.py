@@ -37,6 +37,8 @@ class PackingReport:
         training_leak: ``leak`` in ``train()`` without dropout; None if the model did not run in it.
         far_leak: ``leak`` in a pack of more tokens, if ``lengths`` were left out.
         far_lengths: the lengths of the sequences of that pack.
+        loss: how the checked loss counts its targets; None if it was not given or not measured.
+        loss_fault: what is wrong with that loss, and what to do about it.
         batch_norms: names of the batch norms that average over a pack in the mode of the given model.
         skipped: the checks that were skipped, and why.
         module: the first batch norm, or the first module whose outputs differ for equal inputs in two runs
@@ -60,6 +62,8 @@ class PackingReport:
     training_leak: float | None = None
     far_leak: float | None = None
     far_lengths: tuple[int, ...] = ()
+    loss: str | None = None
+    loss_fault: str | None = None
     batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     module: str | None = None
@@ -90,7 +94,8 @@ class PackingReport:
     def ok(self) -> bool:
         """Return whether the pack passes every check."""
         agrees = self.same and not self.leaks and self.matches_stock
-        return agrees and self.pads_are_inert and self.matches_reference and not self.batch_norms
+        is_right = self.pads_are_inert and self.matches_reference and not self.batch_norms
+        return agrees and is_right and self.loss_fault is None
 
     @property
     def matches_stock(self) -> bool:
@@ -139,6 +144,10 @@ class PackingReport:
             if value is not None:
                 lines.append(f"  {name:<27} {value:.1e} (allowed {allowed:.0e})")
 
+        if self.loss_fault is not None:
+            lines.append("  the loss                    is wrong")
+        elif self.loss is not None:
+            lines.append(f"  the loss                    {self.loss}")
         lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
         modes = "eval()" if self.training_leak is None else "eval() and train()"
         longest = max(*self.lengths, *self.far_lengths)
@@ -156,6 +165,10 @@ class PackingLeakError(RuntimeError):
 
     def __init__(self, report: PackingReport) -> None:
         self.report = report
+        if report.loss_fault is not None:  # it is measured only if the model itself is right
+            super().__init__(f"{report.loss_fault}.\n{report}\n{see('losses')}")
+            return
+
         if report.leaks:
             fault = "lets sequences of a pack see each other"
             if max(report.leak, report.gradient_leak or 0.0) <= report.leak_tolerance:

@@ -46,7 +46,8 @@ def _counted(**given: Any) -> float:
 TABLE = {
     "callbacks.ExpertBias": Entry(ExpertBias, lambda _: {"rate": 1e-3}),
     "callbacks.PackingCheck": Entry(
-        PackingCheck, lambda _: {"model": None, "vocab_size": 64, "lengths": (3, 2), "grad": True}
+        PackingCheck,
+        lambda _: {"model": None, "vocab_size": 64, "lengths": (3, 2), "grad": True, "loss": True},
     ),
     "callbacks.THDFlops": Entry(_counted, lambda _: {"model": FLOPS, "work": "training", "stats": STATS}),
     "callbacks.THDThroughputMonitor": Entry(

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
 
+from lightning_thd import Sequences, THDDataModule, THDModelParallelStrategy, causal_lm_loss
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.packing_check import PackingCheck
 from lightning_thd.models import PackingLeakError, register_thd
 from tests.models.families import build
 from tests.models.test_probe import Nearly
-from tests.tiny import quiet_trainer
+from tests.models.test_probe_loss import Tiny
+from tests.ranks import run_ranks
+from tests.tiny import VOCAB, quiet_trainer, sequences, tiny_llama
 
 register_thd()
+Loss = Callable[[Any, THDBatch], Any]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.`:FutureWarning"),
@@ -80,3 +88,162 @@ def test_no_model_to_probe() -> None:
     module.net["lm"] = nn.Linear(1, 1)
     with pytest.raises(MisconfigurationException, match="found no transformers model in Module"):
         fit(module, PackingCheck())
+
+
+# ---- The loss of training_step
+
+
+class Losing(L.LightningModule):
+    """A module whose loss is given, which logs it and counts its steps."""
+
+    def __init__(self, loss: Loss, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = model or Tiny()
+        self.loss = loss
+        self.seen: list[int] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
+        assert self.training
+        self.seen.append(len(batch))
+        loss = self.loss(self.model, batch)
+        self.log("train/loss", loss.detach())
+        self.log_dict({"train/again": loss.detach()})
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def scaled_sum(model: Any, batch: THDBatch) -> Tensor:
+    return F.cross_entropy(model(batch), batch.targets, reduction="sum") * batch.loss_scale
+
+
+def mean(model: Any, batch: THDBatch) -> Tensor:
+    return F.cross_entropy(model(batch), batch.targets)
+
+
+def train(
+    loss: Loss, callback: PackingCheck | None, rows: list[dict[str, Any]] | None = None, **options: Any
+) -> Losing:
+    module = Losing(loss)
+    global_batch = options.pop("global_batch", None)
+    data = THDDataModule(rows or sequences(40), capacity=64, global_batch=global_batch)
+    callbacks = [] if callback is None else [callback]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks, **options)
+    trainer.fit(module, data)
+    return module
+
+
+def check() -> PackingCheck:
+    return PackingCheck(model="model", vocab_size=VOCAB, grad=False, lengths=(3, 5))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_right_loss_is_measured_and_leaves_no_trace(precision: Any) -> None:
+    callback = check()
+    checked = train(scaled_sum, callback, precision=precision)
+    assert callback.report is not None
+    assert (callback.report.loss, callback.report.skipped) == ("a sum times batch.loss_scale", ())
+
+    unchecked = train(scaled_sum, None, precision=precision)
+    assert checked.seen == unchecked.seen
+    assert checked.trainer.callback_metrics == unchecked.trainer.callback_metrics
+    pairs = zip(checked.parameters(), unchecked.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert "log" not in vars(checked)
+
+
+def test_a_wrong_loss_does_not_start() -> None:
+    def shifted_again(model: Any, batch: THDBatch) -> Tensor:
+        return F.cross_entropy(model(batch)[:-1], batch.targets[1:], reduction="sum") * batch.loss_scale
+
+    with pytest.raises(PackingLeakError, match=r"^Losing.training_step is shifted twice"):
+        train(shifted_again, check())
+    unlooked = check()
+    unlooked.loss = False
+    train(shifted_again, unlooked)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"strategy": "thd", "global_batch": Sequences(8)},
+    ],
+)
+def test_a_mean_of_a_microbatch_is_wrong_if_a_step_has_several(options: dict[str, Any]) -> None:
+    callback = check()
+    if not options:
+        train(mean, callback)
+        assert callback.report is not None
+        assert callback.report.loss == "a mean over its own targets"
+        return
+    with pytest.raises(PackingLeakError, match=r"training_step is a mean over its own targets and reads no"):
+        train(mean, callback, **options)
+
+
+def test_labels_of_the_data_decide_whether_a_token_may_be_its_own_label() -> None:
+    def tagged(model: Any, batch: THDBatch) -> Tensor:
+        labels = batch.targets.roll(1)
+        return F.cross_entropy(model(batch), labels, reduction="sum") * batch.loss_scale
+
+    rows = sequences(40)
+    with pytest.raises(PackingLeakError, match="scores every token with its own logits"):
+        train(tagged, check(), rows)
+    for row in rows:
+        row["labels"] = row["input_ids"] % 5
+        row["labels"][0] = -100
+    train(tagged, check(), rows)
+
+
+def test_what_is_no_loss_of_tokens_is_left_out_and_said() -> None:
+    def refusing(model: Any, batch: THDBatch) -> Tensor:
+        if sum(batch.lengths) == 23:  # the check's own pack
+            raise ZeroDivisionError
+        return scaled_sum(model, batch)
+
+    for loss, rows, reason in (
+        (lambda m, b: m(b).mean(), None, "no label moves it"),
+        (scaled_sum, [{"input_ids": [1, 2]}] * 40, "fewer than two different targets"),
+        (refusing, None, "it raised ZeroDivisionError on a small pack"),
+        (scaled_sum, [{"input_ids": [1, 2, 3], "label": 1}] * 40, "batches hold labels beside tokens"),
+    ):
+        callback = check()
+        train(loss, callback, rows)
+        assert callback.report is not None
+        assert any(reason in text for text in callback.report.skipped), callback.report.skipped
+
+
+def train_sharded(options: dict[str, Any]) -> Any:
+    """Train on this rank, and return what the check found."""
+    callback = PackingCheck(lengths=(3, 5), grad=False)
+    wrong = options.pop("wrong", False)
+
+    def loss(model: Any, batch: THDBatch) -> Tensor:
+        loss = causal_lm_loss(model, batch)
+        return loss / batch.loss_tokens if wrong else loss
+
+    module = Losing(loss, tiny_llama(torch.float32))
+    trainer = quiet_trainer(
+        max_steps=1, callbacks=[callback], devices=2, strategy=THDModelParallelStrategy(**options)
+    )
+    try:
+        trainer.fit(module, THDDataModule(sequences(40), capacity=64))
+    except PackingLeakError as error:
+        return str(error).partition("\n")[0]
+    assert callback.report is not None
+    return callback.report.loss, callback.report.skipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}])
+def test_losses_of_sharded_models_are_checked_too(options: dict[str, int]) -> None:
+    if "context_parallel_size" in options:
+        found = run_ranks(train_sharded, 2, options)
+        assert found == [(None, ("the loss: sequences share prefixes, or ranks share a pack",))] * 2
+        return
+    for found in run_ranks(train_sharded, 2, options):
+        assert found == ("a sum times batch.loss_scale", ())
+    for found in run_ranks(train_sharded, 2, {**options, "wrong": True}):
+        assert "divides by the targets of the pack" in found

@@ -25,6 +25,7 @@ def _checked(rng: random.Random) -> dict[str, Any]:
         "raise_on_leak": True,
         "seed": 1,
         "thorough": False,
+        "loss_fn": None,
     }
 
 
