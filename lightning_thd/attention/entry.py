@@ -252,7 +252,8 @@ def _bind(
         return cpu.CpuAttention(q, k, v, call, spec).heads_first
 
     sizes = (q.shape[2], v.shape[2])
-    if name == "torch" and sinks is None and raw.one_size(*sizes) == sizes:  # heads need no padding
+    needs_no_padding = raw.one_size(*sizes) == sizes
+    if name == "torch" and sinks is None and needs_no_padding and not LISTENERS:
         return torch_cuda.bind(q.shape[0], call, spec)
     return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, call, spec, sinks))
 
