@@ -33,6 +33,10 @@ def transform_test() -> Callable[[], bool]:
     return active
 
 
+class MayNotCompare(Exception):
+    """Two ways of computing cannot be compared where this was raised; no cache keeps it as a result."""
+
+
 def may_compare_here(device: Any) -> bool:
     """Return whether code may read results on a torch device, to compare two ways of computing them.
 

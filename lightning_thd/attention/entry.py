@@ -17,7 +17,7 @@ from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import cpu, raw, te, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec, Window, cached_spec, make_spec
-from lightning_thd.attention.support import RAW, Backend, Kernel, Request, cached_choice, choose
+from lightning_thd.attention.support import RAW, Backend, Kernel, Request, choose
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, attending
 
@@ -247,7 +247,7 @@ def _bind(
         kernel = _gathering_kernel(backend, request)
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, call, spec, sinks))
 
-    name = cached_choice(request) if backend == "auto" else choose(backend, request)
+    name = choose(backend, request)
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, call, spec).heads_first
 

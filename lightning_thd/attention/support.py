@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
-from lightning_thd._modes import may_compare_here
+from lightning_thd._modes import MayNotCompare, may_compare_here
 from lightning_thd._pages import see
 from lightning_thd.attention import trial
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, torch_cuda
@@ -177,18 +177,7 @@ class Request:
     capability: int | None = None
 
 
-# The kernels that "auto" has chosen.
-_CHOICES: dict[Request, Kernel] = {}
-
-
-def cached_choice(request: Request) -> Kernel:
-    """Return the kernel that "auto" chooses for a request; results are cached once no trial is missing."""
-    kernel = _CHOICES.get(request)
-    if kernel is None:
-        kernel = choose("auto", request)
-        if may_compare_here(_device(request)):
-            _CHOICES[request] = kernel
-    return kernel
+_CACHED = 256  # requests: models have few kinds of attention, but a test run has many
 
 
 def check_backend(backend: object) -> None:
@@ -204,12 +193,10 @@ def choose(backend: Backend, request: Request) -> Kernel:
     A kernel that never ran on a GPU for this package is passed over if its results are wrong here, and by
     "auto" also while it cannot be tried: in code that is compiled, captured or watched by a dispatch mode.
     """
-    check_backend(backend)
-    for kernel in _FASTEST.get(request.capability or 0, _USUAL):
+    # torch.compile traces through caches, and warns of each.
+    able = _able if torch.compiler.is_compiling() else _able_once
+    for kernel in able(backend, request):
         row = SUPPORT[kernel]
-        selected = backend in ("auto", row.backend)
-        if not selected or why_not(kernel, request) is not None or missing(kernel) is not None:
-            continue
         if not row.verified and not _passes_trial(kernel, request, backend):
             continue
         if row.slow and backend == "auto" and not torch.compiler.is_compiling():
@@ -217,6 +204,20 @@ def choose(backend: Backend, request: Request) -> Kernel:
         return kernel
 
     raise ValueError(_reasons(backend, request))
+
+
+def _able(backend: Backend, request: Request) -> tuple[Kernel, ...]:
+    """Return the installed kernels of a backend that support a request, the fastest first."""
+    check_backend(backend)
+    kernels = []
+    for kernel in _FASTEST.get(request.capability or 0, _USUAL):
+        selected = backend in ("auto", SUPPORT[kernel].backend)
+        if selected and why_not(kernel, request) is None and missing(kernel) is None:
+            kernels.append(kernel)
+    return tuple(kernels)
+
+
+_able_once = lru_cache(maxsize=_CACHED)(_able)
 
 
 def _reasons(backend: Backend, request: Request) -> str:
@@ -263,14 +264,21 @@ def _notice_once(kernel: Kernel, capability: int) -> None:
 
 def _passes_trial(kernel: Kernel, request: Request, backend: Backend) -> bool:
     """Return whether a kernel that never ran on a GPU may run a request; if its trial fails, warn."""
-    if not may_compare_here(_device(request)):
-        return backend != "auto"
-    return _trial(kernel, replace(request, needs_lse=False, sinks=False))
+    untried = backend != "auto"
+    if torch.compiler.is_compiling():
+        return untried
+    try:
+        return _trial(kernel, replace(request, needs_lse=False, sinks=False))
+    except MayNotCompare:
+        return untried
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_CACHED)
 def _trial(kernel: Kernel, request: Request) -> bool:
     """Try a kernel on a small pack, once for each kind of call, and say what came of it."""
+    if not may_compare_here(_device(request)):
+        raise MayNotCompare
+
     name = f"flash-attn {kernel[-1]}"
     sizes = (request.head_size, request.value_size)
     found = trial.trouble(RAW[kernel], _device(request), request.dtype, sizes, request.spec)

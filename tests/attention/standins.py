@@ -448,6 +448,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
                 vars(module).update(attributes if name == path else {})
                 monkeypatch.setitem(sys.modules, name, module)
     available.cache_clear()
+    support._able_once.cache_clear()
     te._module.cache_clear()
 
 
@@ -487,7 +488,7 @@ def install_prebuilt(
 def forget() -> None:
     """Drop what was cached about the doubles."""
     available.cache_clear()
-    support._CHOICES.clear()
+    support._able_once.cache_clear()
     support._trial.cache_clear()
     support._notice_tried.cache_clear()
     flash.prebuilt_trouble.cache_clear()

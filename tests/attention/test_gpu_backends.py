@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_thd.attention import entry, varlen_attention
 from lightning_thd.attention.kernels import raw, torch_cuda
 from lightning_thd.attention.spec import make_spec
-from lightning_thd.attention.support import Request, cached_choice, choose
+from lightning_thd.attention.support import Request, choose
 from lightning_thd.boundaries import KernelCall
 from lightning_thd.warnings import THDWarning
 from tests.attention import standins
@@ -303,10 +303,10 @@ def test_a_kernel_that_is_wrong_in_its_trial_is_replaced_with_a_warning(
     module = sys.modules["flash_attn_interface"]
     on_cuda.setattr(module, "_flash_attn_forward", standins.Operator(change(standins.flash3_forward)))
     with pytest.warns(THDWarning, match=f"(?s)flash-attn 3 here.*{found}"):
-        assert cached_choice(HOPPER) == "torch"
+        assert choose("auto", HOPPER) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cached_choice(HOPPER) == "torch"
+        assert choose("auto", HOPPER) == "torch"
         assert choose("auto", replace(HOPPER, sinks=True)) == "torch"  # the same trial
 
 
@@ -331,10 +331,10 @@ def test_a_kernel_waits_for_its_trial_where_operators_are_watched(on_cuda: pytes
     standins.install(on_cuda, "flash3")
     state = torch.get_rng_state()
     with FlopCounterMode(display=False) as counter:
-        assert cached_choice(HOPPER) == "torch"
+        assert choose("auto", HOPPER) == "torch"
     assert counter.get_total_flops() == 0
-    assert cached_choice(HOPPER) == "flash3"
+    assert choose("auto", HOPPER) == "flash3"
     assert torch.equal(torch.get_rng_state(), state)
     with FlopCounterMode(display=False):
-        assert cached_choice(HOPPER) == "flash3"  # known by now
+        assert choose("auto", HOPPER) == "flash3"  # known by now
         assert choose("flash", replace(HOPPER, head_size=32, value_size=32)) == "flash3"  # the user's choice
