@@ -16,7 +16,7 @@ from benchmarks.gpu_parts import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.alignment import Alignment
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
-from lightning_thd.loss.kernels import choice
+from lightning_thd.loss.tiles import logits
 
 TOKENS, WIDTH, VOCABULARY = 32_768, 4096, 151_936
 SCALAR = "scalar loss"
@@ -55,7 +55,7 @@ def _ways() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 
 
 def _without_kernels() -> Any:
-    return mock.patch.object(choice, "runs_triton", return_value=False)
+    return mock.patch.object(logits, "runs_triton", return_value=False)
 
 
 @part(

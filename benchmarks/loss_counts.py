@@ -26,7 +26,7 @@ from lightning_thd.loss import (
     fused_linear_distillation,
     fused_linear_logprobs,
 )
-from lightning_thd.loss.kernels import choice
+from lightning_thd.loss.tiles import logits
 
 TOKENS, WIDTH, VOCABULARY = 32_768, 4096, 151_936
 # Targets that do not count, as at the end of the pack's sequences.
@@ -98,7 +98,7 @@ def fake_gpu(*, kernels: bool) -> Iterator[None]:
 
     with (
         imagined_gpu(),
-        mock.patch.object(choice, "runs_triton", return_value=kernels),
+        mock.patch.object(logits, "runs_triton", return_value=kernels),
         # one product adds to a sum on a GPU; a mode that watches would split it in two
         mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),

@@ -297,7 +297,7 @@ def describe(
     """Collect the features of a call that decide which kernels can run it."""
     capability = _capability(q.device.index or 0) if q.is_cuda else None
     return Request(
-        device=_device_type(q),
+        device="cpu" if q.is_meta else q.device.type,  # meta tensors take the kernels of CPUs
         dtype=q.dtype,
         head_size=q.shape[2],
         value_size=v.shape[2],
@@ -331,11 +331,6 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _device_type(x: Tensor) -> str:
-    """Return the type of a tensor's device; meta tensors take the kernels of CPUs."""
-    return "cpu" if x.is_meta else x.device.type
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -15,8 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from lightning_thd.loss.kernels import choice
-from lightning_thd.loss.tiles import products, trial
+from lightning_thd.loss.tiles import logits, products, trial
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -34,13 +33,23 @@ def kernels_forced(*, interpreted: bool = INTERPRETED) -> Iterator[list[str]]:
     with (
         module_replaced("lightning_thd.loss.kernels.rows", rows),
         mock.patch("lightning_thd.loss.kernels.rows", rows, create=True),
-        mock.patch.object(choice, "runs_triton", return_value=True),
+        mock.patch.object(logits, "runs_triton", return_value=True),
         # a GPU widens no product of bf16 afterwards, nor does it compute rows again
         mock.patch.object(products, "cpu_multiplies_bf16", return_value=False),
-        mock.patch.dict(trial._VERDICTS, clear=True),
+        _trials_forgotten(),
         _watched(rows, calls),
     ):
         yield calls
+
+
+@contextmanager
+def _trials_forgotten() -> Iterator[None]:
+    """Forget the trials of kernels, before and afterwards."""
+    trial._trial.cache_clear()
+    try:
+        yield
+    finally:
+        trial._trial.cache_clear()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd._imports import installed
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
-from lightning_thd.loss.kernels import choice
-from lightning_thd.loss.tiles import trial
+from lightning_thd.loss.tiles import logits
 from lightning_thd.warnings import THDWarning
 from tests.imagined.support import why_not
 from tests.loss.forced import kernels_forced
@@ -54,10 +54,13 @@ def test_one_function_chooses(
     device: str, compute: torch.dtype, wide: torch.dtype, triton: bool, hip: str | None, serves: bool
 ) -> None:
     with (
-        mock.patch.object(choice, "_has_triton", return_value=triton),
+        mock.patch.object(logits, "_has_triton", return_value=triton),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        assert choice.kernels_serve(torch.device(device), compute=compute, accumulator=wide) is serves
+        settings = SimpleNamespace(compute=compute, accumulator=wide, columns=8)
+        hidden = SimpleNamespace(device=torch.device(device))
+        head: Any = SimpleNamespace(hidden=hidden, settings=settings)
+        assert logits.by_kernels(head) is serves
 
 
 # The kernels that each loss launches; "kl" needs no sum over a row before its gradient.
@@ -283,22 +286,15 @@ def test_a_trial_takes_few_rows_once_and_waits_while_operators_are_watched() -> 
         assert [in_watched, in_first, len(calls) - in_watched - in_first] == [1, 2, 1]
 
 
-def test_rows_that_show_nothing_are_tried_a_few_times() -> None:
-    leaves, targets, _ = operands(Case(dtype=torch.float32, ignored=0.0))
-    with torch.no_grad():
-        leaves[0][0] = torch.nan
-    with kernels_forced(interpreted=False) as calls:
-        for _ in range(6):
-            assert fused_linear_cross_entropy(leaves[0], leaves[1], targets).isnan()
-        assert calls == ["nll"] * 6  # the kernels are not tried on such rows
-        assert [*trial._VERDICTS.values()] == [True]
-
-
-def test_a_batch_without_targets_is_no_trial() -> None:
+def test_the_first_batch_may_be_anything() -> None:
     leaves, targets, _ = operands(Case(dtype=torch.float32))
-    with kernels_forced(interpreted=False):
+    with kernels_forced(interpreted=False) as calls:
         loss = fused_linear_cross_entropy(leaves[0], leaves[1], torch.full_like(targets, -100))
         assert loss == 0.0
         (gradient,) = torch.autograd.grad(loss, leaves[:1])
         assert gradient.count_nonzero() == 0
-        assert not trial._VERDICTS
+
+        with torch.no_grad():
+            leaves[0][0] = torch.nan
+        assert fused_linear_cross_entropy(leaves[0], leaves[1], targets).isnan()
+        assert calls == ["nll"] * 2  # the trial, and the second loss: the first has no rows

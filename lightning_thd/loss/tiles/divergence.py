@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, L
 from lightning_thd.loss.tiles.nll import Stash, halves, tiles_of_inputs
 from lightning_thd.loss.tiles.products import exponential, product
 from lightning_thd.loss.tiles.softmax import MAX, SUM, blank_statistics, merge_parts, merge_ranks
-from lightning_thd.loss.tiles.trial import few_rows, kernels_hold
+from lightning_thd.loss.tiles.trial import HeadKind, kernels_hold
 from lightning_thd.parallel.exchange import stacked
 
 Kind = Literal["kl", "reverse_kl", "jsd"]
@@ -141,30 +141,25 @@ def divergence_and_gradients(
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
     compute: DivergenceOfRows = _divergence_by_operators
     if by_kernels(head) and by_kernels(teacher):
-        tried = [
-            partial(_loss_and_gradients, of_rows, teacher, targets, weights, divergence)
-            for of_rows in (_divergence_by_kernels, _divergence_by_operators)
-        ]
-        options = (divergence, teacher.settings.logit_map, teacher.bias is None)
-        if kernels_hold(divergence.kind, head, options, *tried):
+        ways = (_divergence_by_kernels, _divergence_by_operators)
+        if kernels_hold(divergence.kind, head, _loss_and_gradients, ways, divergence, HeadKind.of(teacher)):
             compute = _divergence_by_kernels
     return compute(head, teacher, targets, weights, divergence, needs=needs)
 
 
 def _loss_and_gradients(
     compute: DivergenceOfRows,
-    teacher: Head,
+    few: Head,
     targets: Tensor,
     weights: Tensor,
     divergence: Divergence,
-    few: Head,
+    of_teacher: HeadKind,
 ) -> tuple[Tensor, ...]:
-    """Return the loss and the gradients of the hidden states of a head of the first rows."""
-    rows = slice(0, len(few.hidden))
-    taught = few_rows(teacher)
-    loss, of_rows = compute(few, taught, targets[rows], weights[rows], divergence, needs=(True, False, False))
-    assert of_rows.hidden is not None
-    return loss, of_rows.hidden
+    """Return the loss of a small head, and the gradients of its hidden states."""
+    teacher = of_teacher.example(targets, seed=1)
+    loss, gradients = compute(few, teacher, targets, weights, divergence, needs=(True, False, False))
+    assert gradients.hidden is not None
+    return loss, gradients.hidden
 
 
 def _divergence_by_operators(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import real_number, whole_number
-from lightning_thd.loss.kernels.choice import kernels_serve
+from lightning_thd._imports import installed
 from lightning_thd.loss.tiles.products import accumulate, operand, product
 
 # Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier
@@ -184,10 +185,24 @@ class Head:
 
 
 def by_kernels(head: Head) -> bool:
-    """Return whether the kernels of ``loss/kernels`` compute the rows of a head, or torch's operators do."""
+    """Return whether the kernels of ``loss/kernels`` compute the rows of a head, or torch's operators do.
+
+    Half precision stays with torch's operators, because gradients in fp16 are scaled by their largest
+    element first. So does fp64, because the kernels compute in fp32.
+    """
     settings = head.settings
-    served = kernels_serve(head.hidden.device, compute=settings.compute, accumulator=settings.accumulator)
-    return served and settings.columns > 0
+    wide = settings.accumulator == torch.float32 and settings.compute in (torch.float32, torch.bfloat16)
+    return wide and settings.columns > 0 and runs_triton(head.hidden.device)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device; on AMD's they were never tried."""
+    return device.type == "cuda" and torch.version.hip is None and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return installed("triton")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

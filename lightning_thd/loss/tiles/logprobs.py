@@ -7,7 +7,6 @@ loop: a tile of the weight is read and widened once a pass, and its gradient is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import sqrt
 
 import torch
@@ -42,22 +41,19 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.settings.accumulator)
     fill = _fill_by_operators
     if by_kernels(head):
-        tried = [
-            partial(_outputs, of_rows, targets, entropy, total)
-            for of_rows in (_fill_by_kernels, _fill_by_operators)
-        ]
-        if kernels_hold("log-probabilities", head, (entropy, total), *tried):
+        ways = (_fill_by_kernels, _fill_by_operators)
+        if kernels_hold("log-probabilities", head, _outputs, ways, entropy, total):
             fill = _fill_by_kernels
     fill(stats, head, targets, entropy=entropy, total=total)
     return stats
 
 
 def _outputs(
-    fill: Callable[..., None], targets: Tensor, entropy: bool, total: bool, few: Head
+    fill: Callable[..., None], few: Head, targets: Tensor, weights: Tensor, entropy: bool, total: bool
 ) -> tuple[Tensor, ...]:
-    """Return what follows from the statistics of a head of the first rows: lse, and the terms of the rest."""
+    """Return what follows from the statistics of a small head: lse, and the terms of the rest."""
     stats = blank_statistics(few.hidden, len(few.hidden), few.settings.accumulator)
-    fill(stats, few, targets[: len(few.hidden)], entropy=entropy, total=total)
+    fill(stats, few, targets, entropy=entropy, total=total)
     outputs = [stats[MAX] + stats[SUM].log(), stats[TARGET]]
     if entropy:
         outputs.append(stats[WEIGHTED] / stats[SUM])
@@ -90,23 +86,24 @@ def gradients(
 ) -> HeadGradients:
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     if exact is None and by_kernels(head):
-        tried = [
-            partial(_hidden_gradients, of_rows, targets, lse, factors)
-            for of_rows in (_gradients_by_kernels, _gradients_by_operators)
-        ]
-        if kernels_hold("log-probabilities", head, factors.slope is None, *tried):
+        ways = (_gradients_by_kernels, _gradients_by_operators)
+        if kernels_hold("log-probabilities", head, _hidden_gradients, ways, factors.slope is None):
             return _gradients_by_kernels(head, targets, lse, factors, needs=needs)
     return _gradients_by_operators(head, targets, lse, factors, needs=needs, exact=exact)
 
 
 def _hidden_gradients(
-    compute: Callable[..., HeadGradients], targets: Tensor, lse: Tensor, factors: RowGradients, few: Head
+    compute: Callable[..., HeadGradients], few: Head, targets: Tensor, weights: Tensor, is_flat: bool
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the hidden states of a head of the first rows."""
-    rows = slice(0, len(few.hidden))
-    of_rows = compute(few, targets[rows], lse[rows], factors.at(rows), needs=(True, False, False))
-    assert of_rows.hidden is not None
-    return (of_rows.hidden,)
+    """Return the gradients of the hidden states of a small head; without ``is_flat``, of an entropy too."""
+    stats = blank_statistics(few.hidden, len(few.hidden), few.settings.accumulator)
+    _fill_by_operators(stats, few, targets, entropy=False, total=False)
+    lse = stats[MAX] + stats[SUM].log()
+    slope = None if is_flat else 0.5 * weights
+    factors = RowGradients(direct=weights, slope=slope, target=-weights, flat=None)
+    gradients = compute(few, targets, lse, factors, needs=(True, False, False))
+    assert gradients.hidden is not None
+    return (gradients.hidden,)
 
 
 def _gradients_by_operators(

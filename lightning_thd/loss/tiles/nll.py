@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,23 +84,19 @@ def nll_and_gradients(
     """Return the sum of ``weights * loss`` over rows, and gradients; ``seen`` ``[R]`` gets the summands."""
     compute: NllOfRows = _nll_by_operators
     if by_kernels(head):
-        tried = [
-            partial(_losses_and_gradients, of_rows, targets, weights, penalties)
-            for of_rows in (_nll_by_kernels, _nll_by_operators)
-        ]
-        if kernels_hold("nll", head, penalties, *tried):
+        ways = (_nll_by_kernels, _nll_by_operators)
+        if kernels_hold("nll", head, _losses_and_gradients, ways, penalties):
             compute = _nll_by_kernels
     return compute(head, targets, weights, needs, penalties=penalties, seen=seen)
 
 
 def _losses_and_gradients(
-    compute: NllOfRows, targets: Tensor, weights: Tensor, penalties: Penalties, few: Head
+    compute: NllOfRows, few: Head, targets: Tensor, weights: Tensor, penalties: Penalties
 ) -> tuple[Tensor, ...]:
-    """Return the loss of each row of a head of the first rows, and the gradients of its hidden states."""
-    count = len(few.hidden)
-    losses = weights.new_zeros(count)
+    """Return the loss of each row of a small head, and the gradients of its hidden states."""
+    losses = torch.zeros_like(weights)
     needs = (True, False, False)
-    _, gradients = compute(few, targets[:count], weights[:count], needs, penalties=penalties, seen=losses)
+    _, gradients = compute(few, targets, weights, needs, penalties=penalties, seen=losses)
     assert gradients.hidden is not None
     return losses, gradients.hidden
 
