@@ -40,7 +40,7 @@ _ERRORS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadKind:
-    """What kernels can tell of a head, on one rank."""
+    """The properties of a head on which its kernels depend, without those of other ranks."""
 
     settings: Settings
     device: torch.device
