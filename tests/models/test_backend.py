@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,22 +27,14 @@ BATCH = THDBatch.collate(sequences(9, labels=True))
 def recorded_choices() -> Iterator[list[str]]:
     """Record the kernels that calls of attention choose."""
     kernels: list[str] = []
-    originals = {name: getattr(entry, name) for name in ("choose", "cached_choice")}
+    choose = entry.choose
 
-    def recording(choose: Any) -> Any:
-        def chosen(*args: Any) -> str:
-            kernels.append(choose(*args))
-            return kernels[-1]
+    def recording(*args: Any) -> str:
+        kernels.append(choose(*args))
+        return kernels[-1]
 
-        return chosen
-
-    for name, choose in originals.items():
-        setattr(entry, name, recording(choose))
-    try:
+    with mock.patch.object(entry, "choose", recording):
         yield kernels
-    finally:
-        for name, choose in originals.items():
-            setattr(entry, name, choose)
 
 
 def trained(model: nn.Module, batch: THDBatch = BATCH) -> tuple[torch.Tensor, list[str]]:
