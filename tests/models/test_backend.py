@@ -15,6 +15,7 @@ from torch import nn
 from lightning_thd import Sequences, THDBatch, causal_lm_loss
 from lightning_thd.attention import entry
 from lightning_thd.models import prepare
+from tests.device_reads import ON_GPU
 from tests.integrations.support import make_loop, run
 from tests.models.families import build_in_double
 from tests.ranks import run_ranks
@@ -71,8 +72,9 @@ def test_a_compiled_model_runs_the_chosen_kernel() -> None:
     expected, _ = trained(model)
     prepare(model, backend="portable")
     torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager")
     with recorded_choices() as kernels:
-        loss = causal_lm_loss(torch.compile(model, backend="eager"), BATCH)
+        loss = causal_lm_loss(compiled, BATCH)
     assert set(kernels) == {"portable"}
     torch.testing.assert_close(loss.detach(), expected[0], rtol=1e-9, atol=0)
 
@@ -100,6 +102,21 @@ def _kernels_of_a_shared_pack() -> set[str]:
 
 def test_ranks_that_share_packs_run_the_chosen_kernel() -> None:
     assert run_ranks(_kernels_of_a_shared_pack, 2) == [{"portable"}] * 2
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=ON_GPU) for name in ("torch", "efficient", "portable")]
+)
+def test_a_gpu_runs_the_chosen_kernel(backend: Any) -> None:
+    model = tiny_llama(torch.float32)
+    expected, _ = trained(model)
+    model.bfloat16().cuda()
+    prepare(model, backend=backend)
+    with recorded_choices() as kernels:
+        loss = causal_lm_loss(model, BATCH.to("cuda"))
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert set(kernels) == {backend}
+    assert float(loss.detach()) == pytest.approx(float(expected[0]), rel=0.02)  # bf16 rounds by 2^-8
 
 
 def test_later_calls_and_copies_keep_the_choice_until_auto() -> None:
