@@ -104,7 +104,7 @@ class OwnModel:
         # After an evaluation inside a step, the rest of the step says too little about its products.
         if stage == "train" and batch is not None and not inside and self._wants(batch):
             # Graphs wait for the steps from which the others are computed, but not for every step.
-            self._active = StepCounter(needs_calls=self._agree is not None)
+            self._active = StepCounter(self._module, needs_calls=self._agree is not None)
         elif self._has_others:
             self._active = CallListener()
         if self._active is not None:

@@ -132,7 +132,7 @@ def _unlike_tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: THDB
         return "a pipeline runs it"
     if batch.roles is not None:
         return "it compares queries and documents"
-    if batch.prefixes is not None or batch.boundaries.ranks > 1:
+    if not batch.boundaries.own_slots:
         return "sequences share prefixes, or ranks share a pack"
     if batch.extras:
         return f"batches hold {', '.join(sorted(batch.extras))} beside tokens"

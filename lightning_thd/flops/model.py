@@ -128,7 +128,7 @@ class FlopsModel:
             stats: the counts of the batch that ``run`` uses.
         """
         name = type(module).__name__
-        counter = StepCounter()
+        counter = StepCounter(module)
         counter.start()
         try:
             run()

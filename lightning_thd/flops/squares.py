@@ -2,12 +2,17 @@
 
 T slots of a pack, N slots of a padded row. Such a product computes T x T pairs, and a mask then hides those
 that no sequence has. torch's counter cannot know the mask, so the pairs are compared with the lengths.
+Found are products of queries and keys, products of weights and a vector of each pair (additive attention),
+and the product of T x T with values, however its scores were made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -19,10 +24,9 @@ _Shape: TypeAlias = tuple[int, ...]
 
 # Products of two tensors that may make attention's scores, or multiply the scores by values.
 _OF_PAIRS = frozenset(
-    {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "addbmm", "einsum", "inner"}
-    | {"cdist"}
+    {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "linear", "einsum", "tensordot", "inner", "cdist"}
+    | {"addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
 )
-_MOST_NODES = 16  # A weight that is computed from parameters, such as a cast one, has fewer autograd nodes.
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Square:
 
     flops: int = 0  # forward and backward, also of products that use the n x n result
     is_used: bool = False  # whether a product used it, as that of attention's weights and values does
-    names: set[str] = field(default_factory=set)  # the functions that made such results
+    names: set[str] = field(default_factory=set)  # the functions that made or used such results
     has_rows: bool = False  # whether a result had more dimensions than n x n
 
 
@@ -46,31 +50,110 @@ class HiddenPairs:
     @property
     def reason(self) -> str:
         """Return a sentence that says what was counted, and one that says what to do."""
+        verb = "multiplies" if len(self.names) == 1 else "multiply"
         return (
-            f"{', '.join(self.names)} multiplies all {self.slots:,} x {self.slots:,} slots of a row, and a "
+            f"{', '.join(self.names)} {verb} all {self.slots:,} x {self.slots:,} slots of a row, and a "
             "mask hides the pairs that no sequence has. Call varlen_attention(q, k, v, batch.boundaries) or "
             "F.scaled_dot_product_attention, whose pairs are counted by sequence, or pass flops_model=."
         )
 
 
+class Weights:
+    """The tensors of a step that depend on weights only.
+
+    These are parameters and buffers, their views, and all that functions make of such tensors alone, such as
+    a weight in another dtype.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._places = {place for x in tensors if (place := _place(x))}
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, x: Tensor) -> bool:
+        if isinstance(x, nn.Parameter):
+            return True
+        made = self._made.get(id(x))
+        if made is not None and made() is x:
+            return True
+        return _place(x) in self._places
+
+    def note(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the results of a function as weights if all tensors that it got are weights."""
+        results = list(_tensors(out))
+        if not results:
+            return
+        operands = [*_tensors(args), *_tensors([*kwargs.values()])]
+        if operands and all(x in self for x in operands):
+            self._made |= {id(x): weakref.ref(x) for x in results}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments or results of a function, also of lists."""
+    if isinstance(values, Tensor):
+        yield values
+        return
+    if not isinstance(values, list | tuple):  # an iterator would be used up
+        return
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
+def _place(x: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none of its own, as on the meta device."""
+    if type(x) not in (Tensor, nn.Parameter):
+        return 0
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor inside a transform of torch.func
+        return 0
+
+
 def note_square(
-    squares: dict[int, Square], name: str, args: Any, tensors: Sequence[Tensor], out: Any, flops: int
+    squares: dict[int, Square],
+    weights: Weights,
+    name: str,
+    args: Any,
+    tensors: Sequence[Tensor],
+    out: Any,
+    flops: int,
 ) -> None:
-    """Note a product of activations that multiplies rows by each other, or uses what such one made."""
+    """Note a product that multiplies rows of activations by each other, or multiplies what came of that."""
     if name not in _OF_PAIRS or not isinstance(out, Tensor):
         return
-    shapes = [tuple(x.shape) for x in tensors]
-    made = _made_square(name, args, shapes, tuple(out.shape))
-    used = max(map(_last_square, shapes), default=0)
-    if max(made, used) < 2 or any(map(_is_weight, tensors)):
+    factors = _factors(name, tensors)
+    activations = [x for x in factors if x not in weights]
+    shapes = [tuple(x.shape) for x in activations]
+    used = 0
+    if len(activations) == len(factors):
+        made = _made_square(name, args, shapes, tuple(out.shape))
+        used = max(map(_last_square, shapes), default=0)
+        has_rows = out.dim() > 2
+    else:
+        pairs = max(shapes, key=_square_of_rows, default=())
+        made = _square_of_rows(pairs)
+        has_rows = len(pairs) > 3
+    if max(made, used) < 2:
         return
 
     square = squares[made or used]
     square.flops += flops
     square.is_used = square.is_used or used == (made or used)
-    if made:
+    if made or _last_square(shapes[0]) == used:  # a second factor of n x n may be a layer of n features
         square.names.add(name.strip("_"))
-        square.has_rows = square.has_rows or out.dim() > 2
+    if made:
+        square.has_rows = square.has_rows or has_rows
+
+
+def _factors(name: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors that a product multiplies, without those that it adds."""
+    if name == "linear":
+        return tensors[:2]
+    if "add" in name:
+        return tensors[1:3]
+    return tensors
 
 
 def hidden_pairs(
@@ -134,10 +217,12 @@ def _made_square(name: str, args: Any, shapes: Sequence[_Shape], out: _Shape) ->
 def _square_of_einsum(args: Any, shapes: Sequence[_Shape]) -> int:
     """Do as ``_made_square``, for an equation of two factors such as ``"qhd,khd->hqk"``."""
     equation = args[0] if args and isinstance(args[0], str) else ""
-    inputs, _, output = equation.replace(" ", "").partition("->")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
     factors = inputs.split(",")
     if len(factors) != 2 or len(shapes) != 2:
         return 0
+    if not arrow:  # torch's own output: all letters that are there once
+        output = "".join(letter for letter, times in Counter("".join(factors)).items() if times == 1)
 
     left, right = (_sizes(letters, shape) for letters, shape in zip(factors, shapes, strict=True))
     of_left = {size for letter, size in left.items() if letter in output and letter not in right}
@@ -159,25 +244,7 @@ def _last_square(shape: _Shape) -> int:
     return shape[-1] if len(shape) > 1 and shape[-1] == shape[-2] else 0
 
 
-def _is_weight(x: Tensor) -> bool:
-    """Return whether a tensor is a parameter, or computed from parameters only, such as a view of one."""
-    if isinstance(x, nn.Parameter):
-        return True
-
-    nodes: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
-    for _ in range(_MOST_NODES):
-        if not nodes:
-            return x.grad_fn is not None
-        node = nodes.pop()
-        if hasattr(node, "variable"):  # a leaf
-            if not isinstance(node.variable, nn.Parameter):
-                return False
-            continue
-
-        inputs = [each for each, _ in node.next_functions]
-        # A row of a table, and a product with something that needs no gradient, are made of the batch.
-        is_product = "mm" in node.name().lower()
-        if node.name().startswith(("Embedding", "Index")) or (is_product and None in inputs):
-            return False
-        nodes += [each for each in inputs if each is not None]
-    return False
+def _square_of_rows(shape: _Shape) -> int:
+    """Return n for a shape of n x n vectors, or of n x n rows of heads, else 0."""
+    rows = shape[:-1]
+    return max((one for one, other in pairwise(rows) if one == other), default=0)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ from lightning_thd._static import in_backward
 from lightning_thd._trees import tree_leaves, tree_map
 from lightning_thd.flops.listen import LISTENERS, AttentionCall, pair_flops
 from lightning_thd.flops.pairs import visible_pairs
-from lightning_thd.flops.squares import Square, note_square
+from lightning_thd.flops.squares import Square, Weights, note_square
 from lightning_thd.flops.terms import Basis, Kind, Layer, Term
 from lightning_thd.stats import SeqStats, combine
 from lightning_thd.warnings import MeasureWarning, warn
@@ -208,9 +209,12 @@ class _Repeats:
 
 
 class StepCounter(TorchFunctionMode, CallListener):
-    """Counts the products inside its context too; graphs wait in the step if ``needs_calls``."""
+    """Counts the products inside its context too; graphs wait in the step if ``needs_calls``.
 
-    def __init__(self, *, needs_calls: bool = True) -> None:
+    ``module`` is what runs; its weights are told from activations.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, needs_calls: bool = True) -> None:
         TorchFunctionMode.__init__(self)
         CallListener.__init__(self)
         self.needs_calls = needs_calls
@@ -218,6 +222,7 @@ class StepCounter(TorchFunctionMode, CallListener):
         self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
         self.unknown: set[str] = set()
         self.squares: dict[int, Square] = defaultdict(Square)
+        self._weights = Weights() if module is None else Weights(chain(module.parameters(), module.buffers()))
         self._costs: dict[str, _Cost] = {}  # FLOPs of products seen before, by name and arguments
         self._uncompiled: Any = None  # torch's switch that runs compiled code uncompiled
 
@@ -271,7 +276,9 @@ class StepCounter(TorchFunctionMode, CallListener):
             for tally, passes in call.parts:
                 tally.again += passes[2]
             forward, backward, _ = call.parts[0][1]
-            note_square(self.squares, call.name, call.args, call.tensors, out, forward + backward)
+            of_call = (call.name, call.args, call.tensors, out, forward + backward)
+            note_square(self.squares, self._weights, *of_call)
+        self._weights.note(args, kwargs, out)
         return out
 
     def _run_backward(

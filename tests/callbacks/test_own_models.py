@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_thd import FlopsModel, THDBatch, varlen_attention
@@ -69,6 +70,7 @@ class Block(nn.Module):
         self.how = how
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.out = nn.Linear(D, D, bias=False)
+        self.score = nn.Linear(D // 2, 1, bias=False)  # of additive attention
 
     def forward(self, x: Tensor, batch: THDBatch) -> Tensor:
         q, k, v = (each.unflatten(-1, (2, -1)) for each in self.qkv(x).chunk(3, -1))
@@ -81,6 +83,23 @@ class Block(nn.Module):
                 scores = torch.einsum("qhd,khd->hqk", q, k)
                 weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
                 mixed = torch.einsum("hqk,khd->qhd", weights, v)
+            elif self.how == "einsum of lists":
+                heads = zip(q.unbind(1), k.unbind(1), strict=True)
+                scores = torch.stack([torch.einsum(one, [0, 2], other, [1, 2]) for one, other in heads])
+                weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+                mixed = torch.einsum("hqk,khd->qhd", [weights, v])
+            elif self.how == "linear":
+                scores = torch.stack([F.linear(q[:, head], k[:, head]) for head in range(2)])
+                weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+                mixed = torch.stack([F.linear(weights[head], v[:, head].T) for head in range(2)], 1)
+            elif self.how == "additive":
+                scores = self.score(torch.tanh(q[:, None] + k[None]))[..., 0].permute(2, 0, 1)
+                weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+                mixed = torch.einsum("hqk,khd->qhd", weights, v)
+            elif self.how == "elementwise":
+                scores = (q[:, None] * k[None]).sum(-1).permute(2, 0, 1)
+                weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+                mixed = (weights @ v.transpose(0, 1)).transpose(0, 1)
             else:
                 scores = q.transpose(0, 1) @ k.permute(1, 2, 0)
                 weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
@@ -221,6 +240,26 @@ def test_pairs_that_a_mask_hides_are_no_model_flops(how: str, packs: Sequence[Se
     hardware = sum(written_by_hand(each, sum(each) ** 2) for each in rated)
     per_sec = metrics["train/device/hfu"] * 1e9 / metrics["train/device/items_per_sec"]
     assert per_sec == pytest.approx(hardware / sum(map(sum, rated)))
+
+
+def test_scores_of_lists_of_indices_and_of_linear_layers_are_products_too() -> None:
+    for how, name in (("einsum of lists", "einsum"), ("linear", "linear")):
+        times = written_by_hand(PACKS[0], 16 * 16) / written_by_hand(PACKS[0])
+        with pytest.warns(MeasureWarning, match=f"would be {times:.2f} times too high: {name} multiplies"):
+            metrics = metrics_of(Gpt(how), [pack(*each) for each in PACKS])
+        assert "train/device/mfu" not in metrics
+
+
+@pytest.mark.parametrize(("how", "products"), [("additive", 2), ("elementwise", 1)])
+def test_pairs_whose_scores_are_no_product_of_queries_and_keys_are_found(how: str, products: int) -> None:
+    """Additive scores multiply a vector for each pair by a weight; elementwise ones multiply no matrices."""
+    lengths = PACKS[0]
+    both = [written_by_hand(lengths, products * computed / 2) for computed in (16 * 16, pairs(lengths))]
+    names = {"additive": "einsum, linear multiply", "elementwise": "matmul multiplies"}[how]
+    message = f"would be {both[0] / both[1]:.2f} times too high: {names} all 16 x 16"
+    with pytest.warns(MeasureWarning, match=message):
+        metrics = metrics_of(Gpt(how), [pack(*each) for each in PACKS])
+    assert "train/device/mfu" not in metrics
 
 
 def test_padded_rows_written_by_hand_are_compared_with_their_lengths() -> None:
