@@ -454,10 +454,9 @@ class THDBatch(_Around):
         return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def pin_memory(self) -> THDBatch:
-        """Return a copy that also has its tensors in one page-locked buffer, ready for upload."""
-        copy = self.replace()
-        copy._set(_pinned=self._pin())
-        return copy
+        """Keep a copy of the tensors in one page-locked buffer, ready for upload, and return this batch."""
+        self._set(_pinned=self._pin())
+        return self
 
     def _pin(self) -> PinnedBatch:
         boundaries, filled = self.boundaries, None

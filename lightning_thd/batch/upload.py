@@ -7,7 +7,7 @@ reads the batch: it copies the buffer, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,12 +90,12 @@ class Arrived:
     def __init__(self, numbers: Tensor, tensors: dict[str, Tensor]) -> None:
         self._numbers = numbers
         self._tensors = [*tensors.values()]
-        self._versions = [*map(version, self._tensors)]
+        self._versions = versions(self._tensors)
 
     def numbers(self) -> Tensor | None:
         """Return the buffer as int32, with its header; None if a tensor was, or may have been, written to."""
-        versions = [*map(version, self._tensors)]
-        return self._numbers if versions == self._versions and -1 not in versions else None
+        now = versions(self._tensors)
+        return self._numbers if now == self._versions and -1 not in now else None
 
 
 class PinnedBatch:
@@ -109,8 +109,9 @@ class PinnedBatch:
     ) -> None:
         self._separate = dict[str, Tensor]()  # copied one by one: sparse, learned or on a device
         self._slots = sum(padded_lengths)
-        # The tensors and their versions, by which ``holds`` notices a change.
-        self._copied = [(x, version(x)) for x in tensors.values() if not x.is_inference()]
+        # By their versions ``holds`` notices a change.
+        self._copied = [*tensors.values()]
+        self._versions = versions(self._copied)
 
         positions = tensors[_POSITIONS]
         self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
@@ -146,10 +147,9 @@ class PinnedBatch:
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether these are the copied tensors, unchanged; inference tensors hide changes."""
-        if len(tensors) != len(self._copied):
-            return False
-        pairs = zip(tensors.values(), self._copied, strict=True)
-        return all(x is copied and version(x) == number for x, (copied, number) in pairs)
+        now = versions(tensors.values())
+        are_same = [*map(id, tensors.values())] == [*map(id, self._copied)]
+        return are_same and now == self._versions and -1 not in now
 
     def to(self, device: torch.device, *, non_blocking: bool) -> tuple[dict[str, Tensor], Arrived | None]:
         """Return the tensors on a CUDA device, in their own dtypes, and the buffer that they came in."""
@@ -186,6 +186,14 @@ def version(tensor: Tensor) -> int:
         return -1
     number: int = _count_of_writes(tensor)
     return number
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the :func:`version` of each tensor, without a Python call for each in the usual case."""
+    tensors = [*tensors]
+    if any(map(Tensor.is_inference, tensors)):
+        return [*map(version, tensors)]
+    return [*map(_count_of_writes, tensors)]
 
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:

@@ -124,7 +124,9 @@ def thd_attention(
         _refuse(module, attention_mask, dropout, others)
 
     pack = boundaries
-    if pack is None and (cu_seq_lens_q is None or scope is not None):
+    if pack is None and scope is not None:
+        pack = scope.pack
+    elif pack is None and cu_seq_lens_q is None:
         pack = current_pack()
     if pack is not None and cu_seq_lens_q is not None and cu_seq_lens_q is not pack.offsets:
         pack = None  # the offsets belong to another pack, such as the images of a vision tower

@@ -30,6 +30,8 @@ from lightning_thd.loss.tiles.softmax import (
 )
 from lightning_thd.loss.tiles.trial import kernels_hold
 
+# The maximum, sum and so on of rows, by the numbers of ``softmax``: ``[5, c]``, or some of them ``[c]`` each.
+Statistics = Tensor | dict[int, Tensor]
 # Computes ``nll_and_gradients`` in one way.
 NllOfRows = Callable[..., tuple[Tensor, HeadGradients]]
 
@@ -111,7 +113,7 @@ def _nll_by_operators(
     seen: Tensor | None,
 ) -> tuple[Tensor, HeadGradients]:
     """Compute ``nll_and_gradients`` with torch's operators."""
-    loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
+    losses = []
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
     stash = WholeRows(head) if whole else Stash(head)
@@ -119,7 +121,7 @@ def _nll_by_operators(
     for rows in head.row_tiles:
         row_targets = targets[rows]
         row_weights = weights[rows]
-        stats = stash.fill(rows, row_targets, total=penalties.label_smoothing > 0)
+        stats: Statistics = stash.fill(rows, row_targets, total=penalties.label_smoothing > 0)
         largest = stats[MAX]
         log_sum = stats[SUM].log()
         lse = largest + log_sum
@@ -129,7 +131,7 @@ def _nll_by_operators(
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
 
-        loss += row_losses.sum()
+        losses.append(row_losses.sum())
         if seen is not None:
             seen[rows] = row_losses
 
@@ -141,7 +143,16 @@ def _nll_by_operators(
         sums.close(rows)
 
     del stash  # free its memory before the weight's gradient is rounded
-    return loss, sums.result()
+    return _added(losses, head), sums.result()
+
+
+def _added(losses: list[Tensor], head: Head) -> Tensor:
+    """Return the sum of the losses of tiles, ``[]``."""
+    if len(losses) == 1:
+        return losses[0]
+    if not losses:
+        return head.hidden.new_zeros((), dtype=head.settings.accumulator)
+    return torch.stack(losses).sum()
 
 
 def _nll_by_kernels(
@@ -229,14 +240,13 @@ class WholeRows:
         self.softmax = self.kept
         self.found: tuple[Tensor, Tensor] | None = None  # ``targets_here`` of the rows, among all columns
 
-    def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
-        """Compute the softmax of ``rows`` and return the statistics of their logits, ``[5, c]``."""
+    def fill(self, rows: slice, targets: Tensor, *, total: bool) -> dict[int, Tensor]:
+        """Compute the softmax of ``rows`` and return the statistics of their logits, ``[c]`` each."""
         head = self.head
         z = head.logits(head.inputs(rows), self.weight, self.columns, self.kept)
-        stats = blank_statistics(head.hidden, z.shape[0], z.dtype)
         self.found = targets_here(targets, z.shape[1])
         has_target, index = self.found
-        stats[TARGET] = torch.where(has_target, z.gather(1, index).squeeze(1), 0.0)
+        stats = {TARGET: torch.where(has_target, z.gather(1, index).squeeze(1), 0.0)}
         if total:
             stats[TOTAL] = z.sum(1)
 
@@ -250,20 +260,22 @@ class WholeRows:
         settings = self.head.settings
         p = self.softmax[:, columns]
         scale = settings.logit_map.scale / settings.logit_map.temperature
-        direct = (factors.direct * scale)[:, None]
+        if scale != 1.0:
+            factors = factors.times(scale)
+        direct = factors.direct[:, None]
         if columns == self.columns and self.found is not None:
             has_target, index = self.found
         else:
             has_target, index = targets_here(targets - columns.start, p.shape[1])
 
         # The target's entry is computed from fp32 before all are rounded.
-        onehot = torch.where(has_target, factors.target * scale, 0.0)[:, None]
+        onehot = torch.where(has_target, factors.target, 0.0)[:, None]
         at_target = p.gather(1, index) * direct + onehot
 
         if factors.flat is None:
             dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=settings.compute))
         else:
-            flat = (factors.flat * scale)[:, None]
+            flat = factors.flat[:, None]
             dx = (p * direct + flat).to(settings.compute)
             at_target = at_target + flat
 

@@ -77,13 +77,24 @@ class RowGradients:
             flat=None if self.flat is None else self.flat[rows],
         )
 
+    def times(self, scale: float) -> RowGradients:
+        """Return the factors for the gradient of ``x``, where the logits are ``scale * x``."""
+        return RowGradients(
+            direct=self.direct * scale,
+            slope=None if self.slope is None else self.slope * scale,
+            target=self.target * scale,
+            flat=None if self.flat is None else self.flat * scale,
+        )
+
 
 def logit_gradient(
     logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, factors: RowGradients
 ) -> Tensor:
     """Turn mapped logits ``z`` ``[c, v]`` into the gradient of the raw product, in ``z`` or ``e``."""
     scale = logit_map.scale / logit_map.temperature
-    direct = (factors.direct * scale)[:, None]
+    if scale != 1.0:
+        factors = factors.times(scale)
+    direct = factors.direct[:, None]
     capped = logit_map.softcap is not None
 
     # ``dz`` begins as log p. A cap still needs z at the end; without one, z is free for the result.
@@ -93,13 +104,13 @@ def logit_gradient(
     else:
         p = exponential(dz, out=torch.empty_like(dz) if capped else e)
         dz.clamp_min_(LOWEST)  # p is 0 there
-        dz.mul_((factors.slope * scale)[:, None]).add_(direct).mul_(p)
+        dz.mul_(factors.slope[:, None]).add_(direct).mul_(p)
 
     if factors.flat is not None:
-        dz.add_((factors.flat * scale)[:, None])
+        dz.add_(factors.flat[:, None])
 
     has_target, index = targets_here(targets, dz.shape[1])
-    at_target = torch.where(has_target, factors.target * scale, 0.0)[:, None]
+    at_target = torch.where(has_target, factors.target, 0.0)[:, None]
     dz.scatter_(1, index, dz.gather(1, index) + at_target)
 
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
