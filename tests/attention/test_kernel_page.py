@@ -1,6 +1,7 @@
 """The table of ``docs/guides/install.md`` that says which kernel runs equals what ``choose`` chooses.
 
-Every combination of the features below must be in exactly one row.
+Every combination of the features below is in exactly one row. SECURITY.md
+names the kernels that are downloaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from lightning_thd.attention import support
+from lightning_thd.attention.kernels.flash import PREBUILT
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Kernel, Request, choose
 from tests.attention import standins
@@ -186,3 +188,10 @@ def test_devices_without_cuda_have_one_kernel(device: str, kernel: str) -> None:
             device=device, dtype=dtype, head_size=sizes[0], value_size=sizes[1], spec=spec, sinks=True
         )
         assert choose("auto", request) == kernel
+
+
+def test_the_security_page_names_what_is_downloaded() -> None:
+    page = (PAGE.parents[2] / "SECURITY.md").read_text()
+    assert len(PREBUILT) == 2
+    for version, (repository, revision) in PREBUILT.items():
+        assert f"| flash-attn {version}, version {revision} of `{repository}` |" in page
