@@ -143,13 +143,12 @@ def _nll_by_operators(
         sums.close(rows)
 
     del stash  # free its memory before the weight's gradient is rounded
-    return _added(losses, head), sums.result()
+    loss = losses[0] if len(losses) == 1 else _added(losses, head)
+    return loss, sums.result()
 
 
 def _added(losses: list[Tensor], head: Head) -> Tensor:
-    """Return the sum of the losses of tiles, ``[]``."""
-    if len(losses) == 1:
-        return losses[0]
+    """Return the sum of the losses of tiles, ``[]``; 0 without tiles."""
     if not losses:
         return head.hidden.new_zeros((), dtype=head.settings.accumulator)
     return torch.stack(losses).sum()
