@@ -123,16 +123,16 @@ def _options(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call is eager CPU code without a dispatch mode, transform or tensor subclass."""
+    """Return whether a call is eager CPU code without a dispatch mode, transform or tensor subclass.
+
+    Forward-mode tensors are plain, too: the kernels and functions that serve plain calls refuse them.
+    """
     return (
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
         and not torch.compiler.is_compiling()
         and not mode_counter()()
         and not transform_test()()
-        and forward_ad.unpack_dual(q).tangent is None  # type: ignore[no-untyped-call]
-        and forward_ad.unpack_dual(k).tangent is None  # type: ignore[no-untyped-call]
-        and forward_ad.unpack_dual(v).tangent is None  # type: ignore[no-untyped-call]
     )
 
 
