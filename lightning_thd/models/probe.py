@@ -122,7 +122,7 @@ def check_packing(
         reference: what the model was ported from: a module, or a function of one row of ids ``[1, L]`` that
             returns logits. It runs every sequence without packing. A module runs with the weights of
             ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
-        loss_fn: your own loss, ``loss_fn(model, batch)``. About 50 more forward passes of 23 to 52 tokens,
+        loss_fn: your own loss, ``loss_fn(model, batch)``. Some 50 to 80 more forward passes of 12 to 52 tokens,
             in ``train()`` without dropout, change single labels and measure which logits are scored, and what
             a target weighs. Refused are labels that are not shifted, or shifted twice, or scored across two
             documents; means of means; and denominators that count padding or ignored targets. A loss that
@@ -213,7 +213,15 @@ def _with_loss(
     are_next = probe.width > int(ids.max())  # a classifier has fewer logits than there are tokens
     labels = ids if are_next else torch.arange(probe.width)
     tokens = Tokens(ids=ids, labels=labels, are_next=are_next)
-    finding = look_at_loss(model, loss_fn, tokens, embedding=embedding_of(model), modes=modes, most=_MANY)
+    finding = look_at_loss(
+        model,
+        loss_fn,
+        tokens,
+        forward=probe.logits,
+        embedding=embedding_of(model),
+        modes=modes,
+        most=_MANY,
+    )
     return with_finding(report, finding, "loss_fn")
 
 
@@ -240,12 +248,14 @@ def check_step(
         what: the name of the step in messages.
         several: whether an optimizer step may have several microbatches.
     """
+    run = default_forward(model)
     with undisturbed(module, grad=False) as modes, no_zero_weights(module):
         try:
             finding = look_at_loss(
                 module,
                 step,
                 tokens,
+                forward=lambda batch: logits_of(run(model, batch)),
                 embedding=embedding_of(model),
                 modes=modes,
                 most=_MANY,

@@ -41,10 +41,17 @@ _SEQUENCE_SCALE = 1 / 2
 _TOKEN_SCALE = 1 / 32
 
 _CANDIDATES = 4  # labels that are tried, of which the one with the largest effect is taken
-# Two effects that should be equal may differ by this, relative to them. In fp32 this has room for TF32.
+# Two effects that should be equal may differ by this, relative to them. In fp32 this has room for TF32. They
+# may differ by more if documents in another order show that rounding is larger, but not without a bound.
 _SAME = 0.04
 _SAME_IN_HALF = 0.2
+_MOST_SAME = 0.25
+_TIMES_SEEN = 5  # the tolerance over the rounding that one other order shows
 _MOVED = 1e-5  # a larger relative change of an effect is caused by noise on an embedding, not by rounding
+_MOVED_DIRECTLY = (
+    1e-3  # noise on the slot that is scored changes an effect by more, kernels of experts by less
+)
+_NOISE = 10.0  # times the size of the embedding's output, so that it outweighs biases and other tokens
 _ROUNDING = 2  # the most that rounding changes an effect, in units of the loss's resolution
 _CLEAR = 80  # an effect is measured if it is this many times the rounding
 
@@ -116,6 +123,7 @@ def look_at_loss(
     loss_fn: LossFunction,
     tokens: Tokens,
     *,
+    forward: Callable[[THDBatch], Tensor],
     embedding: nn.Module,
     modes: Mapping[nn.Module, bool],
     most: int,
@@ -127,6 +135,7 @@ def look_at_loss(
         model: the module that ``loss_fn`` is called with, and whose state is restored.
         loss_fn: a function of model and batch that returns a loss, or a dict that holds one as ``"loss"``.
         tokens: the ids and labels of the packs.
+        forward: a function of a batch that returns the model's logits.
         embedding: the token embedding that ``loss_fn`` runs.
         modes: the modes in which the modules were given, see ``as_in_training``.
         most: the most values of parameters that may be copied, to restore them or to run in fp32.
@@ -136,7 +145,8 @@ def look_at_loss(
     is_half = is_in_half(model, device.type)
 
     def measure(*, half: bool) -> LossFinding:
-        probe = _LossProbe(model, loss_fn, tokens, _Embedded(embedding), device, half=half)
+        embedded = _Embedded(embedding)
+        probe = _LossProbe(model, loss_fn, tokens, forward, embedded, device, half=half)
         with probe.embedded.watched():
             return probe.finding(several=several)
 
@@ -145,13 +155,12 @@ def look_at_loss(
     try:
         with warnings.catch_warnings(), as_in_training(model, modes, most=most), torch.no_grad():
             warnings.simplefilter("ignore")  # such as that self.log has no Trainer
-            if is_half:
-                with in_fp32(model, most=most, rounded=True) as precise:
-                    if precise:
-                        try:
-                            return measure(half=False)
-                        except Exception:  # a kernel may exist only in half precision
-                            pass
+            with in_fp32(model, most=most, rounded=True) as precise:  # the step may have an autocast inside
+                if precise:
+                    try:
+                        return measure(half=False)
+                    except Exception:  # a kernel may exist only in half precision
+                        pass
             return measure(half=is_half)
     except _NotMeasured as error:
         return LossFinding(skipped=(f"the loss: {error}",))
@@ -208,7 +217,7 @@ class _Embedded:
             if len(rows) > max(self._noisy):
                 generator = torch.Generator().manual_seed(0)
                 noise = torch.randn(len(self._noisy), rows.shape[-1], generator=generator)
-                size = rows.float().square().mean().sqrt()
+                size = _NOISE * rows.float().square().mean().sqrt()
                 rows[list(self._noisy)] += (noise.to(rows.device) * size).to(rows.dtype)
         self._outputs.append(output.clone())
         return output
@@ -222,6 +231,7 @@ class _LossProbe:
         model: nn.Module,
         loss_fn: LossFunction,
         tokens: Tokens,
+        forward: Callable[[THDBatch], Tensor],
         embedded: _Embedded,
         device: torch.device,
         *,
@@ -231,6 +241,7 @@ class _LossProbe:
         self._model = model
         self._loss_fn = loss_fn
         self._tokens = tokens
+        self._forward = forward
         self._device = device
         self._half = half
         self._same = _SAME_IN_HALF if half else _SAME
@@ -272,13 +283,17 @@ class _LossProbe:
         return documents
 
     def _pack(
-        self, *, alone: bool = False, kept: Sequence[int] | None = None, few: bool = False, pad: int = 0
+        self,
+        numbers: Sequence[int] = (0, _SECOND, 2),
+        *,
+        kept: Sequence[int] | None = None,
+        few: bool = False,
+        pad: int = 0,
     ) -> THDBatch:
-        """Lay out the documents, or the second alone, and a pad.
+        """Lay out some of the documents, by their numbers, and a pad.
 
         If ``kept`` is given, the second document keeps only these labels; with ``few``, others keep one.
         """
-        numbers = [_SECOND] if alone else range(len(_LENGTHS))
         samples: list[dict[str, Any]] = []
         values: list[Tensor] = []
         for number in numbers:
@@ -359,6 +374,8 @@ class _LossProbe:
         """Find out whether the loss reads targets or ids, and choose the label that moves it most."""
         for self._from_ids in (False, True):
             self._other, is_clear = self._clearest_label(pack, slot)
+            if is_clear and self._from_ids and self._ids_are_inputs(pack):
+                raise _NotMeasured("no target moves it")
             if is_clear:
                 return
         raise _NotMeasured("no label moves it")
@@ -383,14 +400,17 @@ class _LossProbe:
         end = _LENGTHS[0] + _LENGTHS[1]
         if self._moves_with(pack, slot, range(slot + 2, end)):
             skipped.append("which slot scores a target: the model looks at later tokens")
-        elif self._moves_with(pack, slot, [slot + 1]):
-            if self._from_ids or self._tokens.are_next:
+        elif self._moves_with(pack, slot, [slot + 1], directly=True):
+            # In half precision a weak look at later tokens may be rounded away, such as that of an encoder.
+            if self._half:
+                skipped.append("whether tokens are scored on themselves: the loss did not run in fp32")
+            elif self._from_ids or self._tokens.are_next:
                 return (
                     "scores every token with its own logits, which have read it already, so the model learns "
                     f"to copy its input. The labels are not shifted. {_TARGETS}"
                 )
-        elif not self._moves_with(pack, slot, [slot]):
-            if self._moves_with(pack, slot, [slot - 1]):
+        elif not self._moves_with(pack, slot, [slot], directly=True):
+            if self._moves_with(pack, slot, [slot - 1], directly=True):
                 return (
                     "is shifted twice: the logits of slot t are scored on token t + 2, not on the next one. "
                     f"{_TARGETS}. A model of transformers shifts labels itself: pass labels= and "
@@ -405,11 +425,15 @@ class _LossProbe:
             )
         return None
 
-    def _moves_with(self, pack: THDBatch, slot: int, noisy: Sequence[int]) -> bool:
-        """Return whether noise on the embeddings of some slots changes the effect of a label."""
+    def _moves_with(self, pack: THDBatch, slot: int, noisy: Sequence[int], *, directly: bool = False) -> bool:
+        """Return whether noise on the embeddings of some slots changes the effect of a label.
+
+        ``directly`` asks for a change by the logits of these slots, and not through other slots.
+        """
         noisy_effect = self._effect(pack, slot, noisy)
         effect = self._effect(pack, slot)
-        return abs(noisy_effect - effect) > max(_MOVED * abs(effect), self._rounding)
+        least = _MOVED_DIRECTLY if directly else _MOVED
+        return abs(noisy_effect - effect) > max(least * abs(effect), self._rounding)
 
     def _crosses_documents(self, pack: THDBatch) -> bool:
         """Return whether the last slot of a document is scored on the first token of the next."""
@@ -417,13 +441,33 @@ class _LossProbe:
 
     def _scores_id_after(self, pack: THDBatch, slot: int) -> bool:
         """Return whether the logits of a slot are scored on the id of the next slot."""
+        if self._ids_are_inputs(pack):
+            return False
+        with self._reading_ids():
+            try:
+                self._other, is_clear = self._clearest_label(pack, slot)
+                return is_clear and self._moves_with(pack, slot, [slot], directly=True)
+            except _NotMeasured:  # the step does not call the embedding
+                return False
+
+    def _ids_are_inputs(self, pack: THDBatch) -> bool:
+        """Return whether ids change the logits beside the embedding that is held, as a second table does."""
+        self.embedded.begin_run()
+        logits = self._forward(pack)
+        try:
+            with self.embedded.held():
+                others = self._forward(pack.replace(input_ids=pack.input_ids.flip(0)))
+        except _NotMeasured:  # the model does not call it
+            return True
+        return not torch.allclose(logits, others, rtol=1e-5, atol=float(1e-6 * logits.abs().max()))
+
+    @contextmanager
+    def _reading_ids(self) -> Generator[None]:
+        """Change ids in place of targets inside this context, and keep the chosen label."""
         chosen = (self._from_ids, self._other)
         self._from_ids = True
         try:
-            self._other, is_clear = self._clearest_label(pack, slot)
-            return is_clear and self._moves_with(pack, slot, [slot])
-        except _NotMeasured:  # the ids are no labels of this loss
-            return False
+            yield
         finally:
             self._from_ids, self._other = chosen
 
@@ -438,9 +482,16 @@ class _LossProbe:
         def times(batch: THDBatch, slot: int = slot) -> float:
             return self._effect(batch, slot) / effect
 
+        other_order = times(self._pack((2, _SECOND, 0)), _LENGTHS[2] + _PLACE)
+        same = max(self._same, _TIMES_SEEN * abs(other_order - 1))
+        if same > _MOST_SAME:
+            raise _NotMeasured(
+                f"in another order of documents, a target weighs {other_order:.2f} times as much"
+            )
+
         by_tokens = times(pack.replace(loss_scale=2 * _LOSS_SCALE)) - 1
         by_sequences = times(pack.replace(sequence_scale=2 * _SEQUENCE_SCALE)) - 1
-        alone_pack = self._pack(alone=True)
+        alone_pack = self._pack([_SECOND])
         kept_pack = self._pack(kept=_KEPT)
         padded: float | None = None
         try:
@@ -451,7 +502,7 @@ class _LossProbe:
             alone=times(alone_pack, _PLACE),
             padded=padded,
             kept=None if self._from_ids else times(kept_pack),
-            same=self._same,
+            same=same,
         )
 
         scaled = by_tokens + by_sequences

@@ -219,15 +219,14 @@ def train_sharded(options: dict[str, Any]) -> Any:
     """Train on this rank, and return what the check found."""
     callback = PackingCheck(lengths=(3, 5), grad=False)
     wrong = options.pop("wrong", False)
+    strategy = options.pop("strategy", None) or THDModelParallelStrategy(**options)
 
     def loss(model: Any, batch: THDBatch) -> Tensor:
         loss = causal_lm_loss(model, batch)
         return loss / batch.loss_tokens if wrong else loss
 
     module = Losing(loss, tiny_llama(torch.float32))
-    trainer = quiet_trainer(
-        max_steps=1, callbacks=[callback], devices=2, strategy=THDModelParallelStrategy(**options)
-    )
+    trainer = quiet_trainer(max_steps=1, callbacks=[callback], devices=2, strategy=strategy)
     try:
         trainer.fit(module, THDDataModule(sequences(40), capacity=64))
     except PackingLeakError as error:
@@ -237,8 +236,17 @@ def train_sharded(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}])
-def test_losses_of_sharded_models_are_checked_too(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"strategy": "ddp"},
+        {"strategy": "thd_ddp"},
+    ],
+)
+def test_losses_are_checked_on_ranks_too(options: dict[str, Any]) -> None:
     if "context_parallel_size" in options:
         found = run_ranks(train_sharded, 2, options)
         assert found == [(None, ("the loss: sequences share prefixes, or ranks share a pack",))] * 2

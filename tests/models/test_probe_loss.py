@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 from lightning_thd import THDBatch, causal_lm_loss, check_packing, varlen_attention
 from lightning_thd.loss import fused_linear_cross_entropy
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, dft_loss
-from lightning_thd.models import PackingLeakError
+from lightning_thd.models import PackingLeakError, probe_loss
 from lightning_thd.models.probe_loss import Tokens
 from lightning_thd.warnings import THDWarning
 from tests.tiny import VOCAB, tiny_llama
@@ -248,6 +249,82 @@ def test_right_losses_pass(name: str) -> None:
     assert not any("target" in reason for reason in report.skipped)
 
 
+class PlacesFirst(Tiny):
+    """A model whose first table is not that of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tokens = self.tokens
+        del self.tokens
+        self.tokens = tokens
+
+
+class Pairs(Tiny):
+    """A model that reads its ids twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Embedding(VOCAB, 32)
+
+    def hidden(self, batch: THDBatch) -> Tensor:
+        return super().hidden(batch) + self.pairs(batch.input_ids * 7 % VOCAB)
+
+
+class ZeroHead(Tiny):
+    """A model whose head begins with zeros, as that of nanochat does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+@pytest.mark.parametrize("model", [PlacesFirst, Pairs, ZeroHead])
+def test_models_of_other_kinds_are_judged_right(model: type[Tiny]) -> None:
+    for loss in (RIGHT["sum"][0], RIGHT["balance"][0]):
+        assert checked(loss, model()).loss == OF_TOKENS
+    for loss in (shifted_again, shifted_back, ends_filled, scaled_means):
+        if loss is ends_filled and model is not ZeroHead:
+            continue  # ids cannot be changed without changing what the model computes
+        with pytest.raises(PackingLeakError, match=FAULTS[loss]):
+            checked(loss, model())
+
+
+def test_a_loss_in_half_precision_is_measured_in_fp32() -> None:
+    def inside(loss: Loss) -> Loss:
+        def with_autocast(model: Any, batch: THDBatch) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss(model, batch)
+
+        return with_autocast
+
+    assert checked(inside(RIGHT["sum"][0])).loss == OF_TOKENS
+    assert checked(inside(focal)).loss == OF_TOKENS
+    with pytest.raises(PackingLeakError, match=FAULTS[over_real_tokens]):
+        checked(inside(over_real_tokens))
+
+
+def test_a_loss_that_runs_in_half_precision_only_is_judged_more_widely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def impossible(*_: Any, **__: Any) -> Iterator[bool]:
+        yield False
+
+    monkeypatch.setattr(probe_loss, "in_fp32", impossible)
+
+    def upcast(model: Any, batch: THDBatch) -> Tensor:
+        return summed(model(batch).float(), batch.targets) * batch.loss_scale
+
+    def upcast_mean(model: Any, batch: THDBatch) -> Tensor:
+        return F.cross_entropy(model(batch).float(), batch.targets) * batch.loss_scale
+
+    assert checked(upcast, Tiny().to(torch.bfloat16)).loss == OF_TOKENS
+    with pytest.raises(PackingLeakError, match=FAULTS[scaled_mean]):
+        checked(upcast_mean, Tiny().to(torch.bfloat16))
+    report = checked(RIGHT["sum"][0], Tiny().to(torch.bfloat16))
+    assert "the loss: it is computed in torch.bfloat16, and did not run in fp32" in report.skipped
+
+
 def of_transformers(model: Any, batch: THDBatch, **options: Any) -> Any:
     targets = batch.targets[None]
     return model(**batch.hf_kwargs(), labels=targets, shift_labels=targets, **options).loss
@@ -368,6 +445,11 @@ def test_what_cannot_be_measured_is_said(loss: Loss, reason: str) -> None:
     report = checked(loss)
     assert (report.ok, report.loss) == (True, None)
     assert any(reason in text for text in report.skipped), report.skipped
+
+
+def test_ids_that_a_model_reads_twice_are_no_labels() -> None:
+    report = checked(lambda model, batch: model(batch).square().mean(), Pairs())
+    assert "the loss: no target moves it" in report.skipped
 
 
 def test_errors_of_the_loss_reach_its_author() -> None:
