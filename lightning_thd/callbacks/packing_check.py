@@ -30,9 +30,9 @@ class PackingCheck(L.Callback):
     The check takes a few forwards and, with ``grad``, backwards of ``sum(lengths)`` tokens. If sequences leak
     into each other, the run stops with ``PackingLeakError``. Before the first step, the loss of
     ``training_step`` is checked too, as ``check_packing(loss_fn=)`` does it, on packs made of tokens and
-    targets of the first batch. ``training_step`` is called some 50 to 80 times; ``self.log`` does nothing in these
-    calls, and the module is as it was before. A mean over the targets of a microbatch stops the run if a step
-    has several microbatches.
+    targets of the first batch. ``training_step`` is called some 50 to 80 times; ``self.log`` does nothing in
+    these calls, and the module is as it was before. A mean over the targets of a microbatch stops the run if
+    a step has several microbatches.
 
     Args:
         model: the attribute of the Lightning module that holds the model; dots are allowed

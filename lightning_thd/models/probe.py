@@ -122,9 +122,9 @@ def check_packing(
         reference: what the model was ported from: a module, or a function of one row of ids ``[1, L]`` that
             returns logits. It runs every sequence without packing. A module runs with the weights of
             ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
-        loss_fn: your own loss, ``loss_fn(model, batch)``. Some 50 to 80 more forward passes of 12 to 52 tokens,
-            in ``train()`` without dropout, change single labels and measure which logits are scored, and what
-            a target weighs. Refused are labels that are not shifted, or shifted twice, or scored across two
+        loss_fn: your own loss, ``loss_fn(model, batch)``. Some 50 to 80 more forward passes of at most 52
+            tokens, in ``train()`` without dropout, change single labels and measure which logits are scored,
+            and what a target weighs. Refused are labels that are not shifted, or shifted twice, or scored across two
             documents; means of means; and denominators that count padding or ignored targets. A loss that
             reads no scale of the batch is warned about.
 
