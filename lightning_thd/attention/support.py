@@ -16,6 +16,7 @@ from lightning_thd._pages import see
 from lightning_thd.attention import trial
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.flops.listen import unreported
 from lightning_thd.warnings import THDWarning, warn
 
 Backend = Literal["auto", "cpu", "torch", "flash", "te", "efficient", "portable"]
@@ -177,14 +178,14 @@ class Request:
     capability: int | None = None
 
 
+_BACKENDS = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
 _CACHED = 256  # requests: models have few kinds of attention, but a test run has many
 
 
 def check_backend(backend: object) -> None:
     """Raise if a user's choice is no backend."""
-    names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
-    if backend not in names:
-        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(_BACKENDS)}.")
 
 
 def choose(backend: Backend, request: Request) -> Kernel:
@@ -193,6 +194,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
     A kernel that never ran on a GPU for this package is passed over if its results are wrong here, and by
     "auto" also while it cannot be tried: in code that is compiled, captured or watched by a dispatch mode.
     """
+    check_backend(backend)
     # torch.compile traces through caches, and warns of each.
     able = _able if torch.compiler.is_compiling() else _able_once
     for kernel in able(backend, request):
@@ -208,7 +210,6 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 def _able(backend: Backend, request: Request) -> tuple[Kernel, ...]:
     """Return the installed kernels of a backend that support a request, the fastest first."""
-    check_backend(backend)
     kernels = []
     for kernel in _FASTEST.get(request.capability or 0, _USUAL):
         selected = backend in ("auto", SUPPORT[kernel].backend)
@@ -281,7 +282,8 @@ def _trial(kernel: Kernel, request: Request) -> bool:
 
     name = f"flash-attn {kernel[-1]}"
     sizes = (request.head_size, request.value_size)
-    found = trial.trouble(RAW[kernel], _device(request), request.dtype, sizes, request.spec)
+    with unreported():
+        found = trial.trouble(RAW[kernel], _device(request), request.dtype, sizes, request.spec)
     if found is None:
         _notice_tried(name)
         return True

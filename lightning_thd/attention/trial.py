@@ -85,7 +85,8 @@ def _results(
         (sum(lengths_q), _HEADS, value_size),
     )
     generator = torch.Generator().manual_seed(0)  # the user's generators stay as they are
-    q, k, v, sinks, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    randoms = (torch.randn(shape, generator=generator, device="cpu") for shape in shapes)
+    q, k, v, sinks, grad = (x.to(device, dtype) for x in randoms)
     call = KernelCall(
         _offsets(lengths_q, device),
         _offsets(lengths_kv, device),

@@ -5,6 +5,7 @@ T slots in a pack, S sequences. Collation keeps on the host every integer that a
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -699,9 +700,12 @@ class THDStep(Packed):
         return self
 
     def each(self, function: Callable[[THDBatch], THDBatch]) -> Self:
-        """Return a step with the results of a function in place of the microbatches."""
+        """Return a step of the results of a function of each microbatch; itself if none of them is new."""
+        results = tuple(map(function, self.microbatches))
+        if all(map(operator.is_, results, self.microbatches)):
+            return self  # a batch knows one step, which a copy would take from it
         copy = object.__new__(type(self))
-        copy.__setstate__({**self.__getstate__(), "microbatches": tuple(map(function, self.microbatches))})
+        copy.__setstate__({**self.__getstate__(), "microbatches": results})
         return copy
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
@@ -709,7 +713,7 @@ class THDStep(Packed):
         return self.each(lambda batch: batch.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return a copy whose batches also have their tensors in page-locked memory."""
+        """Keep copies of the microbatches in page-locked memory, and return this step."""
         return self.each(lambda batch: batch.pin_memory())
 
     @property

@@ -106,6 +106,11 @@ def projecting(*pairs: tuple[Tensor, Tensor | None]) -> AbstractContextManager[A
     return _together([listener.heads(pairs) for listener in LISTENERS])
 
 
+def unreported() -> AbstractContextManager[Any]:
+    """Return a context in which no counter counts, for work that is no part of a step's FLOPs."""
+    return _together([listener.ignoring() for listener in LISTENERS])
+
+
 def reported(backward: Callable[..., R]) -> Callable[..., R]:
     """Decorate the backward of a function that reports its FLOPs, gradients included, when it is called."""
 
@@ -113,7 +118,7 @@ def reported(backward: Callable[..., R]) -> Callable[..., R]:
     def run(*args: Any) -> R:
         if not LISTENERS:
             return backward(*args)
-        with _together([listener.ignoring() for listener in LISTENERS]):
+        with unreported():
             return backward(*args)
 
     return run

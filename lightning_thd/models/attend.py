@@ -16,6 +16,7 @@ from lightning_thd.attention.entry import Bound, attend_call, bind
 from lightning_thd.attention.support import Backend
 from lightning_thd.boundaries import Boundaries, KernelCall
 from lightning_thd.boundaries.core import chunk_offsets
+from lightning_thd.flops.listen import LISTENERS
 from lightning_thd.models.masks import UnreadMask, lost_window, shows_all
 from lightning_thd.models.pack import BACKEND, CAUSAL, READY, WINDOW_NOTE, Scope, current_pack, current_scope
 
@@ -147,7 +148,7 @@ def thd_attention(
         if may_be_cast and torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
         # Everything on which the checks of ``_attend_first`` and its choice of a kernel depend: tensors,
-        # modes of torch, arguments, the layer, and the masks that its model has asked for.
+        # modes of torch, arguments, the layer, the masks that its model has asked for, and counters of FLOPs.
         kind = (
             query.shape,
             key.shape,
@@ -170,6 +171,7 @@ def thd_attention(
             id(attributes.get("config")),
             *map(attributes.get, _OF_LAYER),
             masks,
+            bool(LISTENERS),
         )
         kernel = pack.kernels.get(kind)
         if kernel is not None:

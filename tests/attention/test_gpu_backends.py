@@ -21,6 +21,7 @@ from lightning_thd.attention.kernels import raw, torch_cuda
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Request, choose
 from lightning_thd.boundaries import KernelCall
+from lightning_thd.flops.torch_counter import StepCounter
 from lightning_thd.warnings import THDWarning
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
@@ -338,3 +339,16 @@ def test_a_kernel_waits_for_its_trial_where_operators_are_watched(on_cuda: pytes
     with FlopCounterMode(display=False):
         assert choose("auto", HOPPER) == "flash3"  # known by now
         assert choose("flash", replace(HOPPER, head_size=32, value_size=32)) == "flash3"  # the user's choice
+
+
+def test_a_trial_adds_no_flops_and_ignores_the_default_device(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install(on_cuda, "flash3")
+    counter = StepCounter()
+    counter.start()
+    try:
+        with torch.device("meta"):
+            assert choose("auto", HOPPER) == "flash3"
+    finally:
+        counter.stop()
+    assert not counter.products
+    assert not counter.calls

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,9 @@ def test_backends_that_cannot_be_asked_for() -> None:
     cu = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"backend='fast' is not known; choose one of auto, cpu, torch"):
         varlen_attention(x, x, x, cu, cu, 3, 3, backend="fast")
+    several: Any = ["cpu", "torch"]
+    with pytest.raises(ValueError, match=r"backend=\['cpu', 'torch'\] is not known; choose one of auto"):
+        varlen_attention(x, x, x, cu, cu, 3, 3, backend=several)
     with pytest.raises(ValueError, match=r"(?s)backend='flash' cannot run this call.*backend='cpu': runs it"):
         varlen_attention(x, x, x, cu, cu, 3, 3, backend="flash")
 

@@ -225,3 +225,9 @@ def test_a_batch_and_a_step_answer_the_same_questions() -> None:
     assert [batch.loss_scale for batch in doubled.packs] == [1.0, 1.0]
     assert doubled.packs[1].step == (doubled, 1)
     assert batches[0].each(lambda batch: batch.replace(set_name="code")).set_name == "code"
+
+
+def test_a_step_that_is_moved_to_its_own_device_keeps_its_microbatches() -> None:
+    step = THDStep([THDBatch.collate([{"input_ids": [n] * n}]) for n in (2, 3)])
+    assert step.to("cpu") is step
+    assert step.microbatches[1].step == (step, 1)

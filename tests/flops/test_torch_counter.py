@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.flops.torch_counter import StepCounter, counted
 from lightning_thd.warnings import MeasureWarning
@@ -109,6 +110,30 @@ def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
     stats = SeqStats.from_lengths([total])
     flops = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
     assert flops.attention == 3 * 2 * heads * 2 * size * total**2 // 2
+
+
+def test_attention_on_a_batch_that_ran_before_is_counted() -> None:
+    """Layers share the attention of a batch, which a step without a counter has chosen."""
+    from tests.tiny import sequences, tiny_llama
+
+    model = tiny_llama()
+    batch = THDBatch.collate(sequences(3, labels=True))
+
+    def attention_calls() -> list[tuple[int, int]]:
+        counter = StepCounter(model)
+        counter.start()
+        try:
+            causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        finally:
+            counter.stop()
+        return [(call.forward, call.backward) for call in counter.calls]
+
+    causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    size = model.config.num_attention_heads * model.config.head_dim
+    expected = [(4 * size, 8 * size)] * model.config.num_hidden_layers
+    assert attention_calls() == expected
+    causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    assert attention_calls() == expected
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.batch import THDStep
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks import ExpertBias
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
@@ -70,6 +71,11 @@ def check_uploads(log: Any) -> None:
             there = changing.to("cuda")
             assert set(data(there.targets).tolist()) == {7}
         assert (there.max_targets is None) is not inference  # more than were counted when they were collated
+
+    step = THDStep([batches()["plain"], batches()["labels"]])
+    assert step.pin_memory() is step
+    assert step.microbatches[1].step == (step, 1)
+    assert step.to("cuda") is not step
 
     mixed = batches()["plain"].replace(extras={"soft": torch.ones(3, requires_grad=True)})
     assert mixed.replace(position_ids=mixed.position_ids.cuda()).to("cuda").extras["soft"].requires_grad

@@ -286,6 +286,14 @@ def test_a_trial_takes_few_rows_once_and_waits_while_operators_are_watched() -> 
         assert [in_watched, in_first, len(calls) - in_watched - in_first] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_runs_on_the_device_of_its_rows_under_another_default_device(kind: str) -> None:
+    leaves, targets, taught = operands(Case(dtype=torch.float32))
+    with kernels_forced(interpreted=False) as calls, torch.device("meta"):
+        fused(kind, leaves, targets, taught).backward()
+    assert calls
+
+
 def test_the_first_batch_may_be_anything() -> None:
     leaves, targets, _ = operands(Case(dtype=torch.float32))
     with kernels_forced(interpreted=False) as calls:

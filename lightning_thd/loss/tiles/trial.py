@@ -71,11 +71,11 @@ class HeadKind:
         """Return a head of this kind with random numbers, which the user's generators do not give."""
         generator = torch.Generator().manual_seed(seed)
         columns = self.settings.columns
-        hidden = torch.randn(len(targets), _HIDDEN_SIZE, generator=generator)
-        weight = torch.randn(columns, _HIDDEN_SIZE, generator=generator) / _HIDDEN_SIZE**0.5
+        hidden = torch.randn(len(targets), _HIDDEN_SIZE, generator=generator, device="cpu")
+        weight = torch.randn(columns, _HIDDEN_SIZE, generator=generator, device="cpu") / _HIDDEN_SIZE**0.5
         bias: Tensor | None = None
         if self.bias_dtype is not None:
-            bias = torch.randn(columns, generator=generator).to(self.device, self.bias_dtype)
+            bias = torch.randn(columns, generator=generator, device="cpu").to(self.device, self.bias_dtype)
         operands = (
             hidden.to(self.device, self.hidden_dtype),
             weight.to(self.device, self.weight_dtype),
@@ -137,8 +137,8 @@ def _trial(loss: str, kind: HeadKind, run: Run, ways: Ways, options: tuple[Hasha
 def _targets_and_weights(kind: HeadKind) -> tuple[Tensor, Tensor]:
     """Return random targets of a few rows, the last one ignored if targets may be, and its weight 0 then."""
     generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(kind.settings.columns, (_ROWS,), generator=generator)
-    weights = torch.rand(_ROWS, generator=generator) + 0.5
+    targets = torch.randint(kind.settings.columns, (_ROWS,), generator=generator, device="cpu")
+    weights = torch.rand(_ROWS, generator=generator, device="cpu") + 0.5
     if kind.settings.ignore_index is not None:
         targets[-1] = kind.settings.ignore_index
         weights[-1] = 0.0
