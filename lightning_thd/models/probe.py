@@ -124,9 +124,9 @@ def check_packing(
             ``model`` if its parameters have the same names, else with its own. Limits are then not lowered.
         loss_fn: your own loss, ``loss_fn(model, batch)``. Some 50 to 80 more forward passes of at most 52
             tokens, in ``train()`` without dropout, change single labels and measure which logits are scored,
-            and what a target weighs. Refused are labels that are not shifted, or shifted twice, or scored across two
-            documents; means of means; and denominators that count padding or ignored targets. A loss that
-            reads no scale of the batch is warned about.
+            and what a target weighs. Refused are labels that are not shifted, or shifted twice, or scored
+            across two documents; means of means; and denominators that count padding or ignored targets. A
+            loss that reads no scale of the batch is warned about.
 
     Returns:
         The report, which prints as a table. If a model in half precision leaks between 1e-6 and 1e-2, or
