@@ -19,8 +19,11 @@ _TORCH = "2.13"  # device.cpp implements an interface of C++ that other releases
 
 
 # Frames of ours below which a library reads: GradScaler, transformers' Trainer, vision towers, the loop over
-# experts.
-_ABOVE_LIBRARIES = ("optimizer_step", "hf_data.py", "models/announce.py", "experts_forward")
+# experts, and Lightning's barrier before ranks decide together.
+_ABOVE_LIBRARIES = (
+    *("optimizer_step", "hf_data.py", "models/announce.py", "experts_forward"),
+    "nccl barrier strategies/mixin.py",
+)
 _ONCE = "flops/peaks.py"  # measures a peak
 
 

@@ -14,11 +14,20 @@ pytestmark = [pytest.mark.imagined, needs_imagination]
 STEPS = 5
 # fp8.py rounds to FP8 on a CPU. ray_train.py trains in processes of Ray, which have no imagined device.
 NOT_ONE_GPU = {"fp8.py", "ray_train.py"}
-# Uploads of transformers' vision tower, and of prompts by Lightning, beside the batch's.
-MORE_UPLOADS = {"vision_language.py", "vision_chat.py", "one_step_by_hand.py", "rl_logprobs.py", "grpo.py"}
-# Functions of ours that read: tokens sampled on the GPU, to pack them, and the largest image of a vision
-# tower, below which transformers reads too.
-READS = {"grpo.py": ("padded_on_host",), "vision_language.py": ("forward_of_tower",)}
+# Uploads beside the batch's: of transformers' vision tower, and of prompts and ranks' decisions by Lightning.
+MORE_UPLOADS = {
+    *("vision_language.py", "vision_chat.py", "one_step_by_hand.py", "rl_logprobs.py", "grpo.py"),
+    "slurm_streams.py",
+}
+# Functions of ours that read: tokens sampled on the GPU, to pack them; the largest image of a vision tower,
+# below which transformers reads too; the mode that counts a step's products, through which GradScaler reads.
+READS = {
+    "grpo.py": ("padded_on_host",),
+    "vision_language.py": ("_run_tower",),
+    "own_module.py": ("__torch_function__",),
+}
+# A checkpoint copies all weights and states to the host.
+WITHOUT_CHECKPOINTS = {"slurm_streams.py": ["--every", "100"]}
 # A script of one step has no step after the first ones, whose reads are not counted.
 WITHOUT_STEPS = {"rl_logprobs.py", "one_step_by_hand.py"}
 
@@ -29,6 +38,8 @@ def test_example(name: str, capability: str, tmp_path: Path) -> None:
     text = (ROOT / "examples" / name).read_text()
     arguments = ["--steps", str(STEPS)] if "--steps" in text else []
     arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
+    arguments += ["--scratch", str(tmp_path)] if '"--scratch"' in text else []
+    arguments += WITHOUT_CHECKPOINTS.get(name, [])
     report = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
     allowed = READS.get(name, ())
     ours = {row: n for row, n in our_reads(report).items() if row.split(" > ")[0].split()[-1] not in allowed}
