@@ -87,3 +87,13 @@ def _loggers_speak_again() -> Iterator[None]:
     logging.disable(logging.NOTSET)
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _products_are_as_precise_as_before() -> Iterator[None]:
+    """torchao before 0.18 leaves fp32 products at "high", and ours do not use oneDNN then."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_float32_matmul_precision()
+    yield
+    if before is not None and torch.get_float32_matmul_precision() != before:
+        torch.set_float32_matmul_precision(before)

@@ -42,14 +42,16 @@ def test_large_fp32_products_are_exact_whichever_library_makes_them(first: bool)
 
 
 def test_a_precision_below_fp32_is_seen() -> None:
-    before = torch.get_float32_matmul_precision()  # torchao, for one, leaves it at "high"
-    try:
-        torch.set_float32_matmul_precision("highest")
-        assert not products._may_round()
-        torch.set_float32_matmul_precision("medium")
-        assert products._may_round()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision("highest")
+    assert not products._may_round()
+    torch.set_float32_matmul_precision("medium")
+    assert products._may_round()
+
+
+def test_a_precision_that_a_test_leaves_is_set_back() -> None:
+    """The test above leaves "medium"; a fixture of conftest.py sets back what was there before."""
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not products._may_round()
 
 
 def test_exponentials_are_off_by_their_argument_alone() -> None:
