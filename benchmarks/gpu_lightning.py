@@ -104,6 +104,20 @@ class Clock(L.Callback):
             self._start = time.perf_counter()
 
 
+def _pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a batch of padded rows; a function of the module, because workers may get it by pickle."""
+    ids = [torch.from_numpy(x["input_ids"]) for x in rows]
+    filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+    labels = filled.masked_fill(mask == 0, -100)
+    return {
+        "input_ids": filled,
+        "attention_mask": mask,
+        "labels": labels,
+        "real": [len(x) for x in ids],
+    }
+
+
 def padded(documents: list[dict[str, Any]], tokens: int, *, by_length: bool = False) -> DataLoader[Any]:
     """Rows padded to the longest, as many as fill about ``tokens`` slots, or those of like length.
 
@@ -113,18 +127,6 @@ def padded(documents: list[dict[str, Any]], tokens: int, *, by_length: bool = Fa
     lengths = [len(x["input_ids"]) for x in documents]
     size = max(1, round(tokens / (1.5 * float(np.mean(lengths)))))  # rows of one step hold what a pack holds
 
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        ids = [torch.from_numpy(x["input_ids"]) for x in rows]
-        filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-        labels = filled.masked_fill(mask == 0, -100)
-        return {
-            "input_ids": filled,
-            "attention_mask": mask,
-            "labels": labels,
-            "real": [len(x) for x in ids],
-        }
-
     batches = [list(range(i, min(i + size, len(documents)))) for i in range(0, len(documents), size)]
     if by_length:
         from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -133,7 +135,7 @@ def padded(documents: list[dict[str, Any]], tokens: int, *, by_length: bool = Fa
         order = list(sampler)
         batches = [order[i : i + size] for i in range(0, len(order), size)]
         random.Random(0).shuffle(batches)
-    options: dict[str, Any] = {"collate_fn": collate, "pin_memory": True, "num_workers": 2}
+    options: dict[str, Any] = {"collate_fn": _pad, "pin_memory": True, "num_workers": 2}
     return DataLoader(documents, batch_sampler=batches, **options)  # type: ignore[arg-type]
 
 
