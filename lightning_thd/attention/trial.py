@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_thd.attention.kernels import portable, raw
 from lightning_thd.attention.spec import AttentionSpec
@@ -96,11 +97,21 @@ def _results(
         kv_lengths=lengths_kv,
     )
 
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        # A checkpoint around the layer would expect the tensors that are saved here in its second run too.
+        saved_tensors_hooks(_unchanged, _unchanged),
+    ):
         leaves = tuple(x.clone().requires_grad_() for x in (q, k, v, sinks))
         out = raw.attend(kernel, leaves[0], leaves[1], leaves[2], call, spec, leaves[3])
         gradients = torch.autograd.grad(out, leaves, grad)
     return out.detach(), *gradients
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -7,13 +7,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.attention import entry, varlen_attention
@@ -352,3 +353,21 @@ def test_a_trial_adds_no_flops_and_ignores_the_default_device(on_cuda: pytest.Mo
         counter.stop()
     assert not counter.products
     assert not counter.calls
+
+
+def test_a_trial_inside_a_checkpointed_layer_saves_nothing_there(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install(on_cuda, "flash3")
+    offsets = cu([5, 3])
+    chosen = list[str]()
+
+    def layer(x: Tensor) -> Tensor:
+        chosen.append(choose("auto", HOPPER))
+        return varlen_attention(x, x, x, offsets, max_seqlen_q=5, backend="flash")
+
+    gradients = []
+    for run in (partial(checkpoint, layer, use_reentrant=False), layer):
+        x = torch.ones(8, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        run(x).sum().backward()
+        gradients.append(x.grad)
+    assert chosen == ["flash3"] * 3
+    assert torch.equal(*gradients)
