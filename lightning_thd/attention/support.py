@@ -194,7 +194,8 @@ def choose(backend: Backend, request: Request) -> Kernel:
     A kernel that never ran on a GPU for this package is passed over if its results are wrong here, and by
     "auto" also while it cannot be tried: in code that is compiled, captured or watched by a dispatch mode.
     """
-    check_backend(backend)
+    if backend != "auto":
+        check_backend(backend)
     # torch.compile traces through caches, and warns of each.
     able = _able if torch.compiler.is_compiling() else _able_once
     for kernel in able(backend, request):
