@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,7 +182,17 @@ def _call_of_offsets(
 
 
 # q, k and v ``[1, H, T, D]`` (as in transformers), sinks or None -> ``[1, T, H, E]``.
-Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Bound(NamedTuple):
+    """The attention of one call, in two forms.
+
+    Both run the same operators: a checkpointed layer may run without a counter of FLOPs, and again with one.
+    """
+
+    attend: Attend
+    attend_and_report: Attend  # for use while a counter listens
 
 
 def bind(
@@ -198,7 +208,7 @@ def bind(
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Bound:
-    """Check a call once for all layers of a kind; return a function for tensors of its shapes."""
+    """Check a call once for all layers of a kind; return functions for tensors of its shapes."""
     q_cast, k_cast, v_cast = _autocast(q, k, v)
     casts = q_cast is not q or k_cast is not k or v_cast is not v
     _check_call(q_cast, k_cast, v_cast, call)
@@ -206,17 +216,18 @@ def bind(
         _check_sinks(sinks, q_cast)
 
     spec = cached_spec(q_cast.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    bound = _bind(q_cast, k_cast, v_cast, call, spec, sinks, backend)
-    if LISTENERS and not torch.compiler.is_compiling():
-        bound = _reporting(bound, call, spec)
-    if not casts:
-        return bound
-
-    dtype = q_cast.dtype
-    return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
+    attend = _bind(q_cast, k_cast, v_cast, call, spec, sinks, backend)
+    if casts:
+        attend = _casting(attend, q_cast.dtype)
+    return Bound(attend, _reporting(attend, call, spec))
 
 
-def _reporting(attend: Bound, call: KernelCall, spec: AttentionSpec) -> Bound:
+def _casting(attend: Attend, dtype: torch.dtype) -> Attend:
+    """Wrap a bound function so that it casts its tensors first."""
+    return lambda q, k, v, sinks: attend(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
+
+
+def _reporting(attend: Attend, call: KernelCall, spec: AttentionSpec) -> Attend:
     """Wrap a bound function so that the counters of FLOPs see its calls."""
 
     def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -237,7 +248,7 @@ def _bind(
     spec: AttentionSpec,
     sinks: Tensor | None,
     backend: Backend,
-) -> Bound:
+) -> Attend:
     """Return the function of a checked call, with the fewest layers of Python around its kernel."""
     if call.exchange is not None:
         return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, call, spec, sinks, backend))
@@ -258,7 +269,7 @@ def _bind(
     return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, call, spec, sinks))
 
 
-def _heads_first(attend: Bound) -> Bound:
+def _heads_first(attend: Attend) -> Attend:
     """Wrap a function of THD tensors for transformers: take ``[1, H, T, D]``, return ``[1, T, H, E]``."""
 
     def attend_heads_first(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:

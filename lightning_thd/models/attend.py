@@ -148,7 +148,7 @@ def thd_attention(
         if may_be_cast and torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
         # Everything on which the checks of ``_attend_first`` and its choice of a kernel depend: tensors,
-        # modes of torch, arguments, the layer, the masks that its model has asked for, and counters of FLOPs.
+        # modes of torch, arguments, the layer, and the masks that its model has asked for.
         kind = (
             query.shape,
             key.shape,
@@ -171,13 +171,13 @@ def thd_attention(
             id(attributes.get("config")),
             *map(attributes.get, _OF_LAYER),
             masks,
-            bool(LISTENERS),
         )
         kernel = pack.kernels.get(kind)
         if kernel is not None:
             if kernel.sees_later:
                 _note_later(module)
-            return kernel.attend(query, key, value, s_aux), None
+            attend = kernel.bound.attend_and_report if LISTENERS else kernel.bound.attend
+            return attend(query, key, value, s_aux), None
 
     offsets = _Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = _Layer(is_causal, sliding_window, scaling, softcap)
@@ -198,7 +198,7 @@ def _read_mask(attention_mask: Tensor | UnreadMask, scope: Scope | None) -> tupl
 class _BoundKernel(NamedTuple):
     """The attention of one kind of layer on one pack."""
 
-    attend: Bound
+    bound: Bound
     sees_later: bool  # whether tokens see later tokens
     config: Any  # kept alive, because its id is in the key
 
@@ -253,7 +253,8 @@ def _attend_first(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, call, sinks=s_aux, **options.of_kernel())
     pack.kernels[kind] = _BoundKernel(bound, sees_later, getattr(module, "config", None))
-    return bound(query, key, value, s_aux)
+    attend = bound.attend_and_report if LISTENERS else bound.attend
+    return attend(query, key, value, s_aux)
 
 
 def _note_later(module: nn.Module) -> None:

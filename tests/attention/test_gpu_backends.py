@@ -148,7 +148,7 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     spec = {"causal": True, "window": window, "scale": None, "softcap": None}
     call = KernelCall(cu(queries), cu(seen_keys), 5, 8, keys=keys)
     bound = entry.bind(*(x[0].transpose(0, 1) for x in (q, k, v)), call, **spec)
-    out = bound(q, k, v, None)
+    out = bound.attend(q, k, v, None)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     left = -1 if window is None else window - 1
     gathered = (rows[0], rows[1][keys], rows[2][keys])

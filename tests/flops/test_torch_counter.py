@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,17 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.flops.torch_counter import StepCounter, counted
 from lightning_thd.warnings import MeasureWarning
+from tests.device_reads import ON_GPU
+from tests.tiny import sequences, tiny_llama
+
+
+@contextmanager
+def running(counter: StepCounter) -> Iterator[None]:
+    counter.start()
+    try:
+        yield
+    finally:
+        counter.stop()
 
 
 def test_counts_a_step_and_scales_it_with_the_slots() -> None:
@@ -114,18 +127,13 @@ def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
 
 def test_attention_on_a_batch_that_ran_before_is_counted() -> None:
     """Layers share the attention of a batch, which a step without a counter has chosen."""
-    from tests.tiny import sequences, tiny_llama
-
     model = tiny_llama()
     batch = THDBatch.collate(sequences(3, labels=True))
 
     def attention_calls() -> list[tuple[int, int]]:
         counter = StepCounter(model)
-        counter.start()
-        try:
+        with running(counter):
             causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
-        finally:
-            counter.stop()
         return [(call.forward, call.backward) for call in counter.calls]
 
     causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -134,6 +142,29 @@ def test_attention_on_a_batch_that_ran_before_is_counted() -> None:
     assert attention_calls() == expected
     causal_lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     assert attention_calls() == expected
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("counted_pass", ["forward", "backward"])
+def test_a_counter_of_one_pass_changes_nothing_in_a_checkpointed_layer(
+    device: str, counted_pass: str
+) -> None:
+    """A checkpoint compares what a layer saves in both passes, so a counter may not choose another kernel."""
+    model = tiny_llama(torch.float32).bfloat16().to(device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = THDBatch.collate(sequences(3, labels=True)).to(device)
+    counter = StepCounter(model)
+
+    def counting(name: str) -> AbstractContextManager[Any]:
+        return running(counter) if name == counted_pass else nullcontext()
+
+    with counting("forward"):
+        loss = causal_lm_loss(model, batch)
+    with counting("backward"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert len(counter.calls) == model.config.num_hidden_layers
+    assert all(bool(call.again) == (counted_pass == "backward") for call in counter.calls)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -7,6 +7,7 @@
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -426,6 +427,17 @@ def _addmm_dtype_out(total, a, b, out_dtype, *, beta=1, alpha=1, out):
     return out.copy_(beta * total + product if beta else product)  # 0 does not read the total, as in cuBLAS
 
 
+def _unseen(kernel):
+    """Hide a kernel's products from modes of torch functions, which do not see into CUDA's kernels."""
+
+    @functools.wraps(kernel)
+    def run(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return run
+
+
 def _register():
     lib = torch.library.Library("aten", "IMPL")
     _kept.append(lib)
@@ -442,7 +454,7 @@ def _register():
             ("addmm.dtype_out", _addmm_dtype_out),
         ):
             with contextlib.suppress(Exception):
-                lib.impl(name, f, "CPU")
+                lib.impl(name, _unseen(f), "CPU")
 
 
 # autograd makes its device threads once, at the first backward: the device has to be there before

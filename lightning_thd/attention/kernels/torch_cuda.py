@@ -127,7 +127,8 @@ def bind(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size.
 
-    Gradients are those of torch's own formula for the operator, so no counter of FLOPs may listen.
+    Gradients are those of torch's own formula for the operator. While a counter of FLOPs listens, ``attend``
+    is bound in its place, whose backward a counter leaves out.
     """
     flash = flash_call(num_queries, call, spec)
     operator = torch.ops.aten._flash_attention_forward
