@@ -7,14 +7,17 @@ noted, so later steps cost nothing.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from lightning_thd._pages import see
 from lightning_thd._static import RUN
@@ -38,8 +41,15 @@ _NOTED = frozenset({*_PLACES, *_INPUTS, *SCALES})
 _MOST_UNTRAINED = 256
 
 
+# What an own model calls, in messages.
+_CALL = (
+    "call varlen_attention(q, k, v, batch.boundaries), with q, k and v [T, H, D] (slots, heads, head size; "
+    "from lightning_thd import varlen_attention)"
+)
+
+
 class UnreadBoundariesError(ValueError):
-    """A model ran on a pack of several sequences and did not ask where they begin."""
+    """A model ran on a pack of several sequences and did not ask, or not use, where they begin."""
 
 
 @dataclass(slots=True)
@@ -195,10 +205,62 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
         return
     raise UnreadBoundariesError(
         f"{what} ran on a pack of {len(batch)} sequences and did not ask where they begin, so their tokens "
-        "see each other. In your own model, call varlen_attention(q, k, v, batch.boundaries) and take "
-        "positions from batch.position_ids. Run a transformers model with attn_implementation='thd' by "
-        "causal_lm_loss(model, batch) or model(**batch.hf_kwargs()). If no token of the model sees another "
-        f"one, as without attention, set {option}. {see('boundaries')}"
+        f"see each other. In your own model, {_CALL}, and take positions from batch.position_ids. Run a "
+        "transformers model with attn_implementation='thd' by causal_lm_loss(model, batch) or "
+        "model(**batch.hf_kwargs()). If no token of the model sees another one, as without attention, set "
+        f"{option}. {see('boundaries')}"
+    )
+
+
+class _RowsSeen(TorchFunctionMode):
+    """Notes how long the rows are over which ``scaled_dot_product_attention`` runs without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.slots.add(slots_of_unmasked_row(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def slots_of_unmasked_row(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> int:
+    """Return the slots of the one row in which torch's attention lets all tokens see those before; else 0.
+
+    Args:
+        query: ``[..., H, T, D]``, as for ``scaled_dot_product_attention``; so are ``key`` and ``value``.
+        key: as long as the queries in self-attention.
+        value: is not looked at.
+        attn_mask: says which keys a query sees, so the row may keep its sequences apart.
+    """
+    if attn_mask is not None or query.is_nested or query.dim() < 2:
+        return 0
+    is_one_row = math.prod(query.shape[:-3]) == 1
+    return int(query.shape[-2]) if is_one_row and query.shape[-2] == key.shape[-2] else 0
+
+
+def refuse_whole_rows(batch: NotedBatch, slots: set[int], what: str, option: str) -> None:
+    """Raise UnreadBoundariesError if torch's attention ran over a pack of several sequences as one row.
+
+    Args:
+        batch: the batch that the step was given.
+        slots: the lengths of the rows over which attention ran without a mask.
+        what: the name of what ran, for the message, such as ``"MyModule.training_step"``.
+        option: the code that says that a model needs no boundaries.
+    """
+    plain = unnoted(batch)
+    # Patches of an image are another row, which may be as long as the pack by chance.
+    if len(batch) < 2 or plain.extras or plain.input_ids.numel() not in slots:
+        return
+    raise UnreadBoundariesError(
+        f"{what} ran scaled_dot_product_attention over all {plain.input_ids.numel()} slots of a pack of "
+        f"{len(batch)} sequences without a mask, so their tokens see each other. Positions do not keep them "
+        f"apart. In its place, {_CALL}. If sequences are meant to see each other, set {option}. "
+        f"{see('boundaries')}"
     )
 
 
@@ -265,6 +327,7 @@ class FirstStep:
         option: the code that says that a model needs no boundaries; None judges nothing.
         passed: is called once, when there is nothing left to check.
         look: is called with the first noted batch after the step.
+        sees_calls: look at calls of torch's attention too. Code of torch.compile would compile once more.
     """
 
     def __init__(
@@ -275,8 +338,10 @@ class FirstStep:
         option: str | None,
         passed: Callable[[], None] = lambda: None,
         look: Callable[[NotedBatch], None] | None = None,
+        sees_calls: bool = True,
     ) -> None:
         self.step = step
+        self._sees_calls = sees_calls and option is not None
         self._what = what
         self._option = option
         self._passed = passed
@@ -291,13 +356,16 @@ class FirstStep:
         notes: list[THDBatch] = []
         args = _with_notes(args, notes)
         kwargs = _with_notes(kwargs, notes)
-        with _running([batch for batch in notes if isinstance(batch, NotedBatch)]):
+        rows = _RowsSeen()
+        several = any(len(batch) > 1 for batch in notes)
+        watch = rows if self._sees_calls and several else nullcontext()
+        with _running([batch for batch in notes if isinstance(batch, NotedBatch)]), watch:
             try:
                 output = self.step(*args, **kwargs)
             except ValueError as error:
                 self._explain(error, notes)
                 raise
-        self._judge(notes)
+        self._judge(notes, rows.slots)
         return output
 
     def _explain(self, error: ValueError, notes: list[THDBatch]) -> None:
@@ -306,11 +374,12 @@ class FirstStep:
         if is_unread and str(error).startswith("not enough values to unpack"):
             raise ValueError(
                 f"{self._what} takes its batch apart, as in x, y = batch ({error}). A THDBatch is no pair. "
-                "Write batch.input_ids for x and batch.targets, which are shifted already, for y. A model of "
-                f"your own also asks where documents begin. {see('boundaries')}"
+                "Write batch.input_ids for x, which is [T], one row without a batch dimension, and "
+                "batch.targets, which are shifted already, for y. A model of your own also asks "
+                f"where documents begin. {see('boundaries')}"
             ) from error
 
-    def _judge(self, notes: list[THDBatch]) -> None:
+    def _judge(self, notes: list[THDBatch], slots: set[int]) -> None:
         """Look at the first noted batch, refuse unread boundaries, and stop noting once a pack has passed."""
         ended = self._option is None or not notes  # without packs, there is nothing to judge in this run
         for batch in notes:
@@ -321,6 +390,7 @@ class FirstStep:
                 self._look = None
             if self._option is not None:
                 refuse_unread(batch, self._what, self._option)
+                refuse_whole_rows(batch, slots, self._what, self._option)
                 ended = ended or (len(batch) > 1 and bool(batch.read & _INPUTS))
         if ended:
             self._done = True

@@ -17,7 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_thd._find import model_config, models_in, outermost_models, recipe_of, text_config
+from lightning_thd._find import (
+    holds_compiled_code,
+    model_config,
+    models_in,
+    outermost_models,
+    recipe_of,
+    text_config,
+)
 from lightning_thd._pages import see
 from lightning_thd._private import private_of, set_private
 from lightning_thd._trainer import logged_step_setter
@@ -205,6 +212,7 @@ class ModuleStep(FirstStep):
             option="THDDataModule(needs_boundaries=False)",
             passed=self.remove,
             look=None if look is None else lambda batch: look(batch, what),
+            sees_calls=not holds_compiled_code(module),
         )
         vars(module)[name] = self
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import Trainer, TrainingArguments
 
 from lightning_thd import (
@@ -20,6 +22,7 @@ from lightning_thd import (
     THDDataModule,
     THDDDPStrategy,
     causal_lm_loss,
+    varlen_attention,
 )
 from lightning_thd import THDThroughputMonitor as Monitor
 from lightning_thd.batch.noted import FirstStep, NotedBatch, UnreadBoundariesError, unnoted
@@ -152,6 +155,97 @@ def test_lightning_refuses_the_first_training_step() -> None:
     fit(False, needs_boundaries=False)
 
 
+class HalfPorted(nn.Module):
+    """Reads positions; ``kind`` says how its attention runs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.tokens = nn.Embedding(64, 16)
+        self.positions = nn.Embedding(64, 16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, batch: THDBatch) -> torch.Tensor:
+        x = self.tokens(batch.input_ids) + self.positions(batch.position_ids)
+        logits: torch.Tensor = self.head(x + self.attend(x, batch))
+        return logits
+
+    def attend(self, x: torch.Tensor, batch: THDBatch) -> torch.Tensor:
+        attention = F.scaled_dot_product_attention
+        if self.kind in ("causal", "full"):  # these leak
+            row = x[None, None]
+            return attention(row, row, row, is_causal=self.kind == "causal")[0, 0]
+        if self.kind == "mask":
+            of = (batch.position_ids == 0).cumsum(0)  # the document of each slot
+            mask = (of[:, None] == of).tril()
+            row = x[None, None]
+            return attention(row, row, row, attn_mask=mask)[0, 0]
+        if self.kind == "each":
+            each = [row[None, None] for row in batch.unpack(x)]
+            return torch.cat([attention(row, row, row, is_causal=True)[0, 0] for row in each])
+        if self.kind == "nested":
+            rows = torch.nested.nested_tensor_from_jagged(x[:, None], batch.cu_seqlens).transpose(1, 2)
+            out: torch.Tensor = attention(rows, rows, rows).transpose(1, 2).values()
+            return out[:, 0]
+        if self.kind == "flex":
+            of = (batch.position_ids == 0).cumsum(0)  # the document of each slot
+            size = len(x)
+            mask = create_block_mask(
+                lambda b, h, i, j: (of[i] == of[j]) & (i >= j), 1, 1, size, size, device="cpu"
+            )
+            row = x[None, None]
+            return flex_attention(row, row, row, block_mask=mask)[0, 0]
+        heads = x[:, None]
+        if self.kind == "of_heads":  # every slot attends over its own heads
+            return attention(heads, heads, heads)[:, 0]
+        return varlen_attention(heads, heads, heads, batch.boundaries)[:, 0]
+
+
+class HalfPortedModule(Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__(True)
+        self.model = HalfPorted(kind)
+
+
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_positions_without_attention_by_document_are_refused(kind: str) -> None:
+    """The model asked for positions, but torch's attention sees the whole row; the message says so."""
+    message = (
+        r"HalfPortedModule.training_step ran scaled_dot_product_attention over all 4\d slots .*\[T, H, D\]"
+    )
+    with pytest.raises(UnreadBoundariesError, match=message):
+        fit(False, module=HalfPortedModule(kind))
+    with pytest.raises(UnreadBoundariesError, match="validation_step ran scaled_dot_product_attention"):
+        quiet_trainer().validate(HalfPortedModule(kind), datamodule=data())
+    fit(False, module=HalfPortedModule(kind), needs_boundaries=False)
+
+
+@pytest.mark.parametrize("kind", ["mask", "each", "nested", "flex", "of_heads", "varlen"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_attention_that_keeps_documents_apart_is_not_refused(kind: str) -> None:
+    """Each of these gives every document what it gives the document by itself, and passes."""
+    model = HalfPorted(kind)
+    samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4, 5, 6]}]
+    done: list[bool] = []
+    step = FirstStep(model, what="step", option="x", passed=lambda: done.append(True))
+    packed = step(THDBatch.collate(samples))
+    alone = torch.cat([model(THDBatch.collate([sample])) for sample in samples])
+    torch.testing.assert_close(packed, alone)
+    assert done == [True]
+
+
+def test_one_sequence_in_a_row_may_use_attention_over_the_row() -> None:
+    one = THDBatch.collate([{"input_ids": [5, 6, 7]}], pad_to=8)
+    step = FirstStep(HalfPorted("causal"), what="step", option="x")
+    step(one)
+    two = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    with pytest.raises(UnreadBoundariesError, match="over all 3 slots of a pack of 2 sequences"):
+        step(two)
+
+
 class OfPairs(Module):
     """Its step is that of a loop over pairs; ``reads`` looks at the batch before it fails elsewhere."""
 
@@ -168,7 +262,7 @@ class OfPairs(Module):
 
 
 def test_a_step_of_pairs_is_told_what_to_write() -> None:
-    message = r"OfPairs.training_step takes its batch apart.* batch.input_ids for x and batch.targets"
+    message = r"OfPairs.training_step takes its batch apart.* x, which is \[T\], .* and batch.targets"
     with pytest.raises(ValueError, match=message):
         fit(True, module=OfPairs(reads=False))
     with pytest.raises(ValueError, match=r"^not enough values to unpack \(expected 2, got 1\)$"):
