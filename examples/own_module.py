@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, varlen_attention
+from lightning_thd.callbacks import PackingCheck
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.precision import fastest_precision
 
@@ -30,7 +31,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class OwnModule(L.LightningModule):
+class Transformer(nn.Module):
+    """Gives the logits of a pack; as a module of its own, because PackingCheck calls it on packs."""
+
     def __init__(self, size: int = 128, heads: int = 4, layers: int = 2, longest: int = 2049) -> None:
         super().__init__()
         self.tokens = nn.Embedding(ByteTokenizer.vocab_size, size)
@@ -38,12 +41,21 @@ class OwnModule(L.LightningModule):
         self.blocks = nn.ModuleList([Block(size, heads) for _ in range(layers)])
         self.head = nn.Linear(size, ByteTokenizer.vocab_size)
 
-    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+    def forward(self, batch: THDBatch) -> Tensor:
         x = self.tokens(batch.input_ids) + self.positions(batch.position_ids)  # [T, size]
         for block in self.blocks:
             x = block(x, batch)
+        return self.head(x)  # [T, vocabulary]
+
+
+class OwnModule(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         # Targets are shifted already; the sum times loss_scale is the exact mean over the step's loss tokens.
-        loss = F.cross_entropy(self.head(x), batch.targets, reduction="sum") * batch.loss_scale
+        loss = F.cross_entropy(self.model(batch), batch.targets, reduction="sum") * batch.loss_scale
         self.log("train/loss", loss.detach())  # prog_bar=True would wait for a GPU in every step
         return loss
 
@@ -58,7 +70,7 @@ def main() -> None:
     trainer = L.Trainer(
         max_steps=args.steps,
         precision=fastest_precision(),  # bf16-mixed on a GPU that has it
-        callbacks=[THDThroughputMonitor()],
+        callbacks=[PackingCheck(model="model", vocab_size=ByteTokenizer.vocab_size), THDThroughputMonitor()],
         log_every_n_steps=5,
     )
     trainer.fit(OwnModule(), THDDataModule(StdlibText(max_bytes=2048), capacity=4_096))

@@ -229,13 +229,9 @@ class _RowsSeen(TorchFunctionMode):
 def slots_of_unmasked_row(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> int:
-    """Return the slots of the one row in which torch's attention lets all tokens see those before; else 0.
+    """Return the slots of the one row over which ``scaled_dot_product_attention`` runs unmasked, or 0.
 
-    Args:
-        query: ``[..., H, T, D]``, as for ``scaled_dot_product_attention``; so are ``key`` and ``value``.
-        key: as long as the queries in self-attention.
-        value: is not looked at.
-        attn_mask: says which keys a query sees, so the row may keep its sequences apart.
+    A mask may keep sequences apart, and nested tensors do. Heads that attend to each other are no row.
     """
     if attn_mask is not None or query.is_nested or query.dim() < 2:
         return 0

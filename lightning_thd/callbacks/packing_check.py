@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._checks import flags, host_ints, instance
+from lightning_thd._checks import described, flags, host_ints, instance
 from lightning_thd._find import models_in
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_batch import Packed, THDStep
 from lightning_thd.data.trainer_link import job_of, weighs_microbatches
-from lightning_thd.models.probe import check_options, check_packing, check_step
+from lightning_thd.models.probe import Forward, check_options, check_packing, check_step
 from lightning_thd.models.probe_loss import Tokens
+from lightning_thd.models.probe_model import where_the_model_is
 from lightning_thd.models.probe_report import PackingReport
 
 
@@ -36,12 +37,15 @@ class PackingCheck(L.Callback):
 
     Args:
         model: the attribute of the Lightning module that holds the model; dots are allowed
-            (``"policy.model"``). The default is the first transformers model in the module.
+            (``"policy.model"``). The default is the first transformers model in the module; with
+            ``forward``, a module without one is the model itself.
         vocab_size: the number of token ids; by default that of the model's config.
         lengths: the lengths of the test sequences.
         grad: also check gradients. If parameters are DTensors, gradients are never checked, because FSDP2
             would reduce them over ranks.
         tolerance: as for ``check_packing``; None chooses it by the dtype.
+        forward: ``forward(model, batch)`` returns logits, as for ``check_packing``. It is for a model that is
+            called in another way than ``model(batch)``, or for layers in the Lightning module itself.
         loss: check the loss of ``training_step`` too. It is not checked with manual optimisation, in a
             pipeline, and on batches of pairs, images, shared prefixes or labels of sequences.
     """
@@ -54,24 +58,30 @@ class PackingCheck(L.Callback):
         lengths: Sequence[int] = (7, 1, 16, 3, 8),
         grad: bool = True,
         tolerance: float | None = None,
+        forward: Forward | None = None,
         loss: bool = True,
     ) -> None:
         if model is not None:
             instance(model, "model", str, advice="Pass the attribute that holds the model: 'policy.model'.")
         check_options(vocab_size, tolerance)
         flags(grad=grad, loss=loss)
+        if forward is not None and not callable(forward):
+            raise TypeError(
+                f"forward is {described(forward)}; wanted a function of model and batch that returns logits."
+            )
         self.model = model
         self.vocab_size = vocab_size
         self.lengths = tuple(host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist())
         self.grad = grad
         self.tolerance = tolerance
+        self.forward = forward
         self.loss = loss
         self._sees_first_batch = False
         self.report: PackingReport | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the check."""
-        model = find_model(pl_module, self.model)
+        model = self._model_of(pl_module)
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         with trainer.precision_plugin.forward_context():
             self.report = check_packing(
@@ -79,11 +89,21 @@ class PackingCheck(L.Callback):
                 self.vocab_size,
                 self.lengths,
                 self.grad and not sharded,
+                forward=self.forward,
                 tolerance=self.tolerance,
                 thorough=False,
             )
         rank_zero_info(f"PackingCheck: no sequence sees another.\n{self.report}")
         self._sees_first_batch = True
+
+    def _model_of(self, pl_module: L.LightningModule) -> nn.Module:
+        """Return the model that is checked."""
+        try:
+            return find_model(pl_module, self.model)
+        except MisconfigurationException:
+            if self.forward is None:
+                raise
+            return pl_module
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -114,7 +134,8 @@ class PackingCheck(L.Callback):
                 pl_module,
                 loss_fn,
                 tokens,
-                model=find_model(pl_module, self.model),
+                model=self._model_of(pl_module),
+                forward=self.forward,
                 what=f"{type(pl_module).__name__}.training_step",
                 several=several,
             )
@@ -161,8 +182,9 @@ def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
             language_model: nn.Module = model
             return language_model
 
+    otherwise = ", or pass forward=, a function of module and batch"
     raise MisconfigurationException(
-        f"PackingCheck found no transformers model in {type(pl_module).__name__}. Name the attribute that "
-        "holds your model, PackingCheck(model='net', vocab_size=...). Its forward must take a THDBatch and "
+        f"PackingCheck found no transformers model in {type(pl_module).__name__}. "
+        f"{where_the_model_is(pl_module, otherwise=otherwise)} The model's forward must take a THDBatch and "
         "return logits."
     )

@@ -232,6 +232,7 @@ def check_step(
     tokens: Tokens,
     *,
     model: nn.Module,
+    forward: Forward | None = None,
     what: str,
     several: bool,
 ) -> PackingReport:
@@ -245,10 +246,11 @@ def check_step(
         step: a function of module and batch that returns the loss.
         tokens: the ids and labels of the packs.
         model: the model.
+        forward: calls the model on a batch, as for ``check_packing``.
         what: the name of the step in messages.
         several: whether an optimizer step may have several microbatches.
     """
-    run = default_forward(model)
+    run = forward or default_forward(model)
     with undisturbed(module, grad=False) as modes, no_zero_weights(module):
         try:
             finding = look_at_loss(
@@ -829,7 +831,11 @@ def default_forward(model: nn.Module) -> Forward:
         if not takes_all:
             kwargs = {name: value for name, value in kwargs.items() if name in parameters}
         with packed(batch):
-            return model(**kwargs)
+            try:
+                return model(**kwargs)
+            except TypeError as error:
+                _explain_arguments(model, error, **kwargs)
+                raise
 
     return forward
 
@@ -839,6 +845,7 @@ def _call_on_batch(model: nn.Module, batch: THDBatch) -> Any:
     try:
         return model(batch)
     except (TypeError, AttributeError) as error:
+        _explain_arguments(model, error, batch)
         if THDBatch.__name__ not in str(error):
             raise
         reason = str(error).rstrip(".")
@@ -846,6 +853,21 @@ def _call_on_batch(model: nn.Module, batch: THDBatch) -> Any:
             f"{type(model).__name__} was called as model(batch) with a THDBatch, and failed: {reason}. Port "
             "it to packs: take batch.input_ids as ids and batch.position_ids as positions, and call "
             "varlen_attention(q, k, v, batch.boundaries) as attention. Or pass forward=, a function of model "
-            "and batch. Give the unported model as reference=. See 'Your own module, your own model' in the "
-            "documentation."
+            "and batch. check_packing compares with the unported model if it is given as reference=. See "
+            "'Your own module, your own model' in the documentation."
+        ) from error
+
+
+def _explain_arguments(model: nn.Module, error: Exception, *args: Any, **kwargs: Any) -> None:
+    """Raise with what to pass, if the model's forward takes other arguments than it was called with."""
+    call = signature(model.forward)
+    try:
+        call.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        called = "model(batch)" if args else f"model({', '.join(f'{name}=...' for name in kwargs)})"
+        names = ", ".join(call.parameters)
+        raise ValueError(
+            f"{type(model).__name__} was called as {called}, but its forward takes ({names}): {mismatch}. "
+            "Pass forward=, a function of model and batch that returns logits, such as "
+            "forward=lambda model, batch: model(batch.input_ids, batch.boundaries)."
         ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._find import has_parameters, text_config
+from lightning_thd._find import text_config
 from lightning_thd._modes import watch_operators
 from lightning_thd._private import PrivateNameGone
 from lightning_thd.models.pack import NOTES
@@ -53,17 +54,54 @@ def _gpus(model: nn.Module) -> list[int]:
     return sorted({x.device.index or 0 for x in model.parameters() if x.is_cuda})
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called."""
+    of_bases = (nn.Module.forward, LightningModule.forward)
+    return "forward" in vars(module) or type(module).forward not in of_bases
+
+
 def refuse_without_forward(module: nn.Module, argument: str, *, otherwise: str = "") -> None:
     """Refuse a module that has no ``forward``, such as a LightningModule with only a training_step."""
-    if "forward" in vars(module) or type(module).forward not in (nn.Module.forward, LightningModule.forward):
+    if _has_forward(module):
         return
-    children = [name for name, child in module.named_children() if has_parameters(child)]
-    inside = children[0] if children else "model"
     raise ValueError(
         f"{argument} is a {type(module).__name__}, which has no forward; wanted a model that makes logits. "
-        f"Pass the model inside it, module.{inside}{otherwise}. In a Trainer, that is "
-        f"PackingCheck(model={inside!r}, vocab_size=...)."
+        f"{where_the_model_is(module, otherwise=otherwise)}"
     )
+
+
+def where_the_model_is(module: nn.Module, *, otherwise: str = "") -> str:
+    """Return a sentence that names the model inside a module, or says that its layers are in the module."""
+    for name, part in sorted(module.named_modules(), key=lambda pair: pair[0].count(".")):
+        if name and _may_be_a_model(part):
+            return (
+                f"Pass the model inside it, module.{name}{otherwise}. In a Trainer, that is "
+                f"PackingCheck(model={name!r}, vocab_size=...)."
+            )
+    return (
+        "No part of it can be called as a model, because its layers are in the module itself. Move them into "
+        f"an nn.Module whose forward takes a batch and returns logits, and pass that{otherwise}."
+    )
+
+
+def _may_be_a_model(part: nn.Module) -> bool:
+    """Return whether a module makes logits of a batch, by its layers and the arguments of its forward."""
+    if not _has_forward(part):
+        return False
+    is_of_torch = type(part).__module__.startswith("torch.")
+    with_parameters = [each for each in part.modules() if any(True for _ in each.parameters(recurse=False))]
+    embeds = any(isinstance(each, nn.Embedding) for each in with_parameters)
+    if is_of_torch or not embeds or len(with_parameters) < 2:
+        return False
+
+    call = signature(part.forward)
+    if "input_ids" in call.parameters:
+        return True
+    try:
+        call.bind(part)  # one argument, as a batch is
+    except TypeError:
+        return False
+    return True
 
 
 # Every batch norm of torch, the lazy ones included.

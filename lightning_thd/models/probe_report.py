@@ -166,7 +166,10 @@ class PackingLeakError(RuntimeError):
     def __init__(self, report: PackingReport) -> None:
         self.report = report
         if report.loss_fault is not None:  # it is measured only if the model itself is right
-            super().__init__(f"{report.loss_fault}.\n{report}\n{see('losses')}")
+            super().__init__(
+                f"{report.loss_fault}. The model keeps sequences apart; its loss is wrong.\n{report}\n"
+                f"{see('losses')}"
+            )
             return
 
         if report.leaks:

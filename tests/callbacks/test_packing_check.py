@@ -90,6 +90,60 @@ def test_no_model_to_probe() -> None:
         fit(module, PackingCheck())
 
 
+class InTheModule(L.LightningModule):
+    """Its layers are in the Lightning module itself."""
+
+    def __init__(self, *, leaks: bool = False) -> None:
+        super().__init__()
+        self.leaks = leaks
+        self.tokens = nn.Embedding(VOCAB, 16)
+        self.norms = nn.ModuleList([nn.LayerNorm(16)])
+        self.head = nn.Linear(16, VOCAB)
+
+    def logits(self, batch: THDBatch) -> Tensor:
+        x = self.tokens(batch.input_ids)
+        if self.leaks:
+            x = x + x.cumsum(0)
+        logits: Tensor = self.head(self.norms[0](x))
+        return logits
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        assert batch.position_ids is not None
+        loss = F.cross_entropy(self.logits(batch), batch.targets, reduction="sum")
+        return loss * batch.loss_scale
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_layers_in_the_module_itself_are_checked_by_forward() -> None:
+    def call(module: Any, batch: THDBatch) -> Tensor:
+        logits: Tensor = module.logits(batch)
+        return logits
+
+    for model in (None, ""):
+        callback = PackingCheck(model=model, vocab_size=VOCAB, forward=call)
+        quiet_trainer(max_steps=1, callbacks=[callback]).fit(
+            InTheModule(), THDDataModule(sequences(40), capacity=64)
+        )
+        assert callback.report is not None
+        assert callback.report.loss == "a sum times batch.loss_scale"
+    with pytest.raises(PackingLeakError, match="lets sequences of a pack see each other"):
+        fit(InTheModule(leaks=True), PackingCheck(model="", vocab_size=VOCAB, forward=call))
+    with pytest.raises(TypeError, match="forward is a int, 3; wanted a function of model and batch"):
+        PackingCheck(forward=3)  # type: ignore[arg-type]
+
+
+def test_advice_names_only_what_can_be_called_as_a_model() -> None:
+    """An embedding, a norm and a list of layers are no models."""
+    in_itself = r"its layers are in the module itself\. Move them into an nn\.Module .* or pass forward="
+    for model, error in (("", ValueError), (None, MisconfigurationException)):
+        with pytest.raises(error, match=in_itself):
+            fit(InTheModule(), PackingCheck(model=model, vocab_size=VOCAB))
+    with pytest.raises(MisconfigurationException, match=r"PackingCheck\(model='net\.lm', vocab_size"):
+        fit(Module(Tiny()), PackingCheck(vocab_size=VOCAB))
+
+
 # ---- The loss of training_step
 
 
@@ -157,7 +211,7 @@ def test_a_wrong_loss_does_not_start() -> None:
     def shifted_again(model: Any, batch: THDBatch) -> Tensor:
         return F.cross_entropy(model(batch)[:-1], batch.targets[1:], reduction="sum") * batch.loss_scale
 
-    with pytest.raises(PackingLeakError, match=r"^Losing.training_step is shifted twice"):
+    with pytest.raises(PackingLeakError, match=r"^Losing.training_step is shifted twice.*; its loss"):
         train(shifted_again, check())
     unlooked = check()
     unlooked.loss = False

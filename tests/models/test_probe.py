@@ -497,9 +497,33 @@ class Asking(Unported):
         return self.tokens(idx)[:rows, :length]
 
 
+class WithMore(nn.Module):
+    """Takes more than a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def forward(self, ids: Tensor, places: Tensor, boundaries: Any) -> Tensor:
+        raise AssertionError(ids, places, boundaries)
+
+
+class WithIds(WithMore):
+    """Takes ids by their name, and what no batch gives."""
+
+    def forward(self, input_ids: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
+        raise AssertionError(input_ids, places)
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
+        (
+            WithMore,
+            {},
+            r"as model\(batch\), but its forward takes \(ids, places, boundaries\): missing .*forward=",
+        ),
+        (WithIds, {}, r"model\(input_ids=\.\.\.\), but its forward takes \(input_ids, places\): missing"),
         (Own, {"lengths": (5,)}, r"lengths=\(5,\): a leak needs at least two sequences"),
         (Own, {"lengths": (5, 0)}, "two sequences, none empty"),
         (Own, {"vocab_size": None}, "vocab_size=None of Own: pass the number of tokens"),
