@@ -800,8 +800,10 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
             if name.endswith(("token_id", "token_ids", "token_index")):
                 special.update(value if isinstance(value, list | tuple) else [value])
 
-    tokens = torch.arange(vocab_size)
-    ids = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
+    tokens = torch.arange(vocab_size, device="cpu")
+    ids = torch.tensor(
+        [token for token in special if isinstance(token, int)], dtype=torch.int64, device="cpu"
+    )
     return tokens[~torch.isin(tokens, ids)]
 
 

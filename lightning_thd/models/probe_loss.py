@@ -215,8 +215,8 @@ class _Embedded:
             output = output.clone()
             rows = output.view(-1, output.shape[-1])
             if len(rows) > max(self._noisy):
-                generator = torch.Generator().manual_seed(0)
-                noise = torch.randn(len(self._noisy), rows.shape[-1], generator=generator)
+                generator = torch.Generator("cpu").manual_seed(0)
+                noise = torch.randn(len(self._noisy), rows.shape[-1], generator=generator, device="cpu")
                 size = _NOISE * rows.float().square().mean().sqrt()
                 rows[list(self._noisy)] += (noise.to(rows.device) * size).to(rows.dtype)
         self._outputs.append(output.clone())
@@ -270,10 +270,11 @@ class _LossProbe:
 
     def _draw(self) -> list[tuple[Tensor, Tensor]]:
         """Draw the ids and labels of every document; labels are next tokens if targets are."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def drawn(values: Tensor, length: int) -> Tensor:
-            return values[torch.randint(len(values), (length,), generator=generator)]
+            places = torch.randint(len(values), (length,), generator=generator, device="cpu")
+            return values[places]
 
         documents: list[tuple[Tensor, Tensor]] = []
         for length in _LENGTHS:
@@ -298,7 +299,7 @@ class _LossProbe:
         values: list[Tensor] = []
         for number in numbers:
             ids, labels = self._documents[number]
-            is_ignored = torch.zeros(len(ids), dtype=torch.bool)
+            is_ignored = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
             is_ignored[list(_IGNORED.get(number, ()))] = True
             if kept is not None and number == _SECOND:
                 is_ignored[:] = True
@@ -321,7 +322,7 @@ class _LossProbe:
             sequence_scale=_SEQUENCE_SCALE,
             token_scale=_TOKEN_SCALE,
         )
-        values.append(torch.zeros(pad, dtype=torch.int64))
+        values.append(torch.zeros(pad, dtype=torch.int64, device="cpu"))
         targets = torch.where(batch.targets == IGNORE_INDEX, IGNORE_INDEX, torch.cat(values))
         batch = batch.replace(targets=targets, max_targets=batch.max_targets, set_name=self._tokens.set_name)
         return batch.to(self._device)

@@ -484,3 +484,10 @@ def test_tokens_of_a_batch() -> None:
     rows = [{"input_ids": [4, 5, 6], "labels": [-100, 1, 0]}]
     tokens = Tokens.of(THDBatch.collate(rows))
     assert (tokens.ids.tolist(), tokens.labels.tolist(), tokens.are_next) == ([4, 5, 6], [0, 1], False)
+
+
+def test_the_default_device_changes_nothing() -> None:
+    model = Tiny()
+    with torch.device("meta"):
+        report = checked(z_loss, model)
+    assert report.loss == checked(z_loss, model).loss
