@@ -212,18 +212,37 @@ def refuse_unread(batch: NotedBatch, what: str, option: str) -> None:
     )
 
 
-class _RowsSeen(TorchFunctionMode):
-    """Notes how long the rows are over which ``scaled_dot_product_attention`` runs without a mask."""
+class _CallsSeen(TorchFunctionMode):
+    """Notes over how long rows torch's attention runs without a mask, and what its losses take as labels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots: set[int] = set()
+        self.labels: list[tuple[Tensor, int]] = []  # with the label that is ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.slots.add(slots_of_unmasked_row(*args, **kwargs))
+        elif func is F.cross_entropy:
+            self._note_labels(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _note_labels(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Note the labels of a loss, unless they may be masked after it, or by its weights."""
+        if reduction != "none" and reduce is not False and weight is None and type(target) is Tensor:
+            self.labels.append((target.detach().flatten(), ignore_index))
 
 
 def slots_of_unmasked_row(
@@ -258,6 +277,57 @@ def refuse_whole_rows(batch: NotedBatch, slots: set[int], what: str, option: str
         f"apart. In its place, {_CALL}. If sequences are meant to see each other, set {option}. "
         f"{see('boundaries')}"
     )
+
+
+def warn_of_labels(batch: NotedBatch, labels: list[tuple[Tensor, int]], what: str) -> None:
+    """Warn if a loss takes labels that are not the next tokens of the same document.
+
+    Args:
+        batch: the batch that the step was given.
+        labels: int ``[N]`` each, what ``cross_entropy`` took as labels, with the label that it ignores.
+        what: the name of what ran, for the message, such as ``"MyModule.training_step"``.
+    """
+    plain = unnoted(batch)
+    for taken, ignored in labels:
+        fault = _fault_of_labels(plain, taken, ignored)
+        if fault is None:
+            continue
+        warn(
+            f"The loss of {what} {fault}. Take batch.targets as labels of all logits: they are shifted "
+            "already, inside each document. The callback PackingCheck measures what a loss scores. "
+            f"{see('losses')}",
+            THDWarning,
+        )
+        return
+
+
+def _fault_of_labels(plain: THDBatch, labels: Tensor, ignored: int) -> str | None:
+    """Return what is wrong with labels that are a batch's ids or targets, or None."""
+    ids = plain.input_ids
+    targets = plain._targets
+    if len(plain) < 2 or labels.device != ids.device or _is_captured(labels):
+        return None
+    if _are_equal(labels, ids):
+        return "takes batch.input_ids as labels, so every token is scored with its own logits"
+    if targets is not None and _are_equal(labels, targets[1:]):
+        return "takes batch.targets[1:] as labels, which are shifted twice"
+    if _are_equal(labels, ids[1:]):
+        starts = ids[plain.boundaries.offsets[1:-1].long()] if plain.boundaries.own_slots else ids[1:]
+        if bool((starts != ignored).any()):
+            return (
+                "takes batch.input_ids[1:] as labels, so the end of a document learns the begin of the next"
+            )
+    return None
+
+
+def _are_equal(labels: Tensor, others: Tensor) -> bool:
+    """Return whether labels are others' values."""
+    return labels.shape == others.shape and bool((labels == others).all())
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, in which no value can be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def warn_of_scale(batch: NotedBatch, what: str) -> None:
@@ -323,7 +393,8 @@ class FirstStep:
         option: the code that says that a model needs no boundaries; None judges nothing.
         passed: is called once, when there is nothing left to check.
         look: is called with the first noted batch after the step.
-        sees_calls: look at calls of torch's attention too. Code of torch.compile would compile once more.
+        sees_calls: look at calls of torch's attention and losses too. Code of torch.compile would compile
+            once more.
     """
 
     def __init__(
@@ -352,16 +423,16 @@ class FirstStep:
         notes: list[THDBatch] = []
         args = _with_notes(args, notes)
         kwargs = _with_notes(kwargs, notes)
-        rows = _RowsSeen()
+        calls = _CallsSeen()
         several = any(len(batch) > 1 for batch in notes)
-        watch = rows if self._sees_calls and several else nullcontext()
+        watch = calls if self._sees_calls and several else nullcontext()
         with _running([batch for batch in notes if isinstance(batch, NotedBatch)]), watch:
             try:
                 output = self.step(*args, **kwargs)
             except ValueError as error:
                 self._explain(error, notes)
                 raise
-        self._judge(notes, rows.slots)
+        self._judge(notes, calls)
         return output
 
     def _explain(self, error: ValueError, notes: list[THDBatch]) -> None:
@@ -375,7 +446,7 @@ class FirstStep:
                 f"where documents begin. {see('boundaries')}"
             ) from error
 
-    def _judge(self, notes: list[THDBatch], slots: set[int]) -> None:
+    def _judge(self, notes: list[THDBatch], calls: _CallsSeen) -> None:
         """Look at the first noted batch, refuse unread boundaries, and stop noting once a pack has passed."""
         ended = self._option is None or not notes  # without packs, there is nothing to judge in this run
         for batch in notes:
@@ -386,7 +457,8 @@ class FirstStep:
                 self._look = None
             if self._option is not None:
                 refuse_unread(batch, self._what, self._option)
-                refuse_whole_rows(batch, slots, self._what, self._option)
+                refuse_whole_rows(batch, calls.slots, self._what, self._option)
+                warn_of_labels(batch, calls.labels, self._what)
                 ended = ended or (len(batch) > 1 and bool(batch.read & _INPUTS))
         if ended:
             self._done = True

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -47,7 +48,8 @@ class PackingCheck(L.Callback):
         forward: ``forward(model, batch)`` returns logits, as for ``check_packing``. It is for a model that is
             called in another way than ``model(batch)``, or for layers in the Lightning module itself.
         loss: check the loss of ``training_step`` too. It is not checked with manual optimisation, in a
-            pipeline, and on batches of pairs, images, shared prefixes or labels of sequences.
+            pipeline, and on batches of pairs, images, shared prefixes or labels of sequences. That of
+            ``validation_step`` is never checked.
     """
 
     def __init__(
@@ -93,6 +95,9 @@ class PackingCheck(L.Callback):
                 tolerance=self.tolerance,
                 thorough=False,
             )
+        if is_overridden("validation_step", pl_module):
+            unseen = "the loss of validation_step: PackingCheck runs training_step only"
+            self.report = replace(self.report, skipped=(*self.report.skipped, unseen))
         rank_zero_info(f"PackingCheck: no sequence sees another.\n{self.report}")
         self._sees_first_batch = True
 

@@ -19,6 +19,7 @@ from lightning_thd import Sequences, THDDataModule, THDModelParallelStrategy, ca
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.packing_check import PackingCheck
 from lightning_thd.models import PackingLeakError, register_thd
+from lightning_thd.warnings import THDWarning
 from tests.models.families import build
 from tests.models.test_probe import Nearly
 from tests.models.test_probe_loss import Tiny
@@ -215,7 +216,8 @@ def test_a_wrong_loss_does_not_start() -> None:
         train(shifted_again, check())
     unlooked = check()
     unlooked.loss = False
-    train(shifted_again, unlooked)
+    with pytest.warns(THDWarning, match="which are shifted twice"):
+        train(shifted_again, unlooked)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,18 @@ def test_what_is_no_loss_of_tokens_is_left_out_and_said() -> None:
         train(loss, callback, rows)
         assert callback.report is not None
         assert any(reason in text for text in callback.report.skipped), callback.report.skipped
+
+
+def test_the_report_says_that_validation_step_is_not_looked_at() -> None:
+    class Validating(Losing):
+        def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+            return None
+
+    callback = check()
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, callbacks=[callback])
+    trainer.fit(Validating(scaled_sum), THDDataModule(sequences(40), capacity=64))
+    assert callback.report is not None
+    assert callback.report.skipped == ("the loss of validation_step: PackingCheck runs training_step only",)
 
 
 def train_sharded(options: dict[str, Any]) -> Any:

@@ -246,6 +246,49 @@ def test_one_sequence_in_a_row_may_use_attention_over_the_row() -> None:
         step(two)
 
 
+Labels = Callable[[THDBatch, torch.Tensor], torch.Tensor]
+WRONG_LABELS: dict[str, Labels] = {
+    r"input_ids\[1:\] as labels, so the end": lambda b, y: F.cross_entropy(y[:-1], b.input_ids[1:]),
+    "targets.* shifted twice": lambda b, y: nn.CrossEntropyLoss()(y[None, :-1].mT, b.targets[None, 1:]),
+    "its own logits": lambda b, y: F.cross_entropy(y, b.input_ids, reduction="sum") * b.loss_scale,
+}
+RIGHT_LABELS: dict[str, Labels] = {
+    "targets": lambda b, y: F.cross_entropy(y, b.targets),
+    "masked after": lambda b, y: (
+        F.cross_entropy(y[:-1], b.input_ids[1:], reduction="none") * (b.position_ids[1:] > 0)
+    ).sum(),
+    "masked ids": lambda b, y: F.cross_entropy(y, b.input_ids.where(b.position_ids % 2 == 0, -100)),
+    "each": lambda b, y: sum(
+        (
+            F.cross_entropy(of[:-1], ids[1:])
+            for of, ids in zip(b.unpack(y), b.unpack(b.input_ids), strict=True)
+        ),
+        start=torch.zeros(()),
+    ),
+}
+
+
+class WithLabels(Module):
+    def __init__(self, loss: Labels) -> None:
+        super().__init__(True)
+        self.loss = loss
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch, self.model(batch))
+
+
+@pytest.mark.parametrize("fault", WRONG_LABELS)
+def test_labels_that_are_not_the_next_tokens_of_a_document_are_warned_of(fault: str) -> None:
+    """A step of one pack too, without PackingCheck, which the message names."""
+    with pytest.warns(THDWarning, match=f"^The loss of WithLabels.training_step .*{fault}.*PackingCheck"):
+        fit(True, module=WithLabels(WRONG_LABELS[fault]))
+
+
+@pytest.mark.parametrize("loss", RIGHT_LABELS)
+def test_other_labels_are_not(loss: str) -> None:
+    fit(True, module=WithLabels(RIGHT_LABELS[loss]))
+
+
 class OfPairs(Module):
     """Its step is that of a loop over pairs; ``reads`` looks at the batch before it fails elsewhere."""
 
