@@ -79,6 +79,7 @@ class OwnModel:
         self.products: tuple[int, int, int] | None = None
         self.hides_pairs = False
         self._warned_of_pairs = False
+        self._warned_of_rows = False
         self._row_lengths: list[set[int]] = []  # different ones of counted steps
 
         self._gave_up = False  # whether the steps cannot be counted, after a warning
@@ -157,6 +158,7 @@ class OwnModel:
         if shards == 1:
             shapes = [_shape(seen) for seen in step]
             self._look_for_pairs(counted_step, list(zip(stats, shapes, strict=True)))
+            self._look_for_leaks(active.unmasked_rows, step)
 
         forward, backward, again = counted_step.flops
         again = self._again(forward, again, _REPEAT_PRODUCTS)
@@ -214,6 +216,22 @@ class OwnModel:
                 f"device/mfu, TFLOP/s and total_flops of {self._name} are not logged, because the model "
                 f"FLOPs of this step would be {hidden.times:.2f} times too high: {hidden.reason} device/hfu "
                 f"is logged, because the device computes these pairs. {see('pairs')}",
+                MeasureWarning,
+            )
+
+    def _look_for_leaks(self, unmasked: set[int], step: Sequence[Seen]) -> None:
+        """Warn once if torch's attention ran over a pack of several sequences as one row without a mask."""
+        for stats, lengths in step:
+            if not isinstance(lengths, tuple) or isinstance(lengths, Dense) or self._warned_of_rows:
+                continue
+            if len(lengths) < 2 or stats.slots not in unmasked:
+                continue
+            self._warned_of_rows = True
+            warn(
+                f"scaled_dot_product_attention of {self._name} ran over all {stats.slots:,} slots of a "
+                f"pack of {len(lengths)} sequences without a mask, so their tokens see each other, "
+                "while FLOPs and MFU count each sequence by itself. Call varlen_attention(q, k, v, "
+                f"batch.boundaries). {see('pairs')}",
                 MeasureWarning,
             )
 

@@ -220,6 +220,7 @@ class StepCounter(TorchFunctionMode, CallListener):
         self.needs_calls = needs_calls
         self.products: dict[tuple[str, int], Tally] = defaultdict(Tally)
         self.rows: dict[tuple[int, int], Tally] = defaultdict(Tally)
+        self.unmasked_rows: set[int] = set()  # slots of a row all of which attend to those before
         self.unknown: set[str] = set()
         self.squares: dict[int, Square] = defaultdict(Square)
         self._weights = Weights() if module is None else Weights(chain(module.parameters(), module.buffers()))
@@ -321,7 +322,9 @@ class StepCounter(TorchFunctionMode, CallListener):
             return self._add(name, func, args, kwargs)
         return None
 
-    def _see_rows(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> _Call:
+    def _see_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> _Call:
         """Count ``scaled_dot_product_attention`` as torch does: all pairs, also those that a mask hides."""
         heads = query.shape[-3] if query.dim() > 2 else 1
         rows = prod(query.shape[:-3])
@@ -329,6 +332,8 @@ class StepCounter(TorchFunctionMode, CallListener):
         pairs = rows * query.shape[-2] * key.shape[-2]
         shapes = ("rows", *(tuple(x.shape) for x in (query, key, value)))
         passes = self._of_phase((forward * pairs, backward * pairs), shapes)
+        if attn_mask is None and rows == 1 and not query.is_nested and query.shape[-2] == key.shape[-2]:
+            self.unmasked_rows.add(int(query.shape[-2]))
         tally = self.rows[rows, query.shape[-2]]
         tally.add((*passes[:2], 0))
         return _Call("scaled_dot_product_attention", [(tally, passes)])

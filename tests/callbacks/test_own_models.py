@@ -78,8 +78,13 @@ class Block(nn.Module):
             mixed = varlen_attention(q, k, v, batch.boundaries)
         else:
             number = (batch.position_ids == 0).cumsum(0)
+            rows = [each.transpose(0, 1)[None] for each in (q, k, v)]
             mask = (number[:, None] == number).tril()
-            if self.how == "einsum":
+            if self.how == "torch over the row":  # documents see each other
+                mixed = F.scaled_dot_product_attention(*rows, is_causal=True)[0].transpose(0, 1)
+            elif self.how == "torch with a mask":
+                mixed = F.scaled_dot_product_attention(*rows, attn_mask=mask)[0].transpose(0, 1)
+            elif self.how == "einsum":
                 scores = torch.einsum("qhd,khd->hqk", q, k)
                 weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
                 mixed = torch.einsum("hqk,khd->qhd", weights, v)
@@ -193,6 +198,17 @@ def test_a_policy_adds_forwards_that_no_step_shows(
     model = 3 * sum(by_hand(each)[1] for each in rated)
     ratio = metrics["train/device/hfu"] / metrics["train/device/mfu"]
     assert ratio == pytest.approx((model + sum(map(again, rated))) / model, rel=1e-9)
+
+
+def test_attention_of_torch_over_a_whole_pack_is_warned_of_once() -> None:
+    """With a mask of documents, and over a pack of one document and a pad, it is right."""
+    batches = [pack(*each) for each in PACKS]
+    with pytest.warns(MeasureWarning, match=r"of Gpt ran over all 16 slots of a pack of 3 seq") as warnings:
+        metrics_of(Gpt("torch over the row"), batches)
+    assert len(warnings) == 1
+    metrics_of(Gpt("torch with a mask"), batches)
+    one = THDBatch.collate([{"input_ids": [1, 2, 3]}], pad_to=8)
+    metrics_of(Gpt("torch over the row"), [one])
 
 
 def test_the_policy_none_counts_no_repetition() -> None:
