@@ -264,7 +264,7 @@ def _bind(
 
     sizes = (q.shape[2], v.shape[2])
     needs_no_padding = raw.one_size(*sizes) == sizes
-    if name == "torch" and sinks is None and needs_no_padding and not LISTENERS:
+    if name == "torch" and sinks is None and needs_no_padding:
         return torch_cuda.bind(q.shape[0], call, spec)
     return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, call, spec, sinks))
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_thd._imports import available
 from lightning_thd.attention import support
@@ -248,7 +249,7 @@ def flash4_backward(
 # The operators under torch.nn.attention.varlen
 
 
-def aten_forward(
+def _aten_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
     block_table=None, num_splits=None,
@@ -270,6 +271,32 @@ def aten_backward(
     assert rng_state.dtype == torch.uint64
     spec = spec_of(scale, is_causal, (window_size_left, window_size_right), max_k=max_k)
     return run_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, spec)
+
+
+class _AtenFlash(torch.autograd.Function):
+    """The forward operator with torch's own formula for its gradients."""
+
+    @staticmethod
+    def forward(ctx, options, *arguments):
+        results = _aten_forward(*arguments, **options)
+        ctx.save_for_backward(*arguments[:3], *results[:2], *arguments[3:5], *results[2:4])
+        ctx.host = arguments[5:9]  # longest sequences, dropout, causal
+        ctx.options = options
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, *_):
+        *tensors, rng_state, unused = ctx.saved_tensors
+        gradients = aten_backward(
+            grad_out.contiguous(), *tensors, *ctx.host, rng_state, unused, **ctx.options
+        )
+        return None, *gradients, *[None] * 7
+
+
+def aten_forward(*arguments, **options):
+    return _AtenFlash.apply(options, *arguments)
 
 
 def efficient_spec(

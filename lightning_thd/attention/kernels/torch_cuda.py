@@ -9,18 +9,16 @@ Legend: T slots, S sequences, H query heads, D head size, E value head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
-from lightning_thd.flops.listen import reported
 
 
 class AtenFlash:
@@ -35,10 +33,23 @@ class AtenFlash:
 
     def backward(self, grad: Tensor, saved: Saved, call: KernelCall, spec: AttentionSpec) -> Gradients:
         """Run the backward operator; dropout is 0, so the random state is not used."""
+        flash = flash_call(saved.q.shape[0], call, spec)
         seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         offset = torch.empty(0, device=grad.device)
-        tensors = (grad, *saved[:4], saved.lse.t().contiguous())
-        return _flash_backward(tensors, flash_call(saved.q.shape[0], call, spec), random_state=(seed, offset))
+        gradients: Gradients = torch.ops.aten._flash_attention_backward(
+            grad,
+            *saved[:4],
+            saved.lse.t().contiguous(),
+            *flash[:4],
+            0.0,  # dropout
+            flash.causal,
+            seed,
+            offset,
+            scale=flash.scale,
+            window_size_left=flash.left,
+            window_size_right=flash.right,
+        )
+        return gradients
 
 
 class FlashCall(NamedTuple):
@@ -61,37 +72,13 @@ def flash_call(num_queries: int, call: KernelCall, spec: AttentionSpec) -> Flash
     return FlashCall(*call.arguments, causal, spec.scale, spec.left, spec.right)
 
 
-class _Flash(torch.autograd.Function):
-    """Flash attention without sinks, whose backward a counter of FLOPs can leave out (see ``reported``)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> Tensor:
-        out, lse, *random_state = _flash_forward(q, k, v, call)
-        # Offsets too, so that autograd notices if they are written to.
-        ctx.save_for_backward(q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_kv, *random_state)
-        ctx.options = call[2:]
-        return out
-
-    @staticmethod
-    @reported
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *random_state = ctx.saved_tensors
-        tensors = (grads[0].contiguous(), q, k, v, out, lse)
-        call = FlashCall(cu_seqlens_q, cu_seqlens_kv, *ctx.options)
-        return *_flash_backward(tensors, call, random_state=random_state), None
-
-
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, ...]:
-    """Return out ``[Tq, H, D]``, lse ``[H, Tq]`` and the two tensors of the random state."""
+    """Return out ``[Tq, H, D]``, lse ``[H, Tq]`` and more; torch has a formula for the gradients of out."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        call.cu_seqlens_q,
-        call.cu_seqlens_kv,
-        call.max_seqlen_q,
-        call.max_seqlen_kv,
+        *call[:4],
         0.0,  # dropout
         call.causal,
         False,  # no mask for debugging
@@ -99,37 +86,13 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
         window_size_left=call.left,
         window_size_right=call.right,
     )
-    return results[:4]
-
-
-def _flash_backward(
-    tensors: Sequence[Tensor], call: FlashCall, *, random_state: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *tensors,
-        call.cu_seqlens_q,
-        call.cu_seqlens_kv,
-        call.max_seqlen_q,
-        call.max_seqlen_kv,
-        0.0,  # dropout
-        call.causal,
-        *random_state,
-        scale=call.scale,
-        window_size_left=call.left,
-        window_size_right=call.right,
-    )
-    return dq, dk, dv
+    return results
 
 
 def bind(
     num_queries: int, call: KernelCall, spec: AttentionSpec
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size.
-
-    Gradients are those of torch's own formula for the operator. While a counter of FLOPs listens, ``attend``
-    is bound in its place, whose backward a counter leaves out.
-    """
+    """Return a function of ``[1, H, T, D]`` that ignores sinks, for q, k, v of one supported head size."""
     flash = flash_call(num_queries, call, spec)
     operator = torch.ops.aten._flash_attention_forward
     arguments = (*flash[:4], 0.0, flash.causal, False)  # without dropout, and no mask for debugging
@@ -162,7 +125,7 @@ def attend(
 
     value_size = v.shape[2]
     q, k, v = raw.widen(AtenFlash(), q, k, v)
-    out: Tensor = _Flash.apply(q, k, v, flash_call(q.shape[0], call, spec))  # type: ignore[no-untyped-call]
+    out = _flash_forward(q, k, v, flash_call(q.shape[0], call, spec))[0]
     return out if out.shape[2] == value_size else out[..., :value_size]
 
 
