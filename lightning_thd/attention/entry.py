@@ -186,13 +186,22 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Bound(NamedTuple):
-    """The attention of one call, in two forms.
+    """The attention of one call, for use with a counter of FLOPs and without.
 
-    Both run the same operators: a checkpointed layer may run without a counter of FLOPs, and again with one.
+    Both ways run the same operators: a checkpointed layer may run without a counter, and again with one.
     """
 
     attend: Attend
-    attend_and_report: Attend  # for use while a counter listens
+    call: KernelCall
+    spec: AttentionSpec
+
+    def attend_and_report(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend as ``attend`` does, and tell the counters that listen."""
+        q_THD = q.squeeze(0).transpose(0, 1)
+        k_THD = k.squeeze(0).transpose(0, 1)
+        v_THD = v.squeeze(0).transpose(0, 1)
+        with attending(AttentionCall.of(q_THD, k_THD, v_THD, self.call, self.spec)):
+            return self.attend(q, k, v, sinks)
 
 
 def bind(
@@ -219,25 +228,12 @@ def bind(
     attend = _bind(q_cast, k_cast, v_cast, call, spec, sinks, backend)
     if casts:
         attend = _casting(attend, q_cast.dtype)
-    return Bound(attend, _reporting(attend, call, spec))
+    return Bound(attend, call, spec)
 
 
 def _casting(attend: Attend, dtype: torch.dtype) -> Attend:
     """Wrap a bound function so that it casts its tensors first."""
     return lambda q, k, v, sinks: attend(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
-
-
-def _reporting(attend: Attend, call: KernelCall, spec: AttentionSpec) -> Attend:
-    """Wrap a bound function so that the counters of FLOPs see its calls."""
-
-    def attend_and_report(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        q_THD = q.squeeze(0).transpose(0, 1)
-        k_THD = k.squeeze(0).transpose(0, 1)
-        v_THD = v.squeeze(0).transpose(0, 1)
-        with attending(AttentionCall.of(q_THD, k_THD, v_THD, call, spec)):
-            return attend(q, k, v, sinks)
-
-    return attend_and_report
 
 
 def _bind(
