@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_thd._find import holds_compiled_code
 from lightning_thd._pages import see
+from lightning_thd.batch import THDBatch
 from lightning_thd.batch.noted import unnoted
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
@@ -92,13 +93,13 @@ class OwnModel:
 
     def begin(self, stage: str, batch: Any, *, inside: bool) -> None:
         """Begin to count or to listen; ``inside`` a running step, only remember its next batch."""
-        if batch is not None:
-            self._places |= set(_places(batch))
+        places = set() if batch is None else set(_places(batch))
         if inside and self._active is not None:
+            self._places |= places
             return
         self.stop()
         if batch is not None:
-            self._places = set(_places(batch))
+            self._places = places
         self._is_whole = not inside
         if self._gave_up:
             return
@@ -349,6 +350,11 @@ def _shape(seen: Seen) -> tuple[int, int]:
 
 def _places(batch: Any) -> Iterable[int]:
     """Yield the addresses of the offsets of a batch's own sequences, without a read of the device."""
+    if isinstance(batch, THDBatch):
+        for offsets in unnoted(batch).boundaries.tensors().values():
+            yield offsets.data_ptr()
+        return
+
     several = getattr(batch, "microbatches", None)
     if isinstance(several, Sequence):
         for microbatch in several:
@@ -363,7 +369,7 @@ def _places(batch: Any) -> Iterable[int]:
                 yield from _places(member)
         return
 
-    boundaries = getattr(unnoted(batch), "boundaries", None)
+    boundaries = getattr(batch, "boundaries", None)
     if isinstance(boundaries, Boundaries):
         for offsets in boundaries.tensors().values():
             yield offsets.data_ptr()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_thd.batch import THDBatch
 from lightning_thd.batch.media import GRIDS, PIXELS, counted
 from lightning_thd.batch.noted import unnoted
 from lightning_thd.boundaries import Boundaries
@@ -63,12 +64,14 @@ Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     """Return a record for every pack and every padded batch in ``batch``, which may be a container."""
+    # Packs know their lengths.
+    if isinstance(batch, THDBatch):
+        plain = unnoted(batch)
+        return [(plain.stats, _lengths_of(plain))]
     several = getattr(batch, "microbatches", None)
     if isinstance(several, Sequence):
         return [seen for microbatch in several for seen in microbatches(microbatch, pad_id)]
 
-    # Packs know their lengths.
-    batch = unnoted(batch)
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     stats = getattr(batch, "stats", None)
