@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_thd._find import holds_compiled_code
 from lightning_thd._pages import see
-from lightning_thd.batch import THDBatch
 from lightning_thd.batch.noted import unnoted
+from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
 from lightning_thd.flops.listen import AttentionCall

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd.batch import THDBatch
 from lightning_thd.batch.media import GRIDS, PIXELS, counted
 from lightning_thd.batch.noted import unnoted
+from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.boundaries import Boundaries
 from lightning_thd.stats import SeqStats, Vision
 
