@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lightning_thd._private import private
 
 Call: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+# What a kernel of another package or release may raise in its first trial.
+KERNEL_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def operators_are_watched() -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_thd._modes import KERNEL_ERRORS
 from lightning_thd.attention.kernels import portable, raw
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.boundaries import KernelCall
@@ -25,17 +26,6 @@ _KV_HEADS = 2
 _WINDOW = 11  # the largest side of a window in the trial
 # Half precision rounds results by 2^-8 or less of their size. Errors of a mask or a scale are far larger.
 _TOLERANCE = 0.05
-# What a package of another release may raise.
-_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def trouble(
@@ -57,7 +47,7 @@ def trouble(
     spec = replace(spec, left=min(spec.left, _WINDOW), right=min(spec.right, _WINDOW))
     try:
         found = _results(kernel, device, dtype, sizes, spec)
-    except _ERRORS as failure:
+    except KERNEL_ERRORS as failure:
         return f"it failed: {type(failure).__name__}: {failure}"
 
     wanted = _results(portable.PortableKernel(), device, dtype, sizes, spec)

@@ -312,11 +312,11 @@ def _fault_of_labels(plain: THDBatch, labels: Tensor, ignored: int) -> str | Non
     if targets is not None and _are_equal(labels, targets[1:]):
         return "takes batch.targets[1:] as labels, which are shifted twice"
     if _are_equal(labels, ids[1:]):
-        starts = ids[plain.boundaries.offsets[1:-1].long()] if plain.boundaries.own_slots else ids[1:]
-        if bool((starts != ignored).any()):
-            return (
-                "takes batch.input_ids[1:] as labels, so the end of a document learns the begin of the next"
-            )
+        starts = ids[1:]
+        if plain.boundaries.own_slots:
+            starts = ids[plain.boundaries.offsets[1:-1].long()]
+        if bool((starts != ignored).any()):  # a loss that ignores the first token of documents is right
+            return "takes batch.input_ids[1:] as labels, so the end of a document learns the next one's start"
     return None
 
 

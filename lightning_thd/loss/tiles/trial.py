@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._modes import MayNotCompare, may_compare_here
+from lightning_thd._modes import KERNEL_ERRORS, MayNotCompare, may_compare_here
 from lightning_thd.loss.tiles.logits import Head, Settings
 from lightning_thd.warnings import THDWarning, warn
 
@@ -26,16 +26,6 @@ _ROWS = 16
 _HIDDEN_SIZE = 64
 # Gradients are rounded to bf16, by 2^-8 of their size. A wrong kernel is off by more.
 _TOLERANCE = 0.02
-_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +108,7 @@ def _trial(loss: str, kind: HeadKind, run: Run, ways: Ways, options: tuple[Hasha
         wanted = run(by_operators, few, targets, weights, *options)
         try:
             found = run(by_kernels, few, targets, weights, *options)
-        except _ERRORS as failure:
+        except KERNEL_ERRORS as failure:
             trouble: str | None = f"they failed: {type(failure).__name__}: {failure}"
         else:
             trouble = _difference(found, wanted)
